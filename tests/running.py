@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import torch
+
 from modeling_patches import per_call
 from modeling_patches.per_call import Changes
 
@@ -63,3 +66,18 @@ def added(add: Callable[..., Any], model: Any, *args: Any) -> Iterator[Any]:
     result = add(model, changes, *args)
     with running(changes):
         yield result
+
+
+@contextmanager
+def no_forward(model: torch.nn.Module) -> Iterator[None]:
+    """Fail if the model, or an encoder in it, runs."""
+
+    def fail(*_: Any) -> None:
+        pytest.fail("the model ran before the call was refused")
+
+    hooks = [module.register_forward_pre_hook(fail) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

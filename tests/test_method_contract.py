@@ -7,9 +7,11 @@ compared with rounding, so a single differing token is a bug.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import forks
@@ -109,20 +111,16 @@ def test_options_round_trip(name: str, variant: str, tmp_path: Any) -> None:
         assert dataclasses.asdict(method.parse_options(ours.assistant_kwargs)) == full
 
 
-@pytest.mark.parametrize("name", methods())
-def test_unknown_option_names_the_known(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}.*no option 'no_such_option'.*acceptance"):
-        hf_spec.SpecConfig(name, {"no_such_option": 1})
-
-
 #: Fields that may be any text: a pattern of module names, the name of another strategy.
 TEXTS = {"target_modules", "draft_target_modules", "drafter"}
 
 
 @pytest.mark.parametrize("name", methods())
-def test_wrong_values_are_refused_by_name(name: str) -> None:
+def test_wrong_options_are_refused_by_name(name: str) -> None:
     """Each option, and each field of an adapter's config that PEFT's own do not have."""
     method = methods()[name]
+    with pytest.raises(ValueError, match=rf"{name}.*no option 'no_such_option'.*acceptance"):
+        hf_spec.SpecConfig(name, {"no_such_option": 1})
 
     def parse(**given: Any) -> Any:
         return method.parse_options(given)
@@ -165,6 +163,7 @@ def test_described(name: str) -> None:
             *pairs(name, architecture, attention, row),
             (name, variant, POSITIONS.get(architecture)),
             (name, variant, row),
+            (name, variant, architecture == "llama_tied" and row is None),
         ],
     ),
 )
@@ -186,8 +185,12 @@ def test_greedy_equals_plain(
             max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
         )  # fmt: skip
         assert out.sequences.tolist() == plain(architecture, attention, torch.float32, row)
+        stats = hf_spec.last_stats(model)
         check_cache(model, out, inputs(row))
     assert steps
+    if architecture == "llama_tied" and row is None:
+        # The comparisons mean something: drafts hit and miss.
+        assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
 
 
 @every_strategy
@@ -204,11 +207,11 @@ def test_greedy_equals_plain_where_the_policy_decides(
             assert hf_spec.last_stats(model).details["policy"]["steps"]
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "bloom"])
 @every_strategy
 def test_greedy_equals_plain_in_fp64(
-    tiny: Callable[..., PreTrainedModel], architecture: str, name: str, variant: str
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str
 ) -> None:
+    architecture = "gemma3"
     attention = back_ends(architecture)[-1]
     model = tiny(architecture, attention, torch.float64)
     with adapted(model, name, variant):
@@ -216,20 +219,6 @@ def test_greedy_equals_plain_in_fp64(
             **inputs(), **strategy(name, variant), max_new_tokens=NEW, do_sample=False
         )
     assert out.tolist() == plain(architecture, attention, torch.float64, None)
-
-
-@every_case
-def test_candidates_are_accepted_and_rejected(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str
-) -> None:
-    """The comparisons above mean something: drafts hit and miss."""
-    model = tiny("llama_tied")
-    with adapted(model, name, variant):
-        model.generate(
-            **inputs(), **strategy(name, variant), max_new_tokens=2 * NEW, do_sample=False
-        )
-    stats = hf_spec.last_stats(model)
-    assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
 
 
 # -- the cache -------------------------------------------------------------------------------
@@ -306,22 +295,28 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "architecture"),
+    ("name", "variant", "architecture", "warper"),
     covering(
-        [(*case, architecture) for case in CASES for architecture in ("llama", "gemma3", "opt")],
-        lambda name, variant, architecture: [(name, variant), (name, architecture)],
+        [
+            (*case, architecture, warper)
+            for case in CASES
+            for architecture in ("llama", "gemma3", "opt")
+            for warper in WARPERS
+        ],
+        lambda name, variant, architecture, warper: [
+            (name, variant), (name, architecture), (name, warper), (architecture, warper),
+        ],
     ),
-)
+)  # fmt: skip
 def test_seeded_sampling_equals_plain(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str, architecture: str
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str, architecture: str, warper: str
 ) -> None:
     """The match rule draws once per emitted token, as plain generation does, in the same order."""
     model = tiny(architecture)
-    for seed, warper in enumerate(SEEDED):
-        with adapted(model, name, variant):
-            torch.manual_seed(seed)
-            ours = model.generate(prompt(), **sampled(warper), **strategy(name, variant))
-        assert ours.tolist() == plain_sampled(architecture, seed, warper)
+    with adapted(model, name, variant):
+        torch.manual_seed(3)
+        ours = model.generate(prompt(), **sampled(warper), **strategy(name, variant))
+    assert ours.tolist() == plain_sampled(architecture, warper)
 
 
 #: A processor that sees the tokens before, beside them.
@@ -335,14 +330,14 @@ def sampled(warper: str) -> dict[str, Any]:
 
 
 @cache
-def plain_sampled(architecture: str, seed: int, warper: str) -> list:
-    torch.manual_seed(seed)
+def plain_sampled(architecture: str, warper: str) -> list:
+    torch.manual_seed(3)
     return shared(architecture).generate(prompt(), **sampled(warper)).tolist()
 
 
 #: Sampling is restricted to these tokens, and the prompt consists of them: drafts always hit.
 ALLOWED = (5, 17, 23, 42)
-SAMPLES = 2000
+SAMPLES = 1000
 #: A right program fails one of these tests with at most this probability; the seed is fixed, so it
 #: can happen after a change of the program only.
 FALSE_ALARM = 1e-6
@@ -413,8 +408,6 @@ def test_the_chi_square_test_sees_a_biased_rule(
     """Sampling from p instead of the residual after a rejection, as in SPACE's algorithm 1."""
     sample, rule = verify.sample, verify.rejection
     name, variant = next((name, v) for name in methods() for v in RUNS[name].sampled)
-    right = chi_square_of_run(tiny("llama_tied"), name, variant, "top_p")
-    assert right > FALSE_ALARM
 
     def biased(tree: Any, scores: Any, *args: Any) -> Any:
         last: dict[str, torch.Tensor] = {}
@@ -474,33 +467,35 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
 # -- adapters --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapter_in_a_fresh_process(
-    fresh: Callable[..., PreTrainedModel], tmp_path: Any, name: str
-) -> None:
-    """Saved beside a SpecConfig and loaded elsewhere, the adapter drafts what it drafted here."""
-    model = fresh("llama")
-    model.save_pretrained(tmp_path / "base")
-    config = methods()[name].adapter_config()
-    torch.manual_seed(3)
-    model.add_adapter(config)
-    model.save_pretrained(tmp_path / "adapter")
-    # What is drafted must not depend on step times.
-    always = {"drafting": "always"}
-    config = hf_spec.SpecConfig(name, always, max_new_tokens=NEW, do_sample=False)
-    config.save_pretrained(tmp_path / "adapter")
-    here = model.generate(prompt(), generation_config=config)
-    drafted = hf_spec.last_stats(model).num_drafted_tokens
+def test_adapters_in_a_fresh_process(fresh: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    """Saved beside a SpecConfig and loaded elsewhere, each drafts what it drafted here."""
+    fresh("llama").save_pretrained(tmp_path / "base")
+    plain = fresh("llama").generate(prompt(), max_new_tokens=NEW, do_sample=False).tolist()
+    here = {}
+    for name in ADAPTERS:
+        model = fresh("llama")
+        torch.manual_seed(3)
+        model.add_adapter(methods()[name].adapter_config())
+        model.save_pretrained(tmp_path / name)
+        # What is drafted must not depend on step times.
+        always = {"drafting": "always"}
+        config = hf_spec.SpecConfig(name, always, max_new_tokens=NEW, do_sample=False)
+        config.save_pretrained(tmp_path / name)
+        out = model.generate(prompt(), generation_config=config).tolist()
+        assert out == plain
+        here[name] = [out, hf_spec.last_stats(model).num_drafted_tokens]
     program = f"""
-        import torch, hf_spec
+        import json, torch, hf_spec
         from transformers import AutoModelForCausalLM
-        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "base")!r})
-        model.load_adapter({str(tmp_path / "adapter")!r})
-        config = hf_spec.SpecConfig.from_pretrained({str(tmp_path / "adapter")!r})
-        out = model.generate(torch.tensor({prompt().tolist()}), generation_config=config)
-        print(out.tolist(), hf_spec.last_stats(model).num_drafted_tokens)
+        found = {{}}
+        for name in {ADAPTERS}:
+            model = AutoModelForCausalLM.from_pretrained("base")
+            model.load_adapter(name)
+            config = hf_spec.SpecConfig.from_pretrained(name)
+            out = model.generate(torch.tensor({prompt().tolist()}), generation_config=config)
+            found[name] = [out.tolist(), hf_spec.last_stats(model).num_drafted_tokens]
+        print(json.dumps(found))
     """
-    result = forks.run(program)
+    result = forks.run(program, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == f"{here.tolist()} {drafted}"
-    assert here.tolist() == model.generate(prompt(), max_new_tokens=NEW, do_sample=False).tolist()
+    assert json.loads(result.stdout.splitlines()[-1]) == here

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, PAD, STRATEGIES, prompt
+from running import no_forward
 from transformers import (
     CompileConfig,
     GenerationConfig,
@@ -23,33 +24,29 @@ from transformers import (
 
 from hf_spec.decoding.compiling import STATIC
 
-#: Options that mean what they mean in plain generation, with values that matter.
-HONORED: dict[str, Any] = {
-    "max_length": 18, "max_new_tokens": 9, "min_length": 16, "min_new_tokens": 6, "max_time": 60.0,
-    "stop_strings": None,  # needs a tokenizer; tests/decoding/test_generate.py
-    "do_sample": False, "use_cache": True, "cache_implementation": "dynamic",
-    "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.1, "top_h": 0.5, "typical_p": 0.7,
-    "epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "repetition_penalty": 1.3,
-    "encoder_repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2,
-    "bad_words_ids": [[5], [6, 7]], "renormalize_logits": True, "forced_bos_token_id": 5,
-    "forced_eos_token_id": EOS, "remove_invalid_values": True,
-    "exponential_decay_length_penalty": (4, 1.3), "suppress_tokens": [5, 6, 7],
-    "begin_suppress_tokens": [5, 6, 7], "sequence_bias": {(5,): 3.0},
-    "token_healing": None,  # needs a tokenizer; changes the prompt before decoding
-    "watermarking_config": WatermarkingConfig(), "num_return_sequences": 1, "output_scores": True,
-    "output_logits": True, "return_dict_in_generate": True, "pad_token_id": PAD,
-    "bos_token_id": 3, "eos_token_id": list(range(3, 12)), "prefill_chunk_size": 5,
-    "compile_config": CompileConfig(), "disable_compile": True,
-    "is_assistant": True, "assistant_confidence_threshold": 0.3,
-}  # fmt: skip
-
-#: What some of them need beside them.
-_RECORD = {"return_dict_in_generate": True, "output_scores": True}
-WITH: dict[str, dict[str, Any]] = {
-    "exponential_decay_length_penalty": {"eos_token_id": EOS},
-    "is_assistant": _RECORD,
-    "assistant_confidence_threshold": {"is_assistant": True, **_RECORD},
-}
+#: Options that mean what they mean in plain generation, with values that matter; a call has those
+#: of one line.
+HONORED: list[dict[str, Any]] = [
+    {"max_length": 18, "min_length": 16, "eos_token_id": list(range(3, 40)), "pad_token_id": PAD},
+    {"max_new_tokens": 9, "min_new_tokens": 6, "eos_token_id": list(range(3, 40))},
+    {"max_time": 60.0, "use_cache": True, "cache_implementation": "dynamic", "bos_token_id": 3},
+    {"compile_config": CompileConfig(), "disable_compile": True, "prefill_chunk_size": 5},
+    {"do_sample": False, "repetition_penalty": 1.3, "encoder_repetition_penalty": 1.3},
+    {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8, "min_p": 0.01}, {"top_h": 0.5},
+    {"typical_p": 0.7, "renormalize_logits": True}, {"epsilon_cutoff": 0.01},
+    {"eta_cutoff": 0.01, "remove_invalid_values": True},
+    {"watermarking_config": WatermarkingConfig()},
+    {"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "sequence_bias": {(5,): 3.0}},
+    {"bad_words_ids": [[5], [6, 7]], "suppress_tokens": [8, 9], "begin_suppress_tokens": [10, 11]},
+    {"forced_bos_token_id": 5, "forced_eos_token_id": EOS},
+    {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": EOS},
+    {
+        "is_assistant": True, "assistant_confidence_threshold": 0.3, "num_return_sequences": 1,
+        "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+    },
+]  # fmt: skip
+#: These need a tokenizer: tests/decoding/test_generate.py; the second changes the prompt before.
+WITH_TOKENIZER = {"stop_strings", "token_healing"}
 
 #: Options that are refused, with a value that is.
 REFUSED: dict[str, Any] = {
@@ -84,8 +81,8 @@ Tiny = Callable[..., PreTrainedModel]
 
 
 def test_no_option_is_overlooked() -> None:
-    lists = (HONORED, REFUSED, WITHOUT_EFFECT)
-    known = [name for options in lists for name in options]
+    honored = {name for options in HONORED for name in options} | WITH_TOKENIZER
+    known = [*honored, *REFUSED, *WITHOUT_EFFECT]
     assert len(known) == len(set(known))
     assert set(vars(GenerationConfig())) <= set(known)
     assert inspect.signature(GenerationMixin.generate).parameters.keys() - {"self"} <= ARGUMENTS
@@ -93,11 +90,11 @@ def test_no_option_is_overlooked() -> None:
 
 @pytest.mark.parametrize("option", REFUSED)
 def test_refused(tiny: Tiny, option: str) -> None:
-    with pytest.raises(ValueError, match=f"^{option}=.* with assistant_strategy="):
-        tiny().generate(
-            prompt(), max_new_tokens=4, **SPEC, return_dict_in_generate=True,
-            **{option: REFUSED[option]},
-        )  # fmt: skip
+    """By name, with a remedy, before the model runs."""
+    message = rf"^{option}=.* with assistant_strategy=.*\. (Leave|Run|Set) "
+    settings = {"max_new_tokens": 4, "return_dict_in_generate": True, **SPEC}
+    with no_forward(tiny()), pytest.raises(ValueError, match=message):
+        tiny().generate(prompt(), **settings, **{option: REFUSED[option]})
 
 
 def same(model: Any, **options: Any) -> bool:
@@ -110,10 +107,10 @@ def same(model: Any, **options: Any) -> bool:
     return torch.equal(*sequences)
 
 
-@pytest.mark.parametrize("option", [name for name, value in HONORED.items() if value is not None])
-def test_honored(tiny: Tiny, option: str) -> None:
-    length = {} if option == "max_length" else {"max_new_tokens": 16}
-    assert same(tiny(), **{**length, **WITH.get(option, {}), option: HONORED[option]})
+@pytest.mark.parametrize("options", HONORED, ids=lambda options: "-".join(options))
+def test_honored(tiny: Tiny, options: dict[str, Any]) -> None:
+    length = {} if "max_length" in options else {"max_new_tokens": 16}
+    assert same(tiny(), **{**length, **options})
 
 
 def test_without_effect(tiny: Tiny) -> None:

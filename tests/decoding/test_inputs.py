@@ -115,10 +115,9 @@ def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:
     assert len(found) > 1 and set(found) == {3}
 
 
-@pytest.mark.parametrize("embedded", [False, True])
-def test_values_per_token(tiny: Tiny, spec: Spec, embedded: bool) -> None:
+def test_values_per_token(tiny: Tiny, spec: Spec) -> None:
     model, types = tiny("gpt2"), torch.ones_like(prompt())
-    given = {"inputs_embeds": model.get_input_embeddings()(prompt())} if embedded else {}
-    given = given or {"input_ids": prompt()}
-    with pytest.raises(ValueError, match="'token_type_ids' has one value per"):
-        model.generate(**given, token_type_ids=types, **GREEDY, **spec)
+    embeds = model.get_input_embeddings()(prompt())
+    for given in ({"input_ids": prompt()}, {"inputs_embeds": embeds}):
+        with pytest.raises(ValueError, match="'token_type_ids' has one value per"):
+            model.generate(**given, token_type_ids=types, **GREEDY, **spec)

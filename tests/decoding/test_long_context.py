@@ -86,7 +86,7 @@ def check_same(kind: str, given: dict[str, Any], spec: dict[str, Any], new: int 
     return ours.spec_stats
 
 
-LENGTHS = [(20,), (31,), (32,), (33,), (20, 9, 15), (28, 33, 5)]
+LENGTHS = [(31,), (32,), (33,), (20, 9, 15), (28, 33, 5)]
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,14 @@ def test_calls_that_cross_the_end(kind: str, lengths: tuple[int, ...], name: str
     check_same(kind, given, STRATEGIES[name])
 
 
-def test_rows_that_are_all_padded() -> None:
-    """Phi then computes its cache anew too early for the frequencies, which change later."""
-    given = {name: torch.nn.functional.pad(t, (3, 0)) for name, t in ragged((20, 9)).items()}
-    for kind in ("longrope", "phi3"):
-        check_same(kind, given, STRATEGIES["prompt_lookup"])
-
-
-def test_candidates_are_accepted_on_both_sides() -> None:
-    """The comparisons above mean something."""
+def test_special_batches() -> None:
+    """Drafts are accepted on both sides of the end, or the comparisons would mean little; and rows
+    that are all padded: Phi computes its cache anew too early for the frequencies."""
+    padded = {name: torch.nn.functional.pad(t, (3, 0)) for name, t in ragged((20, 9)).items()}
     for kind in ("dynamic", "longrope", "phi3"):
         stats = check_same(kind, {"input_ids": prompt(20)}, STRATEGIES["layer_skip"], new=40)
         assert stats.num_generated_tokens > 1.1 * stats.num_steps
+        check_same(kind, padded, STRATEGIES["prompt_lookup"])
 
 
 @pytest.mark.parametrize("name", [name for name, m in methods().items() if m.needs_adapter])
@@ -128,8 +124,8 @@ def test_a_chat_that_crosses_the_end(kind: str, spec: dict[str, Any]) -> None:
     """In the second answer, in the second prompt, or before."""
     model = fresh(kind)
     for length, more in ((12, 4), (12, 16), (28, 4)):
-        ids, plain_cache, caches = prompt(length), DynamicCache(config=model.config), [None] * 2
-        caches[0] = DynamicCache(config=model.config)
+        ids, plain_cache = prompt(length), DynamicCache(config=model.config)
+        caches: list[Any] = [DynamicCache(config=model.config), None]
         for turn in range(2):
             settings = {**GREEDY, "max_new_tokens": 8, "return_dict_in_generate": True}
             expected = model.generate(ids, **settings, **{CACHE: plain_cache})

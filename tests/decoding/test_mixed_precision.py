@@ -9,11 +9,13 @@ compared elsewhere, in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
+from covering import covering
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import DynamicCache
 
@@ -44,20 +46,32 @@ def sure(shallow: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("name", methods())
-def test_every_strategy_under_autocast(sure: Any, name: str) -> None:
+def test_every_strategy(sure: Any, name: str) -> None:
+    """Under autocast; and prepared by accelerate: it is on in the forward alone, whose outputs are
+    float32."""
     model = sure(name=name)
-    for inputs in (ragged((12,)), ragged((12, 5))):
-        for settings in ({}, {"do_sample": True}):
-            with torch.autocast(**BF16):
-                torch.manual_seed(3)
-                plain = generate(model, inputs, **settings).sequences
-                torch.manual_seed(3)
-                ours = generate(model, inputs, **settings, **strategy(name)).sequences
-            assert torch.equal(ours, plain)
+    for settings in ({}, {"do_sample": True}):
+        with torch.autocast(**BF16):
+            torch.manual_seed(3)
+            plain = generate(model, ragged((12, 5)), **settings).sequences
+            torch.manual_seed(3)
+            ours = generate(model, ragged((12, 5)), **settings, **strategy(name)).sequences
+        assert torch.equal(ours, plain)
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)  # another test may have made one
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    plain = generate(model, ragged((12, 5))).sequences
+    assert torch.equal(generate(model, ragged((12, 5)), **strategy(name)).sequences, plain)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "bloom", "gpt_neox", "gemma3", "opt"])
-@pytest.mark.parametrize("name", ["prompt_lookup", "space"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    covering(
+        product(["gpt2", "bloom", "gpt_neox", "gemma3", "opt"], ["prompt_lookup", "space"]),
+        lambda architecture, name: [architecture],
+    ),
+)
 def test_architectures(sure: Any, architecture: str, name: str) -> None:
     """What is written to the cache in which dtype depends on them."""
     model = sure(architecture, name)
@@ -71,21 +85,10 @@ def test_architectures(sure: Any, architecture: str, name: str) -> None:
             assert torch.promote_types(own, other) == other
 
 
-@pytest.mark.parametrize("name", methods())
-def test_prepared_by_accelerate(sure: Any, name: str) -> None:
-    """Autocast is on in the forward alone, and its outputs are float32."""
-    accelerate = pytest.importorskip("accelerate")
-    model = sure(name=name)
-    accelerate.state.AcceleratorState._reset_state(True)  # another test may have made one
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    assert accelerator.prepare_model(model, evaluation_mode=True) is model
-    plain = generate(model, ragged((12, 5))).sequences
-    assert torch.equal(generate(model, ragged((12, 5)), **strategy(name)).sequences, plain)
-
-
-@pytest.mark.parametrize("kind", [TreeCache, DynamicCache])
-@pytest.mark.parametrize("cast_first", [True, False])
-@pytest.mark.parametrize("name", ["prompt_lookup", "bita"])
+@pytest.mark.parametrize(
+    ("name", "cast_first", "kind"),
+    covering(product(["prompt_lookup", "bita"], [True, False], [TreeCache, DynamicCache])),
+)
 def test_a_cache_goes_on_in_another_dtype(
     sure: Any, name: str, cast_first: bool, kind: type
 ) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, plainly, prompt, ragged
+from conftest import ARCHITECTURES, POSITIONS, plainly, prompt, ragged
+from covering import covering
 from running import drafting
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
@@ -82,8 +84,13 @@ def oracle(model: Any, drafter: ProbeDrafter, ids: torch.Tensor) -> torch.Tensor
     return made.probe_hidden[0, 0]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    covering(
+        product(NAMES, ARCHITECTURES),
+        lambda name, architecture: [architecture, (name, POSITIONS.get(architecture))],
+    ),
+)
 def test_probes_see_each_rows_prompt(
     tiny: Tiny, first: list[Any], name: str, architecture: str
 ) -> None:
@@ -135,57 +142,31 @@ def test_the_callers_cache_is_as_after_a_stock_prefill(
 ) -> None:
     model = tiny(architecture)
     with adapted(model, "bita"):
-        for given in ({"input_ids": prompt()}, ragged()):
-            caches = []
-            for riding in (512, 0):
-                monkeypatch.setattr(module, "RIDING", riding)
-                cache = DynamicCache(config=model.config)
-                out = model.generate(
-                    **given, **GREEDY, **drafting("bita"), **{CACHE: cache},
-                    return_dict_in_generate=True,
-                )  # fmt: skip
-                assert out[CACHE] is cache
-                tree = model.generate(
-                    **given, **GREEDY, **drafting("bita"), return_dict_in_generate=True
-                )[CACHE]
-                caches.append((cache, tree))
-            (ours, our_tree), (stock, stock_tree) = caches
-            for mine, theirs in zip(ours.layers, stock.layers):
-                assert type(mine) is type(theirs)
-                torch.testing.assert_close(mine.keys, theirs.keys, **CLOSE)
-                torch.testing.assert_close(mine.values, theirs.values, **CLOSE)
-            assert our_tree.tokens == stock_tree.tokens
-            assert our_tree.host_lengths == stock_tree.host_lengths
-            assert len(our_tree.states._groups) == len(
-                stock_tree.states._groups
-            )  # layers share buffers
-            seen = 0 if architecture in ("llama", "gpt2", "bloom") else 8  # windows dropped others
-            for row, length in enumerate(our_tree.host_lengths):
-                for layer in range(len(our_tree.layers)):
-                    for mine, theirs in zip(our_tree.row(row, layer), stock_tree.row(row, layer)):
-                        start = length - 16 if seen else 0
-                        torch.testing.assert_close(mine[:, start:], theirs[:, start:], **CLOSE)
+        given = {**ragged(), **GREEDY, **drafting("bita"), "return_dict_in_generate": True}
+        caches = []
+        for riding in (512, 0):
+            monkeypatch.setattr(module, "RIDING", riding)
+            cache = DynamicCache(config=model.config)
+            assert model.generate(**given, **{CACHE: cache})[CACHE] is cache
+            caches.append((cache, model.generate(**given)[CACHE]))
+        (ours, our_tree), (stock, stock_tree) = caches
+        for mine, theirs in zip(ours.layers, stock.layers):
+            assert type(mine) is type(theirs)
+            torch.testing.assert_close(mine.keys, theirs.keys, **CLOSE)
+            torch.testing.assert_close(mine.values, theirs.values, **CLOSE)
+        assert our_tree.tokens == stock_tree.tokens
+        assert our_tree.host_lengths == stock_tree.host_lengths
+        windows = architecture not in ("llama", "gpt2", "bloom")  # which have dropped the rest
+        for row, length in enumerate(our_tree.host_lengths):
+            start = length - 16 if windows else 0
+            for layer in range(len(our_tree.layers)):
+                for mine, theirs in zip(our_tree.row(row, layer), stock_tree.row(row, layer)):
+                    torch.testing.assert_close(mine[:, start:], theirs[:, start:], **CLOSE)
 
 
-def test_a_prompt_that_fails_leaves_the_cache_as_it_was(tiny: Tiny) -> None:
-    model = tiny("llama")
-
-    def fails(*args: Any) -> None:
-        raise RuntimeError("in the last layer")
-
-    with adapted(model, "bita"):
-        cache = DynamicCache(config=model.config)
-        hook = model.model.layers[-1].register_forward_pre_hook(fails)
-        with pytest.raises(RuntimeError, match="in the last layer"):
-            model.generate(prompt(), **GREEDY, **drafting("bita"), **{CACHE: cache})
-        hook.remove()
-        assert cache.get_seq_length() == 0
-        out = model.generate(prompt(), **GREEDY, **drafting("bita"), **{CACHE: cache})
-        assert out.tolist() == model.generate(prompt(), **GREEDY).tolist()
-
-
-@pytest.mark.parametrize("chunk", [256, 4])
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize(
+    ("architecture", "chunk"), [*product(("llama", "gemma3"), (256, 4)), ("gpt2", 4), ("bloom", 4)]
+)
 def test_a_continued_cache(
     tiny: Tiny, first: list[Any], monkeypatch: pytest.MonkeyPatch, architecture: str, chunk: int
 ) -> None:
@@ -217,17 +198,6 @@ def test_a_continued_cache(
         for row, ids in enumerate(rows):
             wanted = oracle(model, drafter, torch.tensor(ids))
             torch.testing.assert_close(hidden[row], wanted, **CLOSE)
-
-
-def test_a_continued_cache_makes_few_logits(tiny: Tiny) -> None:
-    """Without probes, too: only those of the last tokens."""
-    model, spec = tiny("llama"), drafting("prompt_lookup")
-    out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
-    ids = torch.cat([out.sequences, prompt(20, seed=3)], 1)
-    with forwards(model) as (rows, logits):
-        ours = model.generate(ids, **GREEDY, **spec, **{CACHE: out[CACHE]})
-    assert rows[0] == 21 and logits[0] == 1
-    assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
 
 
 def test_rows_that_end_with_the_first_token(tiny: Tiny, first: list[Any]) -> None:

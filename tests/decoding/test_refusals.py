@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
-from conftest import PAD, STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, prompt, ragged
 from peft import PromptTuningConfig, get_peft_model
-from running import drafting
+from running import drafting, no_forward
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
     PreTrainedModel,
@@ -31,48 +29,23 @@ Spec = dict[str, Any]
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
-@contextmanager
-def no_forward(model: torch.nn.Module) -> Iterator[None]:
-    """Fail if the model, or an encoder in it, runs."""
-
-    def fail(*_: Any) -> None:
-        pytest.fail("the model ran before the call was refused")
-
-    hooks = [module.register_forward_pre_hook(fail) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
+#: Beside those of test_every_option.py.
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "num_beams": ({"num_beams": 2}, "num_beams=2.*Leave one"),
-    "output_attentions": (
-        {"output_attentions": True, "return_dict_in_generate": True},
-        "output_attentions=True.*Run the model on the finished",
-    ),
-    "output_hidden_states": (
-        {"output_hidden_states": True, "return_dict_in_generate": True},
-        "output_hidden_states=True.*Run the model on the finished",
-    ),
     "offloaded": (
         {"cache_implementation": "offloaded"},
         "cache_implementation='offloaded'.*Leave it out",
     ),
-    "quantized": ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
     "paged": ({"cache_implementation": "paged"}, "'paged'"),
-    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
-    "guidance_scale": ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
     "use_cache": ({"use_cache": False}, "use_cache=False.*use_cache=True"),
-    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
-    "dola_layers": ({"dola_layers": "low"}, "dola_layers='low'"),
-    "assistant_early_exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
-    "num_beam_groups": ({"num_beam_groups": 2}, "num_beam_groups=2"),
-    "force_words_ids": ({"force_words_ids": [[5]]}, "force_words_ids"),
     "synthid": (
         {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
         "watermarking_config='SynthID",
+    ),
+    "sampled": ({"assistant_kwargs": {"acceptance": "rejection"}}, "not sampled"),
+    "acceptance": ({"assistant_kwargs": {"acceptance": "best"}}, "choose one of match"),
+    "layers": (
+        {"assistant_strategy": "layer_skip", "assistant_kwargs": {}},
+        "skip_attention.*hf-spec search",
     ),
     "unknown option": (
         {"assistant_kwargs": {"tree_width": 3}},
@@ -91,11 +64,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options(tiny: Tiny, spec: Spec, case: str) -> None:
+def test_options(tiny: Tiny, case: str) -> None:
     kwargs, message = OPTIONS[case]
-    model = tiny()
-    with no_forward(model), pytest.raises(ValueError, match=message):
-        model.generate(prompt(), **{**GREEDY, **spec, **kwargs})
+    spec = STRATEGIES["prompt_lookup"]
+    with no_forward(tiny()), pytest.raises(ValueError, match=message):
+        tiny().generate(prompt(), **{**GREEDY, **spec, **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -130,28 +103,19 @@ def test_models_whose_own_default_is_no_cache(fresh: Tiny, spec: Spec) -> None:
     assert model.generation_config.use_cache is False
 
 
-def test_assistant_model(tiny: Tiny, spec: Spec) -> None:
-    model = tiny()
-    with no_forward(model), pytest.raises(ValueError, match="assistant_model.*Leave one"):
-        model.generate(prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"))
-
-
-def test_synced_gpus(tiny: Tiny) -> None:
-    model = tiny()
-    refused = pytest.raises(ValueError, match="synced_gpus=True.*drafts run none")
-    with no_forward(model), refused:
-        model.generate(prompt(), **GREEDY, **STRATEGIES["layer_skip"], synced_gpus=True)
+def test_other_ways_to_generate(tiny: Tiny) -> None:
+    model, spec = tiny(), STRATEGIES["prompt_lookup"]
+    with no_forward(model):
+        with pytest.raises(ValueError, match="assistant_model.*Leave one"):
+            model.generate(prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"))
+        with pytest.raises(ValueError, match="synced_gpus=True.*drafts run none"):
+            model.generate(prompt(), **GREEDY, **STRATEGIES["layer_skip"], synced_gpus=True)
+        with pytest.raises(ValueError, match="generate_batch.*leave assistant"):
+            config = GenerationConfig(**GREEDY, **spec)
+            model.generate_batch(prompt().tolist(), generation_config=config)
     # On one rank it is a flag like any other.
-    ours = model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], synced_gpus=False)
+    ours = model.generate(prompt(), **GREEDY, **spec, synced_gpus=False)
     assert ours.tolist() == model.generate(prompt(), **GREEDY).tolist()
-
-
-def test_continuous_batching(tiny: Tiny, spec: Spec) -> None:
-    model = tiny()
-    with no_forward(model), pytest.raises(ValueError, match="generate_batch.*leave assistant"):
-        model.generate_batch(
-            prompt().tolist(), generation_config=GenerationConfig(**GREEDY, **spec)
-        )
 
 
 def test_typo_in_a_keyword(tiny: Tiny) -> None:
@@ -173,22 +137,6 @@ def test_config_is_checked_when_it_is_built() -> None:
         hf_spec.SpecConfig("prompt_lookup", {"max_depth": 0})
 
 
-def test_acceptance_that_does_not_fit(tiny: Tiny) -> None:
-    model = tiny()
-    for acceptance, message in (("rejection", "not sampled"), ("best", "choose one of match")):
-        with no_forward(model), pytest.raises(ValueError, match=message):
-            model.generate(
-                prompt(), **GREEDY, assistant_strategy="prompt_lookup",
-                assistant_kwargs={"acceptance": acceptance},
-            )  # fmt: skip
-
-
-def test_layer_skip_without_layers(tiny: Tiny) -> None:
-    model = tiny()
-    with no_forward(model), pytest.raises(ValueError, match="skip_attention.*hf-spec search"):
-        model.generate(prompt(), **GREEDY, assistant_strategy="layer_skip")
-
-
 def test_right_padding(tiny: Tiny, spec: Spec) -> None:
     model = tiny()
     batch = {key: value.flip(-1) for key, value in ragged().items()}
@@ -196,68 +144,23 @@ def test_right_padding(tiny: Tiny, spec: Spec) -> None:
         model.generate(**batch, **GREEDY, **spec)
 
 
-def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
-    model = tiny("gpt2")
-    with no_forward(model), pytest.raises(ValueError, match="'token_type_ids' has one value per"):
-        model.generate(prompt(), token_type_ids=torch.ones_like(prompt()), **GREEDY, **spec)
-
-
-_SMALL = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": ({"state_size": 4}, "Mamba.*recurrent state"),
-    "mamba2": (
-        {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1},
-        "Mamba2.*recurrent state",
-    ),
-    "rwkv": ({"attention_hidden_size": 32}, "Rwkv.*Generate without"),
-    "jamba": (
-        {
-            "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
-            "expert_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
-        },
-        "Jamba.*Generate without",
-    ),
-    "qwen3_next": (
-        {
-            "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2,
-            "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-        "Qwen3Next.*Generate without",
-    ),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "Lfm2.*Generate without"),
-    "recurrent_gemma": ({"num_hidden_layers": 3, "head_dim": 8}, "RecurrentGemma.*without"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_models_that_cannot_forget(spec: Spec, model_type: str) -> None:
-    fields, message = MODELS[model_type]
-    config = AutoConfig.for_model(model_type, **{**_SMALL, **fields})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with no_forward(model), pytest.raises(ValueError, match=message):
-        model.generate(prompt(), **GREEDY, **spec)
-
-
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
+        ("mamba", "Mamba.*recurrent state"), ("mamba2", "Mamba2.*recurrent state"),
+        ("rwkv", "Rwkv.*Generate without"), ("jamba", "Jamba.*Generate without"),
+        ("qwen3_next", "Qwen3Next.*Generate without"), ("lfm2", "Lfm2.*Generate without"),
+        ("recurrent_gemma", "RecurrentGemma.*without"),
         ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
         ("whisper", "WhisperForCausalLM.forward takes no position_ids.*Generate without"),
         ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
     ],
-)
-def test_other_models(spec: Spec, model_type: str, message: str) -> None:
+)  # fmt: skip
+def test_models(model_type: str, message: str) -> None:
+    """Those that cannot forget what was rejected, and other forwards and caches."""
     model = build(model_type)
     with no_forward(model), pytest.raises(ValueError, match=message):
-        model.generate(prompt(), **GREEDY, **spec)
+        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,9 @@ class Transformed(LlamaForCausalLM):
         return output
 
 
-def test_a_model_that_mishandles_positions(tiny: Tiny) -> None:
+def test_positions_and_padding_that_are_mishandled(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="Slots does not work with prompt_lookup.*explicit masks"):
         remote(tiny, Slots).generate(prompt(), **GREEDY, **LOOKUP)
-
-
-def test_only_padding_is_mishandled(tiny: Tiny) -> None:
     model = remote(tiny, Padding)
     plain = model.generate(prompt(), **GREEDY)
     assert model.generate(prompt(), **GREEDY, **LOOKUP).tolist() == plain.tolist()
@@ -138,18 +135,15 @@ def test_once_per_model_and_kind_of_forward(tiny: Tiny) -> None:
     assert counts[0] > counts[1] == counts[3] == 1 < counts[2]
 
 
-def test_training_reads_final_states(tiny: Tiny) -> None:
+def test_training_reads_final_states(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     check_tree_forward(remote(tiny, LlamaForCausalLM), "training")
     with pytest.raises(ValueError, match="Transformed does not work with training.*final states"):
         check_tree_forward(remote(tiny, Transformed), "training")
 
-
-def test_running_out_of_memory_is_no_refusal(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = remote(tiny, LlamaForCausalLM)
-
     def full(*_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("full")
 
+    model = remote(tiny, LlamaForCausalLM)
     monkeypatch.setattr(model, "forward", full)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError):  # which is no refusal
         check_tree_forward(model, "training")

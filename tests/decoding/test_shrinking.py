@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PAD, VOCAB, prompt, ragged, shared
+from conftest import PAD, VOCAB, plainly, prompt, ragged, shared
 from covering import covering
 from peft import LoraConfig, get_peft_model
 from running import drafting
-from test_method_contract import CASES, FIRST, adapted, check_cache, strategy
+from test_method_contract import CASES, FIRST, adapted, strategy
 from transformers import (
-    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -31,9 +30,7 @@ from hf_spec.decoding import batch
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
-from hf_spec.policy.plans import Plan
-from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE
+from hf_spec.policy.step_policy import Plan, StepPolicy
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -134,39 +131,35 @@ def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) ->
         assert len(set(sizes)) > 4
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "gpt_neo", "falcon_alibi", "opt", "bloom"])
-@every_strategy
+@pytest.mark.parametrize(
+    ("name", "variant", "architecture"),
+    covering(
+        [(*case, kind) for case in FIRST for kind in ("gemma3", "gpt_neo", "falcon_alibi", "opt")],
+        lambda name, variant, architecture: [name, architecture],
+    ),
+)
 def test_other_architectures(fresh: Tiny, name: str, variant: str, architecture: str) -> None:
     """Masks with windows, learned positions, positions inside the attention."""
-    assert architecture in ARCHITECTURES
     model, plain = fresh(architecture), plain_staggered(architecture, 5)
     with adapted(model, name, variant):
         sizes = check_equals(plain, model, strategy(name, variant), **staggered(5))
     assert sizes[-1] < 5
 
 
-@pytest.mark.parametrize("rows", [5, 16])
 @every_strategy
-def test_eos_with_retrieval(fresh: Tiny, name: str, variant: str, rows: int) -> None:
+def test_eos_and_processors(fresh: Tiny, name: str, variant: str) -> None:
     """Rows stop at tokens that some of them emit early."""
-    model = fresh("llama_tied")
-    given = ragged(LENGTHS[:rows])
-    free = model.generate(**given, **GREEDY)[:, given["input_ids"].shape[1] :]
-    eos = sorted({int(free[row, 2 + 3 * row % NEW // 2]) for row in range(0, rows, 2)})
+    model, given = fresh("llama_tied"), ragged(LENGTHS[:5])
+    free = plainly(model, **given, **GREEDY)[:, given["input_ids"].shape[1] :]
+    eos = sorted({int(free[row, 2 + 3 * row % NEW // 2]) for row in range(0, 5, 2)})
+    penalties = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
     with adapted(model, name, variant):
         sizes = check_same(model, retrieving(name, variant), **given, eos_token_id=eos)
-    assert sizes[-1] < rows
-
-
-@every_strategy
-def test_processors(fresh: Tiny, name: str, variant: str) -> None:
-    model = fresh("llama_tied")
-    for settings in (
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2, "logits_processor": LogitsProcessorList([ByRow(5)])},
-    ):
-        with adapted(model, name, variant):
-            sizes = check_same(model, strategy(name, variant), **staggered(5), **settings)
+        assert sizes[-1] < 5
+        sizes = check_same(
+            model, strategy(name, variant), **staggered(5), **penalties,
+            logits_processor=LogitsProcessorList([ByRow(5)]),
+        )  # fmt: skip
         assert sizes[-1] < 5
 
 
@@ -204,25 +197,6 @@ def same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepPolicy, "_best", best)
 
 
-@pytest.mark.usefixtures("same_steps")
-@every_strategy
-def test_processors_see_what_they_saw_in_a_batch_that_stays(
-    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
-) -> None:
-    model, seen = fresh("llama_tied"), []
-    for share in (batch.SHARE, 2.0):
-        monkeypatch.setattr(batch, "SHARE", share)
-        seen.append(Shown())
-        forget(model)  # how far predictions can be trusted
-        with adapted(model, name, variant), forwards(model) as sizes:
-            model.generate(
-                **staggered(5), **strategy(name, variant), **GREEDY,
-                logits_processor=LogitsProcessorList([seen[-1]]),
-            )  # fmt: skip
-        assert (sizes[-1] == 5) == (share == 2.0)
-    assert seen[0].ids == seen[1].ids
-
-
 def test_scores_and_logits(fresh: Tiny) -> None:
     model = fresh("llama_tied")
     settings = {
@@ -248,29 +222,23 @@ def test_num_return_sequences(fresh: Tiny) -> None:
     """Six copies of a row, sampled: all finish in their own time, the same in every run."""
     model = fresh()
     found = []
+    settings = {
+        "do_sample": True, "temperature": 2.0, "num_return_sequences": 6, "max_new_tokens": NEW,
+        "eos_token_id": list(range(3, 13)),
+    }  # fmt: skip
     for _ in range(2):
         torch.manual_seed(0)
         with forwards(model) as sizes:
-            found.append(
-                model.generate(
-                    prompt(),
-                    **LOOKUP,
-                    do_sample=True,
-                    temperature=2.0,
-                    num_return_sequences=6,
-                    max_new_tokens=NEW,
-                    eos_token_id=list(range(3, 13)),
-                )  # fmt: skip
-            )
-        assert sizes[-1] < 6
+            found.append(model.generate(prompt(), **LOOKUP, **settings))
+        assert sizes[-1] < 6 and found[-1][:, :12].tolist() == prompt().tolist() * 6
     assert torch.equal(*found)
     assert len({tuple(row) for row in found[0].tolist()}) == 6
 
 
 #: Chance that a right program fails the next test; the seed is fixed.
 FALSE_ALARM = 1e-6
-#: Calls with and without rows that leave, and rows in each that are looked at.
-CALLS, LOOKED_AT = 120, 12
+#: Rows that are looked at; as many others leave after the first token, or stay.
+LOOKED_AT = 1200
 
 
 def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
@@ -279,9 +247,9 @@ def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
     Each row has random numbers of its own, which must stay its own.
     """
     model, allowed = fresh("llama_tied"), [5, 17, 23, 42]
-    looked_at = [allowed + allowed[::2] + allowed[::-1]] * LOOKED_AT
-    leaving = [allowed[::-1] + allowed[::2] + allowed] * LOOKED_AT
-    ids = torch.tensor([row for pair in zip(leaving, looked_at) for row in pair])
+    looked_at = allowed + allowed[::2] + allowed[::-1]
+    leaving = allowed[::-1] + allowed[::2] + allowed
+    ids = torch.tensor([leaving, looked_at] * LOOKED_AT)
     settings = {
         "do_sample": True, "temperature": 1.7, "top_k": 0, "max_new_tokens": 3,
         "suppress_tokens": [token for token in range(VOCAB) if token not in allowed],
@@ -289,125 +257,19 @@ def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
     counts = torch.zeros(2, 64)
     torch.manual_seed(0)
     for leave in (0, 1):
-        ends = {tuple(looked_at[0]): 3, tuple(leaving[0]): 1 if leave else 3}
+        ends = {tuple(looked_at): 3, tuple(leaving): 1 if leave else 3}
         criteria = StoppingCriteriaList([StopRowAt(ids.shape[1], ends)])
-        for _ in range(CALLS):
-            with forwards(model) as sizes:
-                out = model.generate(ids, **settings, **LOOKUP, stopping_criteria=criteria)
-            assert (sizes[1] == LOOKED_AT) == bool(leave)
-            for row in out[1::2, ids.shape[1] :].tolist():
-                first, second, third = map(allowed.index, row)
-                counts[leave, 16 * first + 4 * second + third] += 1
+        with forwards(model) as sizes:
+            out = model.generate(ids, **settings, **LOOKUP, stopping_criteria=criteria)
+        assert (sizes[1] == LOOKED_AT) == bool(leave)
+        for row in out[1::2, ids.shape[1] :].tolist():
+            first, second, third = map(allowed.index, row)
+            counts[leave, 16 * first + 4 * second + third] += 1
     counts = counts[:, counts.sum(0) > 0]
     expected = counts.sum(1, keepdim=True) * counts.sum(0) / counts.sum()
     chi_square = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor(counts.shape[1] - 1.0)
     assert torch.special.gammaincc(freedom / 2, chi_square / 2) > FALSE_ALARM
-
-
-# -- the caller's cache ----------------------------------------------------------------------
-
-
-@every_strategy
-def test_the_returned_cache_holds_every_row(fresh: Tiny, name: str, variant: str) -> None:
-    model = fresh("llama")
-    with adapted(model, name, variant):
-        given = staggered(5)
-        with forwards(model) as sizes:
-            out = model.generate(
-                **given, **strategy(name, variant), **GREEDY, return_dict_in_generate=True
-            )
-    assert set(sizes) == {5}
-    real = out.sequences[:, given["input_ids"].shape[1] :] != PAD
-    assert out[CACHE].host_lengths == [
-        length + int(row.sum()) - 1 for length, row in zip(LENGTHS, real)
-    ]
-    for row in range(5):  # check_cache wants rows without padding behind them
-        end = given["input_ids"].shape[1] + int(real[row].sum())
-        out_row = type(out)(sequences=out.sequences[row : row + 1, :end])
-        out_row[CACHE] = _row_of(out[CACHE], row)
-        check_cache(
-            model, out_row, {k: given[k][row : row + 1] for k in ("input_ids", "attention_mask")}
-        )
-
-
-def _row_of(cache: Any, row: int) -> Any:
-    import copy
-
-    one = copy.deepcopy(cache)
-    one.batch_select_indices(torch.tensor([row]))
-    return one
-
-
-def test_a_chat_goes_on_in_a_cache_that_has_shrunk(fresh: Tiny) -> None:
-    """The second call continues the first one's rows, of different lengths."""
-    model, given = fresh("llama_tied"), staggered(5)
-    width = given["input_ids"].shape[1]
-    first = model.generate(**given, **LOOKUP, **GREEDY, return_dict_in_generate=True)
-    rows = [
-        [t for t, keep in zip(row[:width], mask) if keep] + [t for t in row[width:] if t != PAD]
-        for row, mask in zip(first.sequences.tolist(), given["attention_mask"].tolist())
-    ]
-    rows = [row + [7, 9 + i] for i, row in enumerate(rows)]
-    longest = max(map(len, rows))
-    second = {
-        "input_ids": torch.tensor([[PAD] * (longest - len(row)) + row for row in rows]),
-        "attention_mask": torch.tensor(
-            [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-        ),
-    }
-    plain = model.generate(**second, **GREEDY)
-    ours = model.generate(**second, **GREEDY, **LOOKUP, **{CACHE: first[CACHE]})
-    assert ours.tolist() == plain.tolist()
-
-
-def test_a_dynamic_cache_is_filled_with_every_row(fresh: Tiny) -> None:
-    model, caches = fresh("llama_tied"), []
-    for spec in ({}, LOOKUP):
-        caches.append(DynamicCache(config=model.config))
-        with forwards(model) as sizes:
-            out = model.generate(**staggered(5), **GREEDY, **spec, **{CACHE: caches[-1]})
-    assert set(sizes) == {5}
-    plain, ours = caches
-    given = staggered(5)
-    width = given["input_ids"].shape[1]
-    for row in range(5):
-        end = width + int((out[row, width:] != PAD).sum()) - 1
-        start = width - LENGTHS[row]
-        for mine, theirs in zip(ours.layers, plain.layers):
-            for name in ("keys", "values"):
-                # fp32 with other reduction orders: a few ulps of values up to about 10.
-                torch.testing.assert_close(
-                    getattr(mine, name)[row, :, start:end],
-                    getattr(theirs, name)[row, :, start:end],
-                    rtol=1e-4, atol=2e-4,
-                )  # fmt: skip
-
-
-def test_a_callers_cache_is_whole_after_an_error(fresh: Tiny) -> None:
-    model = fresh("llama_tied")
-    first = model.generate(
-        **ragged((9, 9, 9)), **LOOKUP, max_new_tokens=1, return_dict_in_generate=True
-    )
-    cache, given = first[CACHE], first.sequences
-    seen: list[int] = []
-
-    class Fails(StoppingCriteria):
-        eos_token_id = torch.tensor([-1])
-
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            seen.append(cache.batch_size)
-            if len(seen) > 8:
-                raise RuntimeError("stop here")
-            return (input_ids[:, 2] == given[0, 2]).reshape(-1)
-
-    with pytest.raises(RuntimeError, match="stop here"):
-        model.generate(
-            given, **LOOKUP, **GREEDY, **{CACHE: cache},
-            stopping_criteria=StoppingCriteriaList([Fails()]),
-        )  # fmt: skip
-    assert set(seen) == {3}  # finished rows stay in a cache of the caller's
-    assert [layer.keys.shape[0] for layer in cache.layers] == [3] * 3
 
 
 # -- who counts on the batch's size --------------------------------------------------------------
@@ -470,37 +332,33 @@ def test_rows_that_run_on_stay(fresh: Tiny) -> None:
     assert running.count(5) > padded.count(5)
 
 
-def test_a_single_row_never_asks(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "_hooks_know_rows", lambda *_: pytest.fail("asked"))
-    assert set(check_same(fresh(), LOOKUP, inputs=prompt())) == {1}
-
-
 # -- drafters, statistics, the policy ----------------------------------------------------------
 
 
 @pytest.mark.usefixtures("same_steps")
 @every_strategy
-def test_statistics_and_drafts_are_those_of_a_batch_that_stays(
+def test_steps_are_those_of_a_batch_that_stays(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
-    """Same steps, same candidates: what drafters keep per row has followed its row."""
-    model, found = fresh("llama_tied"), []
+    """Same drafts, same calls of processors: what is kept per row has followed its row."""
+    model = fresh("llama_tied")
     for spec in (strategy(name, variant), retrieving(name, variant)):
+        found = []
         for share in (1 / 8, 2.0):
             monkeypatch.setattr(batch, "SHARE", share)
             forget(model)  # how far predictions can be trusted
-            with adapted(model, name, variant):
-                out = model.generate(**staggered(16), **spec, **GREEDY)
-            found.append(hf_spec.last_stats(model).to_dict())
-            del found[-1]["details"]["policy"]  # seconds
+            shown = Shown()
+            with adapted(model, name, variant), forwards(model) as sizes:
+                out = model.generate(**staggered(8), **spec, **GREEDY, logits_processor=[shown])
+            assert (sizes[-1] == 8) == (share == 2.0)
+            stats = hf_spec.last_stats(model).to_dict()
+            del stats["details"]["policy"]  # seconds
+            stats = {key: value for key, value in stats.items() if not key.endswith("seconds")}
             new = int((out[:, max(LENGTHS) :] != PAD).sum())
-            assert found[-1]["num_generated_tokens"] == new
-        ours, theirs = (
-            {key: value for key, value in one.items() if not key.endswith("seconds")}
-            for one in found[-2:]
-        )
-        assert ours == theirs
-        assert ours["num_row_steps"] < 16 * ours["num_steps"]
+            assert stats["num_generated_tokens"] == new
+            assert stats["num_row_steps"] < 8 * stats["num_steps"]
+            found.append((stats, shown.ids))
+        assert found[0] == found[1]
 
 
 def test_a_drafter_is_told(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

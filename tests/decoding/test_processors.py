@@ -1,16 +1,18 @@
-"""Logits processors that keep a state per row, as grammar matchers do."""
+"""Logits processors: those that keep a state per row, as grammar matchers do, and the others."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process
 
-from hf_spec.decoding.scoring import STATELESS
+from hf_spec.decoding.scoring import ROWWISE, STATELESS
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -66,14 +68,15 @@ def spec(strategy: str, **more: Any) -> dict[str, Any]:
     return {"assistant_strategy": strategy, "assistant_kwargs": options}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("eos", [None, list(range(7, 60, 4))], ids=["to the end", "eos"])
+@pytest.mark.parametrize(
+    ("strategy", "batch", "eos"),
+    covering(product(STRATEGIES, [1, 3], [None, tuple(range(7, 60, 4))])),
+)
 def test_a_processor_sees_the_calls_of_plain_generation(
     tiny: Any, strategy: str, batch: int, eos: Any
 ) -> None:
     model, plain, ours = tiny("llama"), Matcher(), Matcher()
-    settings = {**prompts(batch), **GREEDY, "eos_token_id": eos, "pad_token_id": 0}
+    settings = {**prompts(batch), **GREEDY, "eos_token_id": eos and [*eos], "pad_token_id": 0}
     expected = model.generate(**settings, logits_processor=[plain])
     out = model.generate(
         **settings, **spec(strategy), logits_processor=[ours], return_dict_in_generate=True,
@@ -84,10 +87,14 @@ def test_a_processor_sees_the_calls_of_plain_generation(
     assert out.spec_stats.num_drafted_tokens > 0
 
 
+#: With distributions of its drafts, which are then accepted by the match rule.
+SAMPLED = {"acceptance": "rejection", "draft_exit": "fixed"}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_samples_of_one_prompt(tiny: Any, strategy: str) -> None:
     """The same seed gives plain generation's sample, and of several samples each fits its state."""
-    model = tiny("llama")
+    model, given = tiny("llama"), spec(strategy, **(SAMPLED if strategy == "layer_skip" else {}))
     settings = {**prompts(1), "max_new_tokens": 16, "do_sample": True}
     torch.manual_seed(0)
     expected = model.generate(**settings, logits_processor=[Matcher()])
@@ -96,9 +103,7 @@ def test_samples_of_one_prompt(tiny: Any, strategy: str) -> None:
     assert ours.tolist() == expected.tolist()
 
     several = Matcher()
-    out = model.generate(
-        **settings, **spec(strategy), logits_processor=[several], num_return_sequences=3
-    )
+    out = model.generate(**settings, **given, logits_processor=[several], num_return_sequences=3)
     width = settings["input_ids"].shape[1]
     for row in out.tolist():
         state = 0
@@ -106,17 +111,6 @@ def test_samples_of_one_prompt(tiny: Any, strategy: str) -> None:
             assert (token + state) % 2 == 0
             state = (state * 31 + token + 1) % 1009
     assert [len(call[0]) for call in several.calls] == list(range(width, width + 16))
-
-
-def test_sampled_drafts(tiny: Any) -> None:
-    """Drafts with distributions are accepted by the match rule, whose calls are in order."""
-    model, ours = tiny("llama"), Matcher()
-    settings = {**prompts(3), "max_new_tokens": 12, "do_sample": True}
-    given = spec("layer_skip", acceptance="rejection", draft_exit="fixed")
-    out = model.generate(**settings, **given, logits_processor=[ours], return_dict_in_generate=True)
-    width = settings["input_ids"].shape[1]
-    assert [len(call[0]) for call in ours.calls] == list(range(width, width + 12))
-    assert out.spec_stats.num_draft_forwards > 0
 
 
 def test_rows_are_independent_of_a_processor_without_a_state(tiny: Any) -> None:
@@ -159,3 +153,24 @@ def test_every_processor_of_transformers_has_been_looked_at() -> None:
         if isinstance(one, type) and issubclass(one, LogitsProcessor) and one is not LogitsProcessor
     }
     assert found <= known
+
+
+@pytest.mark.parametrize("kind", ROWWISE)
+def test_what_treats_rows_alone(kind: type) -> None:
+    """Scores of a row depend on nothing but this row's."""
+    arguments: dict[str, Any] = {
+        "EpsilonLogitsWarper": {"epsilon": 0.05}, "EtaLogitsWarper": {"epsilon": 0.05},
+        "MinPLogitsWarper": {"min_p": 0.1}, "TemperatureLogitsWarper": {"temperature": 0.5},
+        "SuppressTokensLogitsProcessor": {"suppress_tokens": [2]},
+        "TopKLogitsWarper": {"top_k": 3}, "TopPLogitsWarper": {"top_p": 0.6},
+        "TypicalLogitsWarper": {"mass": 0.5},
+    }  # fmt: skip
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(1)) * 4
+    ids = torch.arange(32).reshape(4, 8)
+    made = kind(**arguments.get(kind.__name__, {}))
+    together = made(ids, logits.clone())
+    if kind is not logits_process.InfNanRemoveLogitsProcessor:
+        assert not torch.equal(together, logits)
+    for row in range(4):
+        alone = made(ids[:1, :1], logits[row : row + 1].clone())
+        assert torch.equal(together[row : row + 1], alone)

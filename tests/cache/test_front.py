@@ -1,0 +1,91 @@
+"""Learned states in front of a row's tokens in the cache: prefixes of probes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from naive_cache import SPECS, Pair, Spec, chain, random_states
+from torch import Tensor
+
+from hf_spec.cache.tree_cache import TreeCache
+
+
+def learned_front(specs: Sequence[Spec], slots: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    states = random_states(specs, 1, slots, seed)
+    return [(keys[0], values[0]) for keys, values in states]
+
+
+def check_front(cache: TreeCache, views: Sequence[Tensor], front: Sequence[Tensor]) -> None:
+    for view, part in zip(views, front, strict=True):
+        shown = view[:, :, cache.front - part.shape[1] : cache.front]
+        assert torch.equal(shown, part.expand(len(view), -1, -1, -1))
+
+
+@pytest.mark.parametrize("specs", SPECS)
+def test_front_is_seen_when_asked_for_and_never_moves(specs: str) -> None:
+    """Through commits, moves, growth, another front and rows that leave."""
+    pair = Pair(SPECS[specs], [3, 3, 3], 4, seed=3)
+    cache = pair.cache
+    for seed, count in enumerate((5, 20)):
+        front = learned_front(pair.specs, count, seed)
+        cache.states.set_front(front)
+        for _ in range(8):
+            states = pair.states(cache.batch_size, 4)
+            end = cache.begin(chain(cache, 4), front=True)
+            for layer, both in enumerate(states):
+                views = cache.update(*both, layer)
+                assert views[0].shape[2] == cache.front + end
+                check_front(cache, views, front[layer])
+            rows = cache.batch_size
+            cache.commit([2, 1, 1][:rows], torch.tensor([[0, 2], [0, 3], [0, 1]])[:rows])
+            pair.accept(states, [[0, 2], [0], [0]][:rows])
+        cache.select([1, 0])
+        pair.naive.map_rows(lambda layer: [layer[1], layer[0]])
+        pair.check()
+    pair.step()  # without being asked for it is not there
+
+
+def test_learned_states_in_front_of_an_empty_cache() -> None:
+    """Seen by the first block that asks for them, and kept; each process has its own heads."""
+    learned = learned_front([(4, 4, 4)] * 3, 3)
+    cache = TreeCache(3, 1, "cpu")
+    cache.states.set_front(learned, own=lambda states, heads: states[heads:])
+    pair = Pair(SPECS["equal"], [4], 4, seed=0)
+    for _ in range(2):
+        cache.begin(chain(cache, 5), front=True)
+        for layer, states in enumerate(pair.states(1, 5)):
+            views = cache.update(*states, layer)
+            check_front(cache, views, [part[2:] for part in learned[layer]])
+            assert torch.equal(
+                views[0][0, :, cache.front + cache.max_length :][:, :5], states[0][0]
+            )
+        cache.commit([4])
+
+
+def test_front_of_another_model_is_refused() -> None:
+    cache = Pair(SPECS["equal"][:1], [3], 4, seed=0).cache
+    with pytest.raises(ValueError, match="2 layers of learned states for 1"):
+        cache.states.set_front(learned_front([(2, 4, 4)] * 2, 3))
+    with pytest.raises(ValueError, match="layer 0.*2 heads of dimension 4"):
+        cache.states.set_front(learned_front([(2, 8, 8)], 3))
+    cache = TreeCache(1, 1, "cpu")
+    cache.states.set_front([(torch.zeros(2, 3, 5), torch.zeros(2, 3, 5))])
+    cache.begin(chain(cache, 5), front=True)
+    with pytest.raises(ValueError, match="layer 0: learned keys of shape .2, 3, 5."):
+        cache.update(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_learned_numbers_are_bounded(dtype: torch.dtype) -> None:
+    """Products of two of them are finite; those of an ordinary size stay as they are."""
+    most = torch.finfo(dtype).max
+    given = torch.tensor([[[torch.nan, torch.inf, most, -most, 200.0, -0.1]]], dtype=dtype)
+    cache = TreeCache(1, 1, "cpu")
+    cache.states.set_front([(given, given)])
+    cache.begin(chain(cache, 1), front=True)
+    found = cache.update(*[torch.zeros(1, 1, 1, 6, dtype=dtype)] * 2, 0)[0][0, 0, cache.front - 1]
+    assert found[:2].tolist() == [0, 0] and found[2] == -found[3] >= 255
+    assert torch.equal(found[4:], given[0, 0, 4:])
+    assert bool((found * found).isfinite().all())

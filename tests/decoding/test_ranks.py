@@ -1,0 +1,117 @@
+"""Two processes that call a model together: once with a copy each, once with a half each."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import shared
+from transformers import AutoModelForCausalLM
+
+import hf_spec
+from hf_spec.methods.registry import methods
+
+PROMPTS, NEW = 2, 16
+OPTIONS = {"layer_skip": {"skip_attention": [1], "skip_mlp": [2]}}
+
+
+def worker(rank: int, folder: str, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    found = {"whole": whole(rank), "halves": halves(rank, folder)}
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def whole(rank: int) -> dict[str, Any]:
+    """With ``synced_gpus``, as sharded models (FSDP, ZeRO-3) need: one rank has more to do."""
+    model, rows = shared("llama"), []
+    ids = torch.tensor([[5, 9, 7, 11, 5, 9], [8, 3, 8, 3, 8, 3], [4, 6, 12, 4, 6, 12]])
+    settings = {"max_new_tokens": 5 if rank else 30, "do_sample": False}
+    free = model.generate(ids, **settings)
+    settings["eos_token_id"] = [int(free[0, 8]), int(free[1, 10])]  # rows finish in their own time
+    plain = model.generate(ids, **settings)
+    hook = model.register_forward_hook(
+        lambda module, args, kwargs, output: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    ours = model.generate(ids, **settings, assistant_strategy="prompt_lookup", synced_gpus=True)
+    hook.remove()
+    steps = hf_spec.last_stats(model).num_steps
+    return {"equal": torch.equal(plain, ours), "rows": rows, "steps": steps}
+
+
+def halves(rank: int, folder: str) -> dict[str, Any]:
+    """Tensor parallelism. The second process has a clock that jumps and another seed: whatever
+    depended on them would give its forwards another shape, and the collectives between the layers
+    would fail or wait for ever."""
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model.eval()
+    found = {"plain": outputs(model, {}, seeds=0)}
+    if rank == 1:
+        now, jumps = time.perf_counter, random.Random(0)
+        time.perf_counter = lambda: now() + jumps.random()  # type: ignore[assignment]
+    for name, method in methods().items():
+        if method.needs_adapter:
+            torch.manual_seed(2)
+            model.add_adapter(method.adapter_config(), name)
+        ours = {"assistant_strategy": name, "assistant_kwargs": OPTIONS.get(name, {})}
+        found[name] = outputs(model, ours, seeds=100 * rank)
+        if method.needs_adapter:
+            model.delete_adapter(name)
+    return found
+
+
+def outputs(model: Any, ours: dict[str, Any], seeds: int) -> list[list[int]]:
+    """Greedy and sampled continuations of all prompts."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 61, (PROMPTS, 1, 5), generator=generator).repeat(1, 1, 2)
+    found = []
+    for sampled in (False, True):
+        settings = {"do_sample": sampled, "temperature": 0.7 if sampled else None}
+        for index, ids in enumerate(prompts):
+            torch.manual_seed(seeds + index)
+            out = model.generate(ids, max_new_tokens=NEW, **settings, **ours)
+            found.append(out[0].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    shared("llama").save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    forks.ranks(worker, str(folder), port)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", methods())
+def test_ranks_decide_alike(found: list[dict[str, Any]], name: str) -> None:
+    first, second = (one["halves"] for one in found)
+    assert first[name] == second[name]
+    assert first[name] == first["plain"]
+
+
+def test_ranks_that_finish_early_keep_calling_the_model(found: list[dict[str, Any]]) -> None:
+    more, less = (one["whole"] for one in found)
+    assert more["equal"] and less["equal"]
+    assert len(more["rows"]) == len(less["rows"]), "a rank that calls less leaves the other waiting"
+    assert less["steps"] < more["steps"], "the extra calls are no steps"
+    assert min(more["rows"]) < 3, "a rank's batch may shrink meanwhile"

@@ -1,0 +1,169 @@
+"""A cache that is nothing but lists of the accepted tokens' keys and values, as an oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from random_trees import path_to, random_tree
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_spec.cache.buffers import ALIGNMENT
+from hf_spec.cache.convert import pack
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.tree import Tree
+
+#: (heads, key dim, value dim) of each layer.
+Spec = tuple[int, int, int]
+SPECS: dict[str, list[Spec]] = {
+    "equal": [(2, 4, 4)] * 3,
+    "keys and values differ": [(2, 6, 4)] * 2,
+    "layers differ": [(2, 4, 4), (1, 8, 8), (2, 4, 4), (3, 4, 2)],
+}
+
+
+class NaiveCache:
+    """``states[layer][row]``: (key, value) of each accepted token, and nothing else."""
+
+    def __init__(self, specs: Sequence[Spec], rows: int):
+        self.specs = specs
+        self.states: list[list[list[tuple[Tensor, Tensor]]]] = [
+            [[] for _ in range(rows)] for _ in specs
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.states[0]]
+
+    def accept(self, nodes: list[tuple[Tensor, Tensor]], paths: Sequence[Sequence[int]]) -> None:
+        """Append the states of each row's path."""
+        for layer, (keys, values) in enumerate(nodes):
+            for row, path in enumerate(paths):
+                states = [(keys[row, :, node], values[row, :, node]) for node in path]
+                self.states[layer][row] += states
+
+    def row(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
+        heads, key_dim, value_dim = self.specs[layer]
+        if not self.states[layer][row]:
+            return torch.zeros(heads, 0, key_dim), torch.zeros(heads, 0, value_dim)
+        keys, values = zip(*self.states[layer][row])
+        return torch.stack(keys, 1), torch.stack(values, 1)
+
+    def map_rows(self, change: Callable[[list], list]) -> None:
+        self.states = [change(layer) for layer in self.states]
+
+
+class Pair:
+    """A TreeCache and the naive one, driven together."""
+
+    def __init__(self, specs: Sequence[Spec], lengths: Sequence[int], capacity: int, seed: int):
+        self.specs, self.rng = specs, random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        rows, width = len(lengths), max(lengths)
+        prompt = self.states(rows, width)
+        mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]  # padding on the left
+        self.naive = NaiveCache(specs, rows)
+        self.naive.accept(prompt, [row.nonzero()[:, 0].tolist() for row in mask])
+        self.cache = pack(dynamic(prompt), None if mask.all() else mask, capacity, "cpu")
+
+    def states(self, rows: int, nodes: int) -> list[tuple[Tensor, Tensor]]:
+        """Random keys and values (batch, heads, nodes, dim) of every layer."""
+        return random_states(self.specs, rows, nodes, self.generator)
+
+    def forward(self, nodes: int, offset: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Open a block and write it; check what attention would see."""
+        cache = self.cache
+        states = self.states(cache.batch_size, nodes)
+        end = cache.begin(chain(cache, offset + nodes), offset)
+        assert end >= cache.max_length + offset + nodes
+        assert end % ALIGNMENT == 0
+        for layer, (keys, values) in enumerate(states):
+            seen = cache.update(keys, values, layer)
+            for view, written, accepted in zip(seen, (keys, values), zip(*self.rows(layer))):
+                assert view.shape[2] == end
+                for row, length in enumerate(self.naive.lengths):
+                    start = length + offset
+                    assert torch.equal(view[row, :, :length], accepted[row])
+                    assert torch.equal(view[row, :, start : start + nodes], written[row])
+        return states
+
+    def rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        return [self.naive.row(layer, row) for row in range(self.cache.batch_size)]
+
+    def step(self, same_counts: bool = False, idle: bool = True) -> None:
+        """One step: a random tree per row, a random accepted path, rubbish behind it."""
+        rng, rows = self.rng, self.cache.batch_size
+        if same_counts:
+            trees = [random_tree(rng, rng.randint(1, 7))] * rows
+        else:
+            trees = [random_tree(rng, rng.randint(1, 7)) for _ in range(rows)]
+        tree = Tree.of_shapes(trees)
+        states = self.forward(tree.num_nodes)
+        paths = [path_to(one.parents, rng.randrange(len(one))) for one in trees]
+        if same_counts:
+            count = rng.randint(1, max(map(len, paths)))
+            ends = [n for n in range(len(trees[0])) if trees[0].depths[n] == count - 1]
+            paths = [path_to(trees[0].parents, rng.choice(ends)) for _ in range(rows)]
+        elif idle:
+            paths = [[] if rng.random() < 0.15 else path for path in paths]  # a finished row
+        depth = tree.max_depth + 1
+        padded = [
+            path + [rng.randrange(tree.num_nodes) for _ in range(depth - len(path))]
+            for path in paths
+        ]
+        in_place = all(path == list(range(len(path))) for path in paths)
+        moved = None if in_place and rng.random() < 0.5 else torch.tensor(padded)
+        self.cache.commit([len(path) for path in paths], moved)
+        self.accept(states, paths)
+
+    def accept(self, states: list[tuple[Tensor, Tensor]], paths: Sequence[Sequence[int]]) -> None:
+        """What the cache has committed."""
+        self.naive.accept(states, paths)
+        self.check()
+
+    def check(self) -> None:
+        cache = self.cache
+        assert cache.host_lengths == cache.lengths.tolist() == self.naive.lengths
+        assert cache.max_length == cache.get_seq_length() == max(self.naive.lengths)
+        assert cache.block is None
+        for layer in range(len(self.specs)):
+            for row in range(cache.batch_size):
+                for own, wanted in zip(cache.row(row, layer), self.naive.row(layer, row)):
+                    assert torch.equal(own, wanted)
+
+
+def random_states(
+    specs: Sequence[Spec], rows: int, seq: int, seed: int | torch.Generator = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values ``(rows, heads, seq, dim)`` of every layer."""
+    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+    return [
+        tuple(torch.randn(rows, heads, seq, dim, generator=generator) for dim in dims)
+        for heads, *dims in specs
+    ]
+
+
+def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None] = ()):
+    """A DynamicCache that saw these states; ``windows`` names sliding layers."""
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(states):
+        window = windows[layer] if windows else None
+        cache.layers.append(DynamicSlidingWindowLayer(window) if window else DynamicLayer())
+        cache.update(keys, values, layer)
+    return cache
+
+
+def chain(cache: TreeCache, nodes: int) -> Tree:
+    """A tree of so many nodes for every row."""
+    return Tree.chain(torch.zeros(cache.batch_size, nodes, dtype=torch.long))
+
+
+def buffers(cache: TreeCache) -> list[int]:
+    return [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def uniform(rows: int = 2, capacity: int = 64) -> Pair:
+    return Pair(SPECS["layers differ"], [5] * rows, capacity, seed=0)
