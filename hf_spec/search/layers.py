@@ -23,7 +23,7 @@ from hf_spec.bench.prompts import Prompt, encode_prompts
 from hf_spec.bench.results import BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
-from hf_spec.core.checks import check_count, first_line
+from hf_spec.core.checks import check_count, check_same_settings, first_line
 from hf_spec.core.memory import forget
 from hf_spec.policy.saved import device_of
 from modeling_patches.layer_skip import LayerSkipper
@@ -131,27 +131,16 @@ class LayerSearch:
         self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.study = open_study(folder, settings.seed)
         texts = json.dumps([prompt.full_text for prompt in prompts])
-        self._check_identity(folder, {
+        identity = {
             **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
             "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
-        })  # fmt: skip
+        }  # fmt: skip
+        if "identity" not in self.study.user_attrs:
+            self.study.set_user_attr("identity", identity)
+        known = self.study.user_attrs["identity"]
+        check_same_settings(f"{str(folder)!r} holds a search", known, identity)
         for choice in starting_points(self.sublayers):
             self.study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
-
-    def _check_identity(self, folder: Path, identity: dict[str, Any]) -> None:
-        before = self.study.user_attrs.get("identity")
-        if before is None:
-            self.study.set_user_attr("identity", identity)
-        changes = [
-            f"{name} was {before.get(name)!r}, now {value!r}"
-            for name, value in identity.items()
-            if before is not None and before.get(name) != value
-        ]
-        if changes:
-            raise ValueError(
-                f"{str(folder)!r} holds a search with other settings ({'; '.join(changes)}): "
-                "repeat its settings to continue it, or give another folder"
-            )
 
     # -- trials ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench import session
+from hf_spec.files import exclusive
 from hf_spec.training import distill as work
 from hf_spec.training.dataset import read_answers, read_provenance
 
@@ -537,7 +538,7 @@ def test_a_model_that_has_changed_is_refused(
 def test_folders_of_others(
     root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with work.AnswerFolder(tmp_path).locked():
+    with exclusive(tmp_path / ".lock", ""):
         assert distill(root, tmp_path) == 2
     assert "another hf-spec distill is writing to" in capsys.readouterr().err
     theirs = tmp_path / "answers.jsonl"
