@@ -95,7 +95,7 @@ def train(
         of = read_spec_config(adapter)[0].name
         if of != method:
             raise ValueError(f"--adapter {str(adapter)!r} is of {of!r}: give 'hf-spec train {of}'")
-        adapter_config = start.extended(adapter, config)
+        adapter_config = start.with_transition(adapter, config)
         if "learning_rate" in arguments:
             raise ValueError("--learning-rate: a transition's is --transition-learning-rate")
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)

@@ -25,7 +25,7 @@ from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.methods.registry import Method
 
 
-def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
+def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     """The config of a new adapter for a base model.
 
     Args:
@@ -42,7 +42,7 @@ def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     return config
 
 
-def extended(folder: Path, fields: dict[str, Any]) -> Any:
+def with_transition(folder: Path, fields: dict[str, Any]) -> Any:
     """The config of a trained adapter that gets a transition.
 
     Args:
@@ -73,7 +73,7 @@ def extended(folder: Path, fields: dict[str, Any]) -> Any:
     return type(config)(**{**known, **fields, "inference_mode": False})
 
 
-def take_over(model: Any, config: Any, folder: Path) -> None:
+def load_trained(model: Any, config: Any, folder: Path) -> None:
     """Load a trained adapter's weights into an extended one, and freeze them."""
     adapter = find_active(model, config.type_name)
     assert adapter is not None
@@ -87,7 +87,7 @@ def take_over(model: Any, config: Any, folder: Path) -> None:
             weights[name].data.copy_(stored[f"{PEFT_PREFIX}{place}"])
 
 
-def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
+def set_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
     """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
     adapter = find_active(model, config.type_name)
     tokens = None if adapter is None else adapter.weights().get(VOCABULARY)

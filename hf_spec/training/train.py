@@ -25,9 +25,9 @@ from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import save_model
-from hf_spec.training.served import Served
+from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.sharded import gathered
-from hf_spec.training.start import extended, fresh, take_over, take_vocabulary
+from hf_spec.training.start import load_trained, new_config, set_vocabulary, with_transition
 from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def train(
             chosen = dict(arguments or {})
             set_seed(chosen.get("seed", 0))
             adapter_config = (
-                fresh(method, model, given) if start is None else extended(start, given)
+                new_config(method, model, given) if start is None else with_transition(start, given)
             )
             args = spec_arguments(method, folder, adapter_config, **chosen)
             last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
@@ -257,9 +257,9 @@ def train(
             for name in base if adapter_config.trains_base else ():
                 model.get_parameter(name).requires_grad_(True)
             if start is not None:
-                take_over(model, adapter_config, start)
+                load_trained(model, adapter_config, start)
             else:
-                take_vocabulary(model, adapter_config, training_rows["answer_ids"])
+                set_vocabulary(model, adapter_config, training_rows["answer_ids"])
         data: dict[str, Any] = {
             "num_anchors": args.num_anchors or method.num_anchors,
             "max_length": args.max_length,
@@ -272,7 +272,7 @@ def train(
             train_dataset=AnswerDataset(training_rows, **data),
             eval_dataset=AnswerDataset(held, **data, random=False),
             data_collator=collate,
-            served=Served(prompts, method.name, options, args.served_tokens),
+            eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
             callbacks=[NewAnchors(), *callbacks],
         )
         result = trainer.train(resume_from_checkpoint=last)
@@ -316,9 +316,9 @@ def _record(
     provenance: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     history = [row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
-    served = [row for row in history if "eval_tau" in row]
-    kept = [row for row in served if row["step"] == trainer.state.best_global_step]
-    best = max(kept or served, key=lambda row: row["eval_tau"], default=None)
+    evaluations = [row for row in history if "eval_tau" in row]
+    saved = [row for row in evaluations if row["step"] == trainer.state.best_global_step]
+    best = max(saved or evaluations, key=lambda row: row["eval_tau"], default=None)
     arguments = trainer.args
     return {
         "method": method.name,

@@ -15,7 +15,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
-from hf_spec.training.served import Served, served_metrics, top_k_counts, top_k_metrics
+from hf_spec.training.evaluation import EvalDecoding, decoding_metrics, top_k_counts, top_k_metrics
 from hf_spec.training.sharded import gathered_state, whole_root
 
 
@@ -24,21 +24,21 @@ class SpecTrainer(Trainer):
 
     All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
     checkpoints and resuming. ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``,
-    and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Each process decodes its
-    share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same prompts together.
+    and ``eval_tau``, ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its share;
+    where FSDP2 or ZeRO stage 3 shards the model, all decode the same prompts together.
 
     If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
 
     Args:
-        served: prompts to decode at each evaluation; None for no decoding.
+        eval_decoding: prompts to decode at each evaluation; None for no decoding.
     """
 
-    def __init__(self, *args: Any, served: Served | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
         super().__init__(
             *args, compute_metrics=top_k_metrics, preprocess_logits_for_metrics=top_k_counts,
             **kwargs,
         )  # fmt: skip
-        self.served = served
+        self.eval_decoding = eval_decoding
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
         self.trains_base = self._config is not None and self._config.trains_base
@@ -148,20 +148,20 @@ class SpecTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self.served is not None:
-            measured = served_metrics(self._decode(self.served))
+        if self.eval_decoding is not None:
+            measured = decoding_metrics(self._decode(self.eval_decoding))
             named = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
             output.metrics.update(named)
         return output
 
-    def _decode(self, served: Served) -> SpecStats:
+    def _decode(self, decoding: EvalDecoding) -> SpecStats:
         """Statistics of decoding; every process decodes its share of the prompts."""
         if self.sharded:
             # Every forward gathers weights from all processes, so that they must run in step.
             with whole_root(self.model):
-                return served.measure(self._base)
+                return decoding.measure(self._base)
         share = slice(self.args.process_index, None, self.args.world_size)
-        own, total = served.measure(self._base, share), SpecStats()
+        own, total = decoding.measure(self._base, share), SpecStats()
         for part in gather_object([own]) if self.args.world_size > 1 else [own]:
             total.merge(part)
         return total

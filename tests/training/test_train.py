@@ -20,7 +20,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
-from hf_spec.training.served import Served
+from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.train import (
     bit_sums,
     check_lengths,
@@ -74,7 +74,7 @@ def test_served_tau_is_that_of_decoding(trained: Trained) -> None:
     model.load_adapter(trained("bita"))
     prompts = [answers()[row]["prompt_ids"][: 8 - row] for row in range(3)]
     options = {"tree": "efficient", "top_k": 2}
-    stats = Served(prompts, "bita", options, 10, batch_size=2).measure(model)
+    stats = EvalDecoding(prompts, "bita", options, 10, batch_size=2).measure(model)
     steps = tokens = 0
     for prompt in prompts:
         model.generate(
@@ -88,7 +88,7 @@ def test_served_tau_is_that_of_decoding(trained: Trained) -> None:
 
 def test_measurements_do_not_depend_on_those_before() -> None:
     model, prompts = make_model(), [row["prompt_ids"] for row in answers()][:3]
-    served = Served(prompts, "layer_skip", {"skip_mlp": [1], "draft_exit": "adaptive"}, 10)
+    served = EvalDecoding(prompts, "layer_skip", {"skip_mlp": [1], "draft_exit": "adaptive"}, 10)
     found = []
     for _ in range(2):
         stats = served.measure(model)

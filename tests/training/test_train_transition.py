@@ -16,7 +16,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.methods.registry import get_method
-from hf_spec.training.start import extended
+from hf_spec.training.start import with_transition
 from hf_spec.training.train import train
 
 METHODS = ("bita", "medusa", "ppd", "propd", "space")
@@ -131,17 +131,19 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_cannot_be_extended(tmp_path: Path) -> None:
     hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
     with pytest.raises(ValueError, match="adapters of type LAYER_SKIP predict nothing"):
-        extended(tmp_path / "skip", {"transition_rank": 3})
+        with_transition(tmp_path / "skip", {"transition_rank": 3})
     hf_spec.MedusaConfig(transition_rank=2).save_pretrained(tmp_path / "has")
     with pytest.raises(ValueError, match="has a transition already: train it anew"):
-        extended(tmp_path / "has", {"transition_rank": 3})
+        with_transition(tmp_path / "has", {"transition_rank": 3})
     hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
     with pytest.raises(ValueError, match="trains its base model, too"):
-        extended(tmp_path / "full", {"transition_rank": 3})
+        with_transition(tmp_path / "full", {"transition_rank": 3})
     hf_spec.MedusaConfig(num_heads=2).save_pretrained(tmp_path / "none")
     with pytest.raises(ValueError, match="num_heads belongs to what the adapter has learned"):
-        extended(tmp_path / "none", {"transition_rank": 3, "num_heads": 3})
-    found = extended(tmp_path / "none", {"transition_rank": 3, "transition_learning_rate": 0.5})
+        with_transition(tmp_path / "none", {"transition_rank": 3, "num_heads": 3})
+    found = with_transition(
+        tmp_path / "none", {"transition_rank": 3, "transition_learning_rate": 0.5}
+    )
     assert (found.num_heads, found.transition_rank, found.transition_learning_rate) == (2, 3, 0.5)
 
 

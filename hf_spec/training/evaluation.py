@@ -21,7 +21,7 @@ RANKS = (1, 5, 10)
 
 
 @dataclass(frozen=True)
-class Served:
+class EvalDecoding:
     """Prompts to decode in an evaluation.
 
     Attributes:
@@ -66,7 +66,7 @@ class Served:
         return total
 
 
-def served_metrics(stats: SpecStats) -> dict[str, float]:
+def decoding_metrics(stats: SpecStats) -> dict[str, float]:
     """``tau``, and ``acceptance_1``, ``acceptance_2``, ..., the acceptance at each depth."""
     metrics = {"tau": stats.mean_accepted_tokens}
     for depth, share in enumerate(stats.acceptance_per_position, start=1):
