@@ -66,24 +66,22 @@ def with_transition(folder: Path, fields: dict[str, Any]) -> Any:
             f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
             "it is here: train it anew with a transition"
         )
-    own = {"transition_rank", "root_rank", "transition_learning_rate"}
-    if other := sorted(set(fields) - own):
+    if other := sorted(set(fields) - {"transition_rank", "root_rank", "transition_learning_rate"}):
         raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
-    known = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    return type(config)(**{**known, **fields, "inference_mode": False})
+    return dataclasses.replace(config, **{**fields, "inference_mode": False})
 
 
 def load_trained(model: Any, config: Any, folder: Path) -> None:
-    """Load a trained adapter's weights into an extended one, and freeze them."""
+    """Load a trained adapter's weights into one with a transition, and freeze them."""
     adapter = find_active(model, config.type_name)
     assert adapter is not None
     weights = adapter.weights()
     places = names_on_disk(adapter.layer.prefix, weights)
     stored = load_file(folder / WEIGHTS)
     for name, place in zip(weights, places):
-        fresh = name in (*PREVIOUS, *ROOT)
-        weights[name].requires_grad_(fresh)
-        if not fresh:
+        is_new = name in (*PREVIOUS, *ROOT)
+        weights[name].requires_grad_(is_new)
+        if not is_new:
             weights[name].data.copy_(stored[f"{PEFT_PREFIX}{place}"])
 
 
