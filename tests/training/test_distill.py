@@ -474,6 +474,7 @@ def test_folders_of_others_and_damaged_ones(
         (["--strategy", "none", "--strategy-kwargs", "{}"], "--strategy-kwargs needs a strategy"),
         (["--strategy", "none", "--adapter", "/a"], "cannot read adapter '/a'"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),
+        (["--do-sample", "--temperature", "0"], "--temperature=0.0: must be a number in (0.0"),
         (["--do-sample", "--top-p", "1.5"], "--top-p=1.5: must be a number in (0.0, 1.0]"),
         (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
         (["--output", "/dev/null"], "cannot write to --output"),

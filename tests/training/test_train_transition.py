@@ -16,7 +16,6 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.methods.registry import get_method
-from hf_spec.training.start import with_transition
 from hf_spec.training.train import train
 
 METHODS = ("bita", "medusa", "ppd", "propd", "space")
@@ -110,41 +109,26 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert (two / "README.md").is_file() and (two / "training.json").is_file()
     assert hf_spec.SpecConfig.from_pretrained(two).assistant_strategy == "bita"
 
+    hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
+    hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
     for arguments, message in (
-        (["train", "bita", "--adapter", str(two)], r"has a transition already"),
+        (["train", "bita", "--adapter", str(two)], r"has a transition already: train it anew"),
         ([*start, "--num-mask-tokens", "3"], r"num_mask_tokens belongs to what the adapter has"),
         ([*start, "--transition-rank", "-1"], r"transition_rank=-1: must be a whole number"),
         ([*start, "--rank", "3"], r"has no option '--rank'"),
         ([*start, "--learning-rate", "1"], "--transition-learning-rate"),
         (["train", "medusa", "--adapter", str(one)], r"is of 'bita': give 'hf-spec train bita'"),
+        (
+            ["train", "layer_skip", "--adapter", str(tmp_path / "skip")],
+            "LAYER_SKIP predict nothing",
+        ),
+        (["train", "space", "--adapter", str(tmp_path / "full")], "trains its base model, too"),
     ):
         more = [*common, "--output", str(tmp_path / "three")]
         assert cli.main([*arguments[:4], *more, *arguments[4:]]) == 2
         error = capsys.readouterr().err
         assert re.search(message, error), error
     assert not (tmp_path / "three").exists()
-
-
-# -- refused -------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_extended(tmp_path: Path) -> None:
-    hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
-    with pytest.raises(ValueError, match="adapters of type LAYER_SKIP predict nothing"):
-        with_transition(tmp_path / "skip", {"transition_rank": 3})
-    hf_spec.MedusaConfig(transition_rank=2).save_pretrained(tmp_path / "has")
-    with pytest.raises(ValueError, match="has a transition already: train it anew"):
-        with_transition(tmp_path / "has", {"transition_rank": 3})
-    hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
-    with pytest.raises(ValueError, match="trains its base model, too"):
-        with_transition(tmp_path / "full", {"transition_rank": 3})
-    hf_spec.MedusaConfig(num_heads=2).save_pretrained(tmp_path / "none")
-    with pytest.raises(ValueError, match="num_heads belongs to what the adapter has learned"):
-        with_transition(tmp_path / "none", {"transition_rank": 3, "num_heads": 3})
-    found = with_transition(
-        tmp_path / "none", {"transition_rank": 3, "transition_learning_rate": 0.5}
-    )
-    assert (found.num_heads, found.transition_rank, found.transition_learning_rate) == (2, 3, 0.5)
 
 
 # -- trained with the adapter --------------------------------------------------------------------
