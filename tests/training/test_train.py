@@ -12,9 +12,19 @@ import torch
 from datasets import Dataset
 from running import configured, drafting
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Trained, answers, history, record, same, weights
-from transformers import TrainerCallback, TrainingArguments
-from two_processes import assert_same_history, run_both
+from trained import (
+    SETTINGS,
+    TRAININGS,
+    Stop,
+    Trained,
+    answers,
+    as_options,
+    history,
+    record,
+    same,
+    weights,
+)
+from transformers import TrainingArguments
 
 import hf_spec
 from hf_spec import cli
@@ -94,17 +104,6 @@ def test_measured_tau_is_that_of_decoding_each_prompt(trained: Trained) -> None:
     assert (stats.num_row_steps, stats.num_generated_tokens) == (steps, tokens)
 
 
-class Stop(TrainerCallback):
-    """Breaks off after a checkpoint, as a crash would."""
-
-    def __init__(self, at: int = 3):
-        self.at = at
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.at:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("name", ["bita", "full"])
 def test_resumed_training_equals_uninterrupted(trained: Trained, tmp_path: Path, name: str) -> None:
     whole = trained(name)
@@ -129,67 +128,20 @@ def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     script = next(block for block in blocks if "get_peft_model" in block)
     assert script.count("\n") <= 34
     base, data = save_checkpoint(tmp_path / "base"), tmp_path / "data"
-    answers().to_parquet(data / "answers.parquet") if data.mkdir() is None else None
+    data.mkdir()
+    answers().to_parquet(data / "answers.parquet")
     names = {"Qwen/Qwen3-0.6B": str(base), "./answers": str(data), "./bita": str(tmp_path / "one")}
     for name, real in names.items():
         assert name in script
         script = script.replace(name, real)
     monkeypatch.chdir(tmp_path)
     exec(script.replace("max_steps=400", "max_steps=4"), {})
-    assert cli.main([
-        "train", "bita", "--model", str(base), "--data", str(data), "--dtype", "float32",
-        "--output", str(tmp_path / "two"), "--max-steps", "4", "--eval-steps", "4",
-        "--held-out", "4", "--served-tokens", "8", "--transition-rank", "0",
-        "--draft-vocab-size", "0",
-    ]) == 0  # fmt: skip
+    options = as_options(
+        base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8, transition_rank=0,
+        draft_vocab_size=0,
+    )  # fmt: skip
+    assert cli.main(["train", "bita", *options, "--output", str(tmp_path / "two")]) == 0
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
-
-
-#: Trains ``name``, with ``size`` rows per process, to ``output``; goes on where ``resume``.
-PROGRAM = """
-    from test_train import SETTINGS, TRAININGS, Stop, answers, make_model
-    from hf_spec.training.train import train
-    settings = {**SETTINGS, "per_device_train_batch_size": size, "logging_steps": 1}
-    stop, resume, names = STATE
-    for name in names:
-        method, config = TRAININGS[name]
-        try:
-            train(
-                make_model(), answers(), method, output / name, config, settings, resume=resume,
-                callbacks=[Stop()] if stop else [],
-            )
-        except KeyboardInterrupt:
-            pass
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-"""
-
-
-def program(*names: str, stop: bool = False, resume: bool = False) -> str:
-    return PROGRAM.replace("STATE", repr((stop, resume, names)))
-
-
-@pytest.mark.environment
-def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
-    """gloo, on two halves of each batch: the same training as one process on whole batches."""
-    names = ("bita", "space", "lora", "full", "layer_skip")
-    one, two = run_both(program(*names), tmp_path)
-    for name in names:
-        assert_same_history(one / name, two / name, rel=1e-3)
-
-
-@pytest.mark.environment
-def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Two processes stop after a checkpoint, one goes on; and the other way round."""
-    settings = {**SETTINGS, "logging_steps": 1}
-    train(make_model(), answers(), METHOD, tmp_path / "whole", CONFIG, settings)
-    one, two = run_both(program("bita", stop=True), tmp_path)
-    moved = one.rename(tmp_path / "moved")
-    two.rename(one)
-    moved.rename(two)
-    run_both(program("bita", resume=True), tmp_path)
-    for resumed in (one, two):
-        assert_same_history(tmp_path / "whole", resumed / "bita", rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bita", "space", "lora", "full", "layer_skip"])

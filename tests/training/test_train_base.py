@@ -11,7 +11,17 @@ from peft import get_peft_model
 from running import configured
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Trained, answers, history, record, same, weights
+from trained import (
+    SETTINGS,
+    TRAININGS,
+    Trained,
+    answers,
+    as_options,
+    history,
+    record,
+    same,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import hf_spec
@@ -31,19 +41,12 @@ def state(model: Any) -> dict[str, torch.Tensor]:
 def test_the_trained_base_is_a_model_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint, rows, out = (
-        save_checkpoint(tmp_path / "m"),
-        tmp_path / "rows.parquet",
-        tmp_path / "out",
-    )
-    answers().to_parquet(str(rows))
-    code = cli.main(
-        ["train", "space", "--model", str(checkpoint), "--data", str(rows), "--output", str(out),
-         "--dtype", "float32", "--device", "cpu", "--num-mask-tokens", "2", "--update", "full",
-         "--transition-rank", "0", "--draft-vocab-size", "0", "--p-ar", "0.1", "--max-steps", "60",
-         "--eval-steps", "30", "--held-out", "4", "--served-prompts", "2", "--served-tokens", "8",
-         "--per-device-train-batch-size", "4", "--num-anchors", "4", "--learning-rate", "1e-2"]
-    )  # fmt: skip
+    checkpoint, out = save_checkpoint(tmp_path / "m"), tmp_path / "out"
+    answers().to_parquet(tmp_path / "rows.parquet")
+    config = {**FULL, "transition_rank": 0, "p_ar": 0.1}
+    settings = {**SETTINGS, "max_steps": 60, "eval_steps": 30}
+    options = as_options(checkpoint, tmp_path / "rows.parquet", **settings, **config)
+    code = cli.main(["train", "space", *options, "--output", str(out)])
     assert code == 0, capsys.readouterr().err
     before = state(AutoModelForCausalLM.from_pretrained(checkpoint))
     loaded = AutoModelForCausalLM.from_pretrained(out / "model")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Trained, answers, history, weights
+from trained import SETTINGS, TRAININGS, Trained, answers, as_options, history, weights
 
 import hf_spec
 from hf_spec import cli
@@ -95,11 +95,8 @@ def test_training_goes_on_where_it_was_broken_off(trained: Trained, tmp_path: Pa
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, data = save_checkpoint(tmp_path / "base"), tmp_path / "rows.parquet"
     answers().to_parquet(str(data))
-    common = [
-        "--model", str(base), "--data", str(data), "--dtype", "float32", "--device", "cpu",
-        "--max-steps", "2", "--eval-steps", "2", "--held-out", "2", "--served-prompts", "1",
-        "--served-tokens", "4",
-    ]  # fmt: skip
+    common = as_options(base, data, **{**SETTINGS, "max_steps": 2, "eval_steps": 2})
+    common.remove("--learning-rate=0.01")
     one, two = trained("bita"), tmp_path / "two"
     start = ["train", "bita", "--adapter", str(one)]
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
