@@ -55,8 +55,6 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-#: Files of which it has been said that they are not UTF-8.
-_warned: set[str] = set()
 
 
 class Row(NamedTuple):
@@ -90,6 +88,7 @@ class Prompt:
         question_id: its id; the number of its row if the file gives none.
         reference: the answer; None if there is none.
         history: the messages of a chat before ``text``.
+        source: name of its file, if that is of interest.
     """
 
     text: str
@@ -97,6 +96,7 @@ class Prompt:
     question_id: int | str = 0
     reference: str | None = None
     history: tuple[Message, ...] = ()
+    source: str = ""
 
     @property
     def full_text(self) -> str:
@@ -113,25 +113,13 @@ def plain_text(text: str, history: Sequence[Message] = ()) -> str:
 
 
 def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
-    """What ``parse`` makes of each row; the place is put before its errors.
+    """What ``parse`` makes of each row of a file; the row's place is put before its errors.
+
+    A JSON array is read as a whole, other files in parts. An empty file has no rows.
 
     Raises:
-        ValueError: as :func:`read_rows`, or by ``parse``.
-    """
-    for row in read_rows(path):
-        try:
-            made = parse(row)
-        except ValueError as error:
-            raise ValueError(f"{row.place}: {error}") from error
-        yield made
-
-
-def read_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of a file, none if it is empty. A JSON array is read as a whole, others in parts.
-
-    Raises:
-        ValueError: the file cannot be read, or it is not what the module's text says; the message
-            names the place.
+        ValueError: the file cannot be read, it is not what the module's text says, or ``parse``
+            raises one; the message names the place.
         ImportError: it is a parquet file, and pyarrow is not installed.
     """
     path = Path(path)
@@ -141,10 +129,17 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         with path.open("rb") as file:
             start = file.peek(len(PARQUET))
             if start.startswith(PARQUET):
-                yield from _parquet_rows(path)
+                rows = _parquet_rows(path)
+            elif start.startswith(GZIP):
+                rows = _json_rows(path, gzip.GzipFile(fileobj=file))
             else:
-                packed = start.startswith(GZIP)
-                yield from _json_rows(path, gzip.GzipFile(fileobj=file) if packed else file)
+                rows = _json_rows(path, file)
+            for row in rows:
+                try:
+                    parsed = parse(row)
+                except ValueError as error:
+                    raise ValueError(f"{row.place}: {error}") from error
+                yield parsed
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
             f"cannot read {str(path)!r}: the gzip file is cut off or damaged ({error}); get it "
@@ -156,73 +151,66 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[Row]:
     lines = _lines(path, file)
-    begun = False
+    first = True
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        if not begun and line.lstrip().startswith("["):
+        if first and line.lstrip().startswith("["):
             # Blank lines in place of those before, so that errors name the right one.
-            whole = "\n" * (number - 1) + line + "".join(lines)
-            for position, found in enumerate(_parsed(whole, str(path)), start=1):
-                place = f"{path}, row {position}"
-                yield Row(place, position, _as_object(found, place))
+            array = _load(str(path), "\n" * (number - 1) + line + "".join(lines), ACCEPTED)
+            for position, fields in enumerate(array, start=1):
+                yield _row(f"{path}, row {position}", position, fields)
             return
         place = f"{path}, line {number}"
-        yield Row(place, number, _as_object(_parsed(line, place, begun), place))
-        begun = True
+        yield _row(place, number, _load(place, line, ACCEPTED if first else ""))
+        first = False
 
 
 def _lines(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[str]:
     """Lines as text. They end at line feeds only: JSON texts may hold what else ends lines."""
     if file.peek(2)[:2] in UTF_16:
         try:
-            yield from io.StringIO(file.read().decode("utf-16"), newline="\n")
+            yield from io.TextIOWrapper(file, "utf-16", newline="\n")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{path}: begins like UTF-16, but byte {error.start + 1} is not ({error.reason}): "
-                "save the file as UTF-8"
+                f"{path}: begins like UTF-16, but is not ({error.reason}): save the file as UTF-8"
             ) from error
         return
+    warned = False
     for number, line in enumerate(file, start=1):
         try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            yield _from_windows(line, f"{path}, line {number}", error)
+            message = (
+                f"{path}, line {number}: byte {error.start + 1} of the line is "
+                f"{line[error.start]:#04x}, not UTF-8"
+            )
+            try:
+                text = line.decode("cp1252")  # what older programs on Windows write
+            except UnicodeDecodeError:
+                raise ValueError(f"{message}; save the file as UTF-8") from error
+            if not warned:
+                logger.warning(
+                    f"{message}: read as Windows-1252; if characters come out wrong, save the file "
+                    "as UTF-8"
+                )
+            warned = True
+        yield text
 
 
-def _from_windows(line: bytes, place: str, error: UnicodeDecodeError) -> str:
-    """A line that is not UTF-8, read as what older programs on Windows write, with a warning."""
-    found = f"{place}: byte {error.start + 1} of the line is {line[error.start]:#04x}, not UTF-8"
-    try:
-        text = line.decode("cp1252")
-    except UnicodeDecodeError:
-        raise ValueError(f"{found}; save the file as UTF-8") from error
-    file = place.rpartition(",")[0]
-    if file not in _warned:
-        _warned.add(file)
-        logger.warning(
-            "%s: read as Windows-1252; if characters come out wrong, save the file as UTF-8", found
-        )
-    return text
-
-
-def _parsed(text: str, place: str, begun: bool = False) -> Any:
-    """Parsed JSON; ``begun`` is whether there was a row before."""
+def _load(place: str, text: str, hint: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        reason = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
-            reason = f"{error.msg} at {line}column {error.colno}"
-        hint = "" if begun else f": {ACCEPTED}"
-        raise ValueError(f"{place}: not JSON ({reason}){hint}") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
+        reason = f"{error.msg} at {line}column {error.colno}"
+        raise ValueError(f"{place}: not JSON ({reason}){hint and f': {hint}'}") from error
 
 
-def _as_object(found: Any, place: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
+def _row(place: str, number: int, fields: Any) -> Row:
+    if not isinstance(fields, dict):
         raise ValueError(f"{place}: must be a JSON object, such as {{'prompt': '...'}}")
-    return found
+    return Row(place, number, fields)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -234,12 +222,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             f"{str(path)!r} is a parquet file, which needs pyarrow; run: "
             "pip install 'hf_spec[train]'"
         ) from error
-    number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=BATCH):
-            for fields in batch.to_pylist():
-                number += 1
-                yield Row(f"{path}, row {number}", number, fields)
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
+        rows = (fields for batch in batches for fields in batch.to_pylist())
+        for number, fields in enumerate(rows, start=1):
+            yield Row(f"{path}, row {number}", number, fields)
     except pyarrow.ArrowException as error:
         raise ValueError(f"cannot read {str(path)!r}: {error}") from error
 
@@ -260,11 +247,10 @@ def example(fields: Mapping[str, Any]) -> Prompt:
             f"needs one of the fields {', '.join(PROMPT_FIELDS)}; it has "
             f"{', '.join(map(str, given)) or 'none'}"
         )
-    messages, answer = _prompt(name, given), None
+    messages, answer = _prompt(name, given), ""
     if name not in CHATS or messages[-1].role != "assistant":
-        more, answer = _answer(given)
-        messages += more
-    if answer is None and messages[-1].role == "assistant":
+        messages += _answer(given)
+    if messages[-1].role == "assistant":
         answer = messages.pop().content
     if not messages or messages[-1].role != "user":
         role = messages[-1].role if messages else "assistant"
@@ -272,7 +258,7 @@ def example(fields: Mapping[str, Any]) -> Prompt:
     *history, last = messages
     if not last.content.strip():
         raise ValueError(f"{name!r}: the user's last message is empty")
-    reference = answer if answer and answer.strip() else None
+    reference = answer if answer.strip() else None
     return Prompt(last.content, reference=reference, history=tuple(history))
 
 
@@ -284,10 +270,10 @@ def checked_text(name: str, value: Any) -> str:
     """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
-    return _whole(repr(name), value)
+    return _without_surrogates(repr(name), value)
 
 
-def _whole(what: str, text: str) -> str:
+def _without_surrogates(what: str, text: str) -> str:
     half = SURROGATE.search(text)
     if half:
         raise ValueError(
@@ -307,47 +293,48 @@ def _prompt(name: str, given: Mapping[str, Any]) -> list[Message]:
             if not isinstance(value, list) or not value:
                 raise ValueError("'turns' must be a list with at least one text")
             value = value[0]
-        text = checked_text(name, value)
-        about = [given[field] for field in INPUT_FIELDS if given.get(field)]
+        messages = [Message("user", checked_text(name, value))]
+        about = [field for field in INPUT_FIELDS if given.get(field)]
         if name == "instruction" and about:
-            text = plain_text(checked_text("input", about[0]), [Message("user", text)])
-        messages = [Message("user", text)]
-    system = given.get("system") if name in WITH_SYSTEM else None
-    return [Message("system", checked_text("system", system)), *messages] if system else messages
+            text = plain_text(checked_text(about[0], given[about[0]]), messages)
+            messages = [Message("user", text)]
+    if name in WITH_SYSTEM and given.get("system"):
+        messages.insert(0, Message("system", checked_text("system", given["system"])))
+    return messages
 
 
-def _answer(given: Mapping[str, Any]) -> tuple[list[Message], str | None]:
-    """What follows the prompt, as messages or as text."""
+def _answer(given: Mapping[str, Any]) -> list[Message]:
+    """The messages that answer the prompt, as other fields have them."""
     for name in ANSWER_FIELDS:
-        found = given.get(name)
-        if isinstance(found, list) and found:
-            if name == "completion" and isinstance(found[0], dict):
-                return _messages(name, found), None
-            found = found[0]
-        if isinstance(found, str) and found.strip():
-            return [], _whole(repr(name), found)
-    return [], None
+        value = given.get(name)
+        if isinstance(value, list) and value:
+            if name == "completion" and isinstance(value[0], dict):
+                return _messages(name, value)
+            value = value[0]
+        if isinstance(value, str) and value.strip():
+            return [Message("assistant", checked_text(name, value))]
+    return []
 
 
 def _messages(name: str, value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name!r} must be a list of messages that is not empty")
-    return [_message(f"message {i} of {name!r}", one) for i, one in enumerate(value, start=1)]
+    return [_message(f"message {i} of {name!r}", given) for i, given in enumerate(value, start=1)]
 
 
 def _message(what: str, given: Any) -> Message:
     if not isinstance(given, dict):
         raise ValueError(f"{what} must be an object with role and content, or from and value")
-    role, content = (
-        next((given[key] for key in keys if given.get(key) is not None), None)
-        for keys in (("role", "from"), ("content", "value"))
-    )
+    role, content = given.get("role") or given.get("from"), given.get("content")
+    if content is None:
+        content = given.get("value")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{what} has the role {role!r}; it must be one of {', '.join(ROLES)}")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "".join(texts) if len(texts) == len(parts) else None
+        parts: list[Any] = [
+            part.get("text") if isinstance(part, dict) else part for part in content
+        ]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
-    return Message(ROLES[role], _whole(what, content))
+    return Message(ROLES[role], _without_surrogates(what, content))

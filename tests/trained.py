@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from tiny_checkpoint import make_model
+from transformers import TrainerCallback
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6, "eval_steps": 3, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
@@ -30,6 +31,21 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: Gives the adapter folder of a training of `TRAININGS`, which no test may change.
 Trained = Callable[[str], Path]
+
+
+class Stop(TrainerCallback):
+    """Breaks off after a checkpoint, as a crash would."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def as_options(model: Path, data: Path, **settings: Any) -> list[str]:
+    """Options of ``hf-spec train``, on the CPU and in float32."""
+    given = [f"--{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items()]
+    where = ["--model", str(model), "--data", str(data), "--dtype", "float32", "--device", "cpu"]
+    return [*where, *given]
 
 
 def answers(count: int = 24, length: int = 24) -> Any:

@@ -16,13 +16,14 @@ from hf_spec.cli.common import (
     require,
     single_strategy,
 )
+from hf_spec.files import exclusive
 from hf_spec.model.loading import load_model
 
 DEFAULT_STRATEGY = "prompt_lookup"
-#: Options of all strategies unless ``--strategy-kwargs`` sets them. Fallback depends on step times,
-#: and would make sampled numbers and ties depend on them, too.
+#: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
+#: pay depends on step times, and would make sampled numbers and ties depend on them, too.
 OPTIONS = {"drafting": "always"}
-#: Options of the default strategy: in a batch, a few candidates per sequence fill a step.
+#: Options of the default strategy: in a batch, a few draft tokens per sequence fill a step.
 DEFAULT_OPTIONS = {"max_nodes": 4}
 
 
@@ -80,7 +81,7 @@ def distill(
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
     require("train", "accelerate", "datasets")
-    questions, files = work.read_questions(prompts, limit)
+    chosen, files = work.read_sources(prompts, limit)
     settings = work.Settings(
         model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
         batch_size=batch_size, strategy=contender.kwargs.get("assistant_strategy"),
@@ -98,8 +99,12 @@ def distill(
             typer.echo(f"finished before, with the same settings: {output}")
         state.destroy_process_group()
         return
+    refusal = (
+        f"another hf-spec distill is writing to {str(output)!r}: wait for it, or give another "
+        "--output"
+    )
     try:
-        with folder.locked() if main else nullcontext():
+        with exclusive(output / ".lock", refusal) if main else nullcontext():
             if state.num_processes > 1 and device is None:
                 device = str(state.device)
             loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
@@ -107,7 +112,7 @@ def distill(
             silent = nullcontext(lambda done, total: None)
             with progress_bar("answers") if main else silent as progress:
                 made = work.distill(
-                    loaded, tokenizer, questions, folder, settings, contender, state, progress
+                    loaded, tokenizer, chosen, folder, settings, contender, state, progress
                 )
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command continues", err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,22 +75,15 @@ def search(
     settings = Settings(max_new_tokens=max_new_tokens, max_draft=max_draft, seed=seed)
     loaded, tokenizer = load_model(model, dtype, device)
     work = LayerSearch(loaded, tokenizer, chosen, output, settings)
-    shown = -1.0
-
     try:
         with progress_bar("search") as update:
 
             def progress(done: int, total: int, best: Any) -> None:
-                nonlocal shown
-                text = "" if best is None else f"best {best.value:.1f} tokens/s"
-                update(done, total, note=text)
-                if best is not None and best.value > shown and not sys.stderr.isatty():
-                    typer.echo(f"trial {done} of {total}: {text}", err=True)
-                    shown = best.value
+                update(done, total, note=f"best {best.value:.1f} tokens/s" if best else "")
 
             work.search(trials, progress)
         with progress_bar("measuring the best") as update:
-            choice, best, bench = work.confirm(others or chosen, update)
+            choice, finalists, bench = work.confirm(others or chosen, update)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command continues the search", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -108,7 +100,7 @@ def search(
         "trials": work.finished,
         "held_out": len(others),
         "best": {**choice, "speedup": row["speedup"], "tau": row["tau"]},
-        "finalists": best,
+        "finalists": finalists,
     }
     write_atomically(output / SEARCH, json.dumps(data, indent=1))
     measured_on = {"held_out": bool(others)}  # the same file, other prompts

@@ -68,6 +68,8 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D --output ./bita-transition
     """
+    from transformers import TrainingArguments
+
     from hf_spec.hub.folder import read_spec_config
     from hf_spec.training import start
     from hf_spec.training import train as work
@@ -75,16 +77,13 @@ def train(
     chosen = work.trainable_method(method)
     fields = work.config_fields(chosen)
     if list_fields:
-        _print_fields([*fields.values(), *work.own_arguments()], dict(chosen.trained))
+        more = work.added_fields(work.SpecArguments, TrainingArguments)
+        _print_fields({**fields, **more}, dict(chosen.trained))
         return
-    missing = [
-        option
-        for option, value in (("--model", model), ("--data", data), ("--output", output))
-        if not value
-    ]
-    if missing:
-        raise ValueError(f"'hf-spec train {method}' needs {', '.join(missing)}")
-    assert model is not None and data is not None and output is not None
+    if not (model and data and output):
+        needed = {"--model": model, "--data": data, "--output": output}
+        missing = ", ".join(option for option, value in needed.items() if not value)
+        raise ValueError(f"'hf-spec train {method}' needs {missing}")
     require("train", "accelerate", "datasets")
     config, arguments = parse_options(context.args, method, fields)
     # Invalid values are refused before anything is loaded.
@@ -92,10 +91,12 @@ def train(
         assert chosen.adapter_config is not None
         adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
     else:
-        of = read_spec_config(adapter)[0].name
-        if of != method:
-            raise ValueError(f"--adapter {str(adapter)!r} is of {of!r}: give 'hf-spec train {of}'")
-        adapter_config = start.extended(adapter, config)
+        its = read_spec_config(adapter)[0].name
+        if its != method:
+            raise ValueError(
+                f"--adapter {str(adapter)!r} is of {its!r}: give 'hf-spec train {its}'"
+            )
+        adapter_config = start.with_transition(adapter, config)
         if "learning_rate" in arguments:
             raise ValueError("--learning-rate: a transition's is --transition-learning-rate")
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
@@ -135,14 +136,15 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _print_fields(fields: list[dataclasses.Field[Any]], defaults: dict[str, Any]) -> None:
-    width = max(len(item.name) for item in fields) + 4
-    for item in fields:
-        factory: Any = item.default_factory
-        default = factory() if item.default is dataclasses.MISSING else item.default
-        text = item.metadata.get("help", "")
-        told = "" if "Default" in text else f" [default: {defaults.get(item.name, default)}]"
-        typer.echo(f"{_option(item.name):{width}}  {text}{told}")
+def _print_fields(fields: dict[str, dataclasses.Field[Any]], defaults: dict[str, Any]) -> None:
+    width = max(map(len, fields)) + 4
+    for name, field in fields.items():
+        factory: Any = field.default_factory
+        default = factory() if field.default is dataclasses.MISSING else field.default
+        text = field.metadata.get("help", "")
+        if "Default" not in text:
+            text += f" [default: {defaults.get(name, default)}]"
+        typer.echo(f"{_option(name):{width}}  {text}")
 
 
 def parse_options(
@@ -168,24 +170,23 @@ def parse_options(
         def error(self, message: str) -> Any:
             raise ValueError(f"'hf-spec train {method}': {message}")
 
-    own = [(name, str | None, dataclasses.field(default=None)) for name in fields]
-    kinds: Any = (dataclasses.make_dataclass("Fields", own), SpecArguments)
+    texts = [(name, str | None, dataclasses.field(default=None)) for name in fields]
+    kinds: Any = (dataclasses.make_dataclass("Fields", texts), SpecArguments)
     parser = Parser(kinds, allow_abbrev=False, add_help=False)
     # Only what is given counts: the others have the method's defaults.
     absent = object()
-    names = [item.name for kind in kinds for item in dataclasses.fields(kind)]
-    found, unknown = parser.parse_known_args(
-        words, argparse.Namespace(**dict.fromkeys(names, absent))
-    )
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    namespace = argparse.Namespace(**dict.fromkeys(names, absent))
+    found, unknown = parser.parse_known_args(words, namespace)
     if unknown:
         raise ValueError(
             f"'hf-spec train {method}' has no option {unknown[0].partition('=')[0]!r}; fields of "
             f"its config are {', '.join(map(_option, fields))}; see 'hf-spec train --help' for the "
             "others"
         )
-    given = {name: value for name, value in vars(found).items() if value is not absent}
-    config = {name: given.pop(name) for name in fields if name in given}
+    arguments = {name: value for name, value in vars(found).items() if value is not absent}
+    config = {name: arguments.pop(name) for name in fields if name in arguments}
     for name, value in config.items():
         with suppress(json.JSONDecodeError):  # a word is no JSON
             config[name] = json.loads(value)
-    return config, given
+    return config, arguments

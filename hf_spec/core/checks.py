@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -36,3 +36,23 @@ def check_choices(given: Any, **known: Collection[Any]) -> None:
             raise ValueError(
                 f"{name}={getattr(given, name)!r}: choose one of {', '.join(map(str, values))}."
             )
+
+
+def check_same_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names what differs, if work is continued with other settings.
+
+    Args:
+        what: what there is already, such as ``'out' holds a search``.
+        before: its settings.
+        now: the settings that are compared.
+    """
+    changes = [
+        f"{name} was {before.get(name)!r}, now {value!r}"
+        for name, value in now.items()
+        if name not in before or before[name] != value
+    ]
+    if changes:
+        raise ValueError(
+            f"{what} with other settings ({'; '.join(changes)}): repeat its settings, or give "
+            "another --output"
+        )

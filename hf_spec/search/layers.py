@@ -1,6 +1,6 @@
 """Search for the sublayers that ``layer_skip`` leaves out when it drafts.
 
-Draft & Verify (section 3.3) maximises speed over z in {0, 1}^(2L) by Bayesian optimisation; here
+Draft & Verify (section 3.3) maximizes speed over z in {0, 1}^(2L) by Bayesian optimization; here
 Optuna does. A trial decodes the development prompts with a choice of sublayers, and its value is
 the tokens per second. The best of many trials owes some of its value to luck and to the prompts
 that it was chosen on, so the best few are measured on other prompts, in turns with plain decoding.
@@ -23,7 +23,7 @@ from hf_spec.bench.prompts import Prompt, encode_prompts
 from hf_spec.bench.results import BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
-from hf_spec.core.checks import check_count, first_line
+from hf_spec.core.checks import check_same_settings, first_line
 from hf_spec.core.memory import forget
 from hf_spec.policy.saved import device_of
 from modeling_patches.layer_skip import LayerSkipper
@@ -49,18 +49,11 @@ class Settings:
         max_new_tokens: limit for each prompt.
         max_draft: K, most tokens drafted per step.
         seed: seed of Optuna's sampler.
-
-    Raises:
-        ValueError: a field is invalid; the message names it.
     """
 
     max_new_tokens: int = 64
     max_draft: int = 12
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_count("max_new_tokens", self.max_new_tokens, low=2)
-        check_count("max_draft", self.max_draft)
 
 
 def skippable(model: Any) -> Choice:
@@ -69,19 +62,19 @@ def skippable(model: Any) -> Choice:
     Raises:
         ValueError: the architecture's layers cannot be found, or nothing can be skipped.
     """
-    found: Choice = {"skip_attention": [], "skip_mlp": []}
+    sublayers: Choice = {"skip_attention": [], "skip_mlp": []}
     reason = ""
     for index in range(num_layers(model)):
-        for kind, layers in found.items():
+        for kind, layers in sublayers.items():
             try:
                 LayerSkipper(model, **{kind: [index]})
             except ValueError as error:
                 reason = str(error)
                 continue
             layers.append(index)
-    if not any(found.values()):
+    if not any(sublayers.values()):
         raise ValueError(f"no sublayer can be skipped: {reason}")
-    return found
+    return sublayers
 
 
 def starting_points(sublayers: Choice) -> list[Choice]:
@@ -102,7 +95,7 @@ def starting_points(sublayers: Choice) -> list[Choice]:
         (attention[1:-1], []),
         (attention[2::3], mlp[2::3]),
     ]
-    return [{"skip_attention": one, "skip_mlp": other} for one, other in pairs if one or other]
+    return [{"skip_attention": a, "skip_mlp": m} for a, m in pairs if a or m]
 
 
 class LayerSearch:
@@ -131,27 +124,16 @@ class LayerSearch:
         self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.study = open_study(folder, settings.seed)
         texts = json.dumps([prompt.full_text for prompt in prompts])
-        self._check_identity(folder, {
+        identity = {
             **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
             "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
-        })  # fmt: skip
+        }  # fmt: skip
+        if "identity" not in self.study.user_attrs:
+            self.study.set_user_attr("identity", identity)
+        known = self.study.user_attrs["identity"]
+        check_same_settings(f"{str(folder)!r} holds a search", known, identity)
         for choice in starting_points(self.sublayers):
             self.study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
-
-    def _check_identity(self, folder: Path, identity: dict[str, Any]) -> None:
-        before = self.study.user_attrs.get("identity")
-        if before is None:
-            self.study.set_user_attr("identity", identity)
-        changes = [
-            f"{name} was {before.get(name)!r}, now {value!r}"
-            for name, value in identity.items()
-            if before is not None and before.get(name) != value
-        ]
-        if changes:
-            raise ValueError(
-                f"{str(folder)!r} holds a search with other settings ({'; '.join(changes)}): "
-                "repeat its settings to continue it, or give another folder"
-            )
 
     # -- trials ------------------------------------------------------------------------------
 
@@ -177,19 +159,16 @@ class LayerSearch:
             progress: called as ``progress(finished, trials, best)`` with the best trial so far,
                 or None.
         """
-        finished = self.finished
-        best = self.ranked(1)
-        progress(finished, trials, best[0] if best else None)
 
-        def report(study: Any, trial: Any) -> None:
-            best = self.ranked(1)
-            progress(self.finished, trials, best[0] if best else None)
+        def report(*_: Any) -> None:
+            progress(self.finished, trials, next(iter(self.ranked(1)), None))
 
+        report()
         options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
         with Session.open(self.model, self.tokenizer, options, []) as session:
             self.study.optimize(
                 lambda trial: self._trial(session, trial),
-                n_trials=max(trials - finished, 0), callbacks=[report],
+                n_trials=max(trials - self.finished, 0), callbacks=[report],
             )  # fmt: skip
 
     @property
@@ -201,7 +180,8 @@ class LayerSearch:
     def _trial(self, session: Session, trial: Any) -> float:
         """Tokens per second of decoding the prompts with the trial's choice."""
         names = self._parameters(dict.fromkeys(self.sublayers, []))
-        choice = self.choice({one: trial.suggest_categorical(one, [False, True]) for one in names})
+        skipped = {name: trial.suggest_categorical(name, [False, True]) for name in names}
+        choice = self.choice(skipped)
         contender = self.contender(choice, **TRIAL_OPTIONS)
         forget(self.model)  # a choice's value must not depend on earlier trials
         tokens, seconds = 0, 0.0
@@ -220,13 +200,12 @@ class LayerSearch:
 
     def ranked(self, count: int) -> list[Any]:
         """The complete trials of the largest values, each choice once."""
-        complete = self.study.get_trials(
-            deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)
-        )  # fmt: skip
-        found: dict[str, Any] = {}
-        for one in sorted(complete, key=lambda one: -one.value):
-            found.setdefault(json.dumps(one.params, sort_keys=True), one)
-        return list(found.values())[:count]
+        states = (optuna.trial.TrialState.COMPLETE,)
+        complete = self.study.get_trials(deepcopy=False, states=states)
+        distinct: dict[str, Any] = {}
+        for trial in sorted(complete, key=lambda trial: -trial.value):
+            distinct.setdefault(json.dumps(trial.params, sort_keys=True), trial)
+        return list(distinct.values())[:count]
 
     # -- held-out prompts --------------------------------------------------------------------
 
@@ -249,14 +228,14 @@ class LayerSearch:
         best = self.ranked(FINALISTS)
         if not best:
             raise ValueError("every trial was pruned: continue with more --trials")
-        names = {f"{STRATEGY}:{one.number}": self.choice(one.params) for one in best}
+        names = {f"{STRATEGY}:{trial.number}": self.choice(trial.params) for trial in best}
         first = self._measure(prompts, names, progress)
         entries = [
             {
-                "trial": one.number, **choice, "tokens_per_second": one.value,
+                "trial": trial.number, **choice, "tokens_per_second": trial.value,
                 **{key: first.overall(name)[key] for key in ("speedup", "speedup_interval", "tau")},
             }
-            for one, (name, choice) in zip(best, names.items())
+            for trial, (name, choice) in zip(best, names.items())
         ]  # fmt: skip
         choice = names[max(names, key=lambda name: first.overall(name)["speedup"])]
         return choice, entries, self._measure(prompts, {STRATEGY: choice}, progress)

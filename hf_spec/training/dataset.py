@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_spec.bench.prompts import encode, encode_answer
-from hf_spec.core.checks import first_line
 from hf_spec.data import ANSWER_FIELDS, Row, example, read
 from hf_spec.hub.folder import read_json
 
@@ -50,37 +49,34 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
     import datasets
 
     folder = Path(folder)
-    made = read_provenance(folder)
+    provenance = read_provenance(folder)
+    paths = [folder / ANSWERS] if provenance else _files(folder)
+    sources: dict[str, Any] = {
+        "paths": [str(path.absolute()) for path in paths],
+        "tokenizer": tokenizer,
+        "distilled": bool(provenance),
+    }
+    if next(_rows(**sources), None) is None:
+        raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
+    stats = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the errors below say enough
     try:
-        if made:
-            path = str(folder / ANSWERS)
-            data = datasets.load_dataset("json", data_files=path, split="train")
-        else:
-            # The cache goes by the arguments, so they tell one content of a file from another.
-            stats = [(path.absolute(), path.stat()) for path in _files(folder)]
-            content: dict[str, Any] = {
-                "files": [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats],
-                "tokenizer": tokenizer,
-            }
-            if next(_rows(**content), None) is None:
-                raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
-            data = datasets.Dataset.from_generator(_rows, gen_kwargs=content)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        datasets_own = isinstance(error, datasets.exceptions.DatasetsError)
-        cause = error.__cause__ or error if datasets_own else error
-        if type(cause) is ValueError:  # of the reader, which names the place
-            raise cause from None
-        raise ValueError(f"cannot read the data in {str(folder)!r}: {first_line(cause)}") from error
+        data = datasets.Dataset.from_generator(_rows, gen_kwargs={**sources, "stats": stats})
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None  # it names the place
+        raise
     finally:
         datasets.logging.set_verbosity(verbosity)
-    if made and len(data) != made["rows"]:
+    if not provenance:
+        return data
+    if len(data) != provenance["rows"]:
         raise ValueError(
-            f"{str(folder / ANSWERS)!r} has {len(data)} of {made['rows']} answers: get it again, "
-            "or make it again with hf-spec distill"
+            f"{str(folder / ANSWERS)!r} has {len(data)} of {provenance['rows']} answers: get it "
+            "again, or make it again with hf-spec distill"
         )
-    return data.select(np.argsort(data["index"][:])) if made else data
+    return data.select(np.argsort(data["index"][:]))
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
@@ -93,13 +89,13 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
     if not folder.exists():
         raise ValueError(f"there is no folder or file {str(folder)!r}: hf-spec distill makes one")
     path = folder / PROVENANCE
-    made = read_json(path) if path.is_file() else {}
-    if made and "rows" not in made:
+    provenance = read_json(path) if path.is_file() else {}
+    if provenance and "rows" not in provenance:
         raise ValueError(
             f"{str(folder)!r} is unfinished: repeat the hf-spec distill command that began it, "
             "which goes on where it stopped"
         )
-    return made
+    return provenance
 
 
 def _files(folder: Path) -> list[Path]:
@@ -118,12 +114,17 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in found if path.name.startswith("train-")] or found
 
 
-def _rows(files: Sequence[tuple[str, int, int]], tokenizer: Any = None) -> Iterator[dict[str, Any]]:
+def _rows(
+    paths: Sequence[str], tokenizer: Any, distilled: bool, stats: Any = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of files; ``stats`` tells the contents of a file apart in the cache of datasets."""
+
     def parse(row: Row) -> dict[str, Any]:
         if set(row.fields) >= set(ID_COLUMNS):
-            return {name: _ids(name, row.fields[name]) for name in ID_COLUMNS}
-        found = example(row.fields)
-        if found.reference is None:
+            ids = {name: _ids(name, row.fields[name]) for name in ID_COLUMNS}
+            return row.fields if distilled else ids
+        prompt = example(row.fields)
+        if prompt.reference is None:
             raise ValueError(
                 f"has no answer to train on: give a text in {', '.join(ANSWER_FIELDS)}, or a last "
                 "message of the assistant's"
@@ -131,16 +132,16 @@ def _rows(files: Sequence[tuple[str, int, int]], tokenizer: Any = None) -> Itera
         if tokenizer is None:
             raise ValueError("holds texts: give the tokenizer of the model, too")
         return {
-            "prompt": found.full_text, "answer": found.reference,
-            "prompt_ids": encode(tokenizer, found.text, found.history),
-            "answer_ids": encode_answer(tokenizer, found.reference),
+            "prompt": prompt.full_text, "answer": prompt.reference,
+            "prompt_ids": encode(tokenizer, prompt.text, prompt.history),
+            "answer_ids": encode_answer(tokenizer, prompt.reference),
         }  # fmt: skip
 
-    for path, *_ in files:
+    for path in paths:
         yield from read(path, parse)
 
 
 def _ids(name: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not value or any(type(one) is not int for one in value):
+    if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
         raise ValueError(f"{name!r} must be a list of token ids that is not empty")
     return value

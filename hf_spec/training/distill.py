@@ -12,21 +12,21 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.environment import environment_of
-from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts, spread
-from hf_spec.bench.session import Session, own_generation_config
-from hf_spec.data import read_rows
-from hf_spec.files import exclusive, write_atomically
+from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
+from hf_spec.bench.session import Session
+from hf_spec.core.checks import check_same_settings
+from hf_spec.data import Prompt, read
+from hf_spec.files import write_atomically
 from hf_spec.hub.folder import read_json
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
 
@@ -37,17 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: Longest time that processes wait for each other.
 PATIENCE = timedelta(days=7)
-
-
-@dataclass(frozen=True)
-class Question(Prompt):
-    """A prompt.
-
-    Attributes:
-        source: name of its file.
-    """
-
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,49 +92,25 @@ class AnswerFolder:
         Raises:
             ValueError: the folder was generated with other settings; the message names them.
         """
-        if not self.provenance.is_file():
-            if self.answers.exists():
-                raise ValueError(
-                    f"{str(self.answers)!r} is not of hf-spec distill: give another --output"
-                )
-            return False
-        before = read_json(self.provenance)
-        changes = [
-            f"{name} was {before.get(name)!r}, now {value!r}"
-            for name, value in settings.items()
-            if name not in before or before[name] != value
-        ]
-        if changes:
+        if self.provenance.is_file():
+            before = read_json(self.provenance)
+            check_same_settings(f"{str(self.path)!r} holds answers made", before, settings)
+            return "rows" in before
+        if self.answers.exists():
             raise ValueError(
-                f"{str(self.path)!r} holds answers made with other settings "
-                f"({'; '.join(changes)}): repeat its settings, or give another --output"
+                f"{str(self.answers)!r} is not of hf-spec distill: give another --output"
             )
-        return "rows" in before
+        return False
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Lock the folder against other runs within the block."""
-        return exclusive(
-            self.path / ".lock",
-            f"another hf-spec distill is writing to {str(self.path)!r}: wait for it, or give "
-            "another --output",
-        )
-
-    def write_provenance(self, provenance: dict[str, Any]) -> None:
-        """Write how the answers are made, atomically."""
-        write_atomically(self.provenance, json.dumps(provenance, indent=1))
-
-    def mend(self) -> None:
-        """Drop a last line that was not written to its end."""
-        if not self.answers.is_file():
-            return
-        with self.answers.open("rb+") as file:
-            end = 0
-            for line in file:
-                if not line.endswith(b"\n"):
-                    logger.warning("%s: the last line was cut off and is made again", self.answers)
-                    break
-                end += len(line)
-            file.truncate(end)
+    def begin(self, provenance: dict[str, Any]) -> None:
+        """Write how the answers are made, and drop a last line that was not written to its end."""
+        self.write_provenance(provenance)
+        with self.answers.open("ab+") as file:
+            file.seek(0)
+            whole = sum(len(line) for line in file if line.endswith(b"\n"))
+            if whole < file.tell():
+                logger.warning("%s: the last line was cut off and is made again", self.answers)
+            file.truncate(whole)
 
     def lengths(self) -> dict[int, int]:
         """Number of tokens of each answer, by the index of its prompt.
@@ -153,34 +118,37 @@ class AnswerFolder:
         Raises:
             ValueError: a line cannot be read; the message names it.
         """
-        rows = read_rows(self.answers) if self.answers.is_file() else ()
-        return {row.fields["index"]: len(row.fields["answer_ids"]) for row in rows}
+        answers = read(self.answers, lambda row: row.fields)
+        return {answer["index"]: len(answer["answer_ids"]) for answer in answers}
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append answers."""
         with self.answers.open("a", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
+    def write_provenance(self, provenance: dict[str, Any]) -> None:
+        """Write how the answers are made, atomically."""
+        write_atomically(self.provenance, json.dumps(provenance, indent=1))
 
-def read_questions(
+
+def read_sources(
     paths: Sequence[Path], limit: int | None = None
-) -> tuple[list[Question], dict[str, str]]:
+) -> tuple[list[Prompt], dict[str, str]]:
     """At most ``limit`` prompts, divided evenly among categories, in the order of the files; and
     the name of each file by its SHA-256.
 
     Raises:
         ValueError: a file cannot be read, is invalid, or is given twice.
     """
-    questions: list[Question] = []
-    files: dict[str, str] = {}
+    prompts: list[Prompt] = []
+    names: dict[str, str] = {}
     for path in paths:
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-        if digest in files:
+        if digest in names:
             raise ValueError(f"the prompts of {str(path)!r} are given twice: leave one of them out")
-        prompts = read_prompts(path)
-        files[digest] = path.name
-        questions += [Question(**vars(prompt), source=path.name) for prompt in prompts]
-    return cast(list[Question], spread(questions, limit)), files
+        prompts += [replace(prompt, source=path.name) for prompt in read_prompts(path)]
+        names[digest] = path.name
+    return spread(prompts, limit), names
 
 
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -215,7 +183,7 @@ def processes(device: str | None) -> PartialState:
 
 
 def distill(
-    model: Any, tokenizer: Any, questions: Sequence[Question], folder: AnswerFolder,
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: AnswerFolder,
     settings: Settings, contender: Contender, state: PartialState,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -227,7 +195,7 @@ def distill(
         model: a causal language model in evaluation mode, on its device, with the adapter of
             ``contender`` loaded.
         tokenizer: its tokenizer.
-        questions: the prompts, in the order of the output.
+        prompts: the prompts, in the order of the output.
         folder: the output folder, locked by the main process.
         settings: the settings.
         contender: the strategy that ``settings`` names.
@@ -242,68 +210,66 @@ def distill(
     """
     from accelerate.utils import gather_object
 
-    token_ids, truncated = encode_prompts(model, tokenizer, questions, settings.max_new_tokens)
-    with own_generation_config(model, tokenizer, greedy=not settings.do_sample):
-        defaults = model.generation_config.to_diff_dict()
-        defaults = {name: defaults[name] for name in defaults if name[0] != "_"}
-        defaults.pop("transformers_version", None)
-        facts = {
-            **asdict(settings),
-            "model_fingerprint": fingerprint(model),
-            "tokenizer_sha256": tokenizer_sha256(tokenizer),
-            "generation_config": defaults,
-        }
-        facts = json.loads(json.dumps(facts))
+    token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
+    # The block ends with merged updates removed, also after an error.
+    with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
+
+        def generate(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
+            """Seconds, steps and rows of a batch."""
+            # Each batch has its own seed, independent of process and time.
+            torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
+            batch = [token_ids[index] for index in indices]
+            seconds, answers, steps, _ = session.generate(contender, batch)
+            rows = [
+                {
+                    "prompt_ids": token_ids[index], "answer_ids": answer,
+                    "prompt": prompts[index].full_text,
+                    "answer": tokenizer.decode(answer, skip_special_tokens=True),
+                    "category": prompts[index].category, "source": prompts[index].source,
+                    "question_id": str(prompts[index].question_id), "index": index,
+                }
+                for index, answer in zip(indices, answers)
+            ]  # fmt: skip
+            return seconds, steps, rows
+
+        facts = _facts(model, tokenizer, settings)
         folder.check(facts)
         state.wait_for_everyone()  # no process writes before all have looked
         if state.is_main_process:
-            folder.write_provenance(facts)
-            folder.mend()
+            folder.begin(facts)
         state.wait_for_everyone()
         lengths = folder.lengths()
         everything = batches([len(ids) for ids in token_ids], settings.batch_size)
-        work = [(i, one) for i, one in enumerate(everything) if not lengths.keys() >= set(one)]
-        finished = len(everything) - len(work)
+        work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
         seconds, steps, tokens = 0.0, 0, 0
         state.wait_for_everyone()
-        with closing(
-            Session(model, settings.generate_kwargs, managed=bool(contender.adapters))
-        ) as session:  # merged updates are removed again, also after an error
-            for start in range(0, len(work), state.num_processes):
-                progress(finished + start, len(everything))
-                share = work[start : start + state.num_processes]
-                own: tuple[float, int, list[dict[str, Any]]] = (0.0, 0, [])
-                if state.process_index < len(share):
-                    number, indices = share[state.process_index]
-                    # Each batch has its own seed, independent of process and time.
-                    torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
-                    prompts = [token_ids[index] for index in indices]
-                    spent, answers, row_steps, _ = session.generate(contender, prompts)
-                    rows = [
-                        _row(tokenizer, index, questions[index], token_ids[index], answer)
-                        for index, answer in zip(indices, answers)
-                    ]
-                    own = spent, row_steps, rows
-                for spent, row_steps, rows in gather_object([own]):
-                    seconds, steps = seconds + spent, steps + row_steps
-                    tokens += sum(len(row["answer_ids"]) for row in rows)
-                    new = [row for row in rows if row["index"] not in lengths]
-                    lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
-                    if state.is_main_process:
-                        folder.add(new)
+        for start in range(0, len(work), state.num_processes):
+            progress(len(everything) - len(work) + start, len(everything))
+            share = work[start : start + state.num_processes]
+            made: tuple[float, int, list[dict[str, Any]]] = (0.0, 0, [])
+            if state.process_index < len(share):
+                made = generate(*share[state.process_index])
+            for batch_seconds, batch_steps, rows in gather_object([made]):
+                seconds, steps = seconds + batch_seconds, steps + batch_steps
+                tokens += sum(len(row["answer_ids"]) for row in rows)
+                new = [row for row in rows if row["index"] not in lengths]
+                lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
+                if state.is_main_process:
+                    folder.add(new)
         progress(len(everything), len(everything))
-    machine = environment_of(model, settings.model, None)
-    private = ("model", "prompts", "prompts_sha256", "argv")  # known, or of this machine
+    environment = environment_of(model, settings.model, None)
+    for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
+        del environment[name]
     total = sum(lengths.values())
     provenance = {
         **facts,
         "model_revision": getattr(model.config, "_commit_hash", None),
         "truncated_prompts": truncated,
         "processes": state.num_processes,
-        "environment": {name: machine[name] for name in machine if name not in private},
-        "rows": len(questions),
+        "environment": environment,
+        "rows": len(prompts),
         "answer_tokens": total,
-        "mean_answer_tokens": total / len(questions),
+        "mean_answer_tokens": total / len(prompts),
         "measured": {  # seconds in ``generate``, added up over processes
             "answer_tokens": tokens, "seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
@@ -315,12 +281,18 @@ def distill(
     return provenance
 
 
-def _row(
-    tokenizer: Any, index: int, question: Question, prompt_ids: list[int], answer_ids: list[int]
-) -> dict[str, Any]:
-    return {
-        "prompt_ids": prompt_ids, "answer_ids": answer_ids, "prompt": question.full_text,
-        "answer": tokenizer.decode(answer_ids, skip_special_tokens=True),
-        "category": question.category, "source": question.source,
-        "question_id": str(question.question_id), "index": index,
-    }  # fmt: skip
+def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
+    """All that the answers depend on, as JSON types."""
+    defaults = model.generation_config.to_diff_dict()
+    facts = {
+        **asdict(settings),
+        "model_fingerprint": fingerprint(model),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "generation_config": {
+            name: value
+            for name, value in defaults.items()
+            if name[0] != "_" and name != "transformers_version"
+        },
+    }
+    known: dict[str, Any] = json.loads(json.dumps(facts))
+    return known

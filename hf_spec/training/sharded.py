@@ -24,16 +24,17 @@ def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
 
 
 def gathered_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """A model's state dict with copies of its parameters, gathered one after the other.
+    """A model's state dict, in which parameters of ZeRO stage 3 are copies, gathered one by one.
 
     Args:
         keep: whether this process wants the copies; all processes call this.
     """
     state = model.state_dict()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        with gathered([parameter]):
-            if keep:
-                state[name] = parameter.detach().cpu().clone()
+        if hasattr(parameter, "ds_id"):
+            with gathered([parameter]):
+                if keep:
+                    state[name] = parameter.detach().cpu().clone()
     return state
 
 

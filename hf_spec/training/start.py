@@ -25,7 +25,7 @@ from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.methods.registry import Method
 
 
-def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
+def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     """The config of a new adapter for a base model.
 
     Args:
@@ -42,7 +42,7 @@ def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     return config
 
 
-def extended(folder: Path, fields: dict[str, Any]) -> Any:
+def with_transition(folder: Path, fields: dict[str, Any]) -> Any:
     """The config of a trained adapter that gets a transition.
 
     Args:
@@ -66,27 +66,26 @@ def extended(folder: Path, fields: dict[str, Any]) -> Any:
             f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
             "it is here: train it anew with a transition"
         )
-    own = {"transition_rank", "root_rank", "transition_learning_rate"}
-    if other := sorted(set(fields) - own):
+    if other := sorted(set(fields) - {"transition_rank", "root_rank", "transition_learning_rate"}):
         raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
-    known = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    return type(config)(**{**known, **fields, "inference_mode": False})
+    return dataclasses.replace(config, **{**fields, "inference_mode": False})
 
 
-def take_over(model: Any, config: Any, folder: Path) -> None:
-    """Load a trained adapter's weights into an extended one, and freeze them."""
+def load_trained(model: Any, config: Any, folder: Path) -> None:
+    """Load a trained adapter's weights into one with a transition, and freeze them."""
     adapter = find_active(model, config.type_name)
     assert adapter is not None
     weights = adapter.weights()
     stored = load_file(folder / WEIGHTS)
     for name in weights:
-        fresh = name in (*PREVIOUS, *ROOT)
-        weights[name].requires_grad_(fresh)
-        if not fresh:
-            weights[name].data.copy_(stored[PEFT_PREFIX + name_on_disk(adapter.layer.prefix, name)])
+        is_new = name in (*PREVIOUS, *ROOT)
+        weights[name].requires_grad_(is_new)
+        if not is_new:
+            place = PEFT_PREFIX + name_on_disk(adapter.layer.prefix, name)
+            weights[name].data.copy_(stored[place])
 
 
-def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
+def set_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
     """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
     adapter = find_active(model, config.type_name)
     tokens = None if adapter is None else adapter.weights().get(VOCABULARY)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_spec.adapters.config import SpecPeftConfig
@@ -25,9 +25,9 @@ from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import save_model
-from hf_spec.training.served import Served
+from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.sharded import gathered
-from hf_spec.training.start import extended, fresh, take_over, take_vocabulary
+from hf_spec.training.start import load_trained, new_config, set_vocabulary, with_transition
 from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
@@ -63,41 +63,34 @@ class SpecArguments(TrainingArguments):
         super().__post_init__()
 
 
-def own_arguments() -> list[dataclasses.Field[Any]]:
-    """The fields of :class:`SpecArguments` that are not those of ``TrainingArguments``."""
-    inherited = {item.name for item in dataclasses.fields(TrainingArguments)}
-    return [item for item in dataclasses.fields(SpecArguments) if item.name not in inherited]
-
-
-def trainable() -> list[str]:
-    """Names of the methods that can be trained."""
-    return [name for name, method in methods().items() if method.training is not None]
-
-
 def trainable_method(name: str) -> Method:
     """The method of this name.
 
     Raises:
         ValueError: there is no such method, or it cannot be trained.
     """
-    known = ", ".join(trainable())
-    if name not in methods():
-        raise ValueError(f"there is no method {name!r} to train; choose one of {known}.")
-    method = get_method(name)
-    if method.training is None:
-        raise ValueError(f"{name!r} has nothing to train; choose one of {known}.")
-    return method
+    trainable = [name for name, method in methods().items() if method.training is not None]
+    if name not in trainable:
+        known = name in methods()
+        reason = f"{name!r} has nothing" if known else f"there is no method {name!r}"
+        raise ValueError(f"{reason} to train; choose one of {', '.join(trainable)}.")
+    return get_method(name)
 
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
-    inherited = {item.name for item in dataclasses.fields(SpecPeftConfig)}
-    assert method.adapter_config is not None
+    fields = added_fields(method.adapter_config, SpecPeftConfig)
     return {
-        item.name: item
-        for item in dataclasses.fields(method.adapter_config)
-        if item.name not in inherited and "recorded" not in item.metadata.get("help", "")
+        name: field
+        for name, field in fields.items()
+        if "recorded" not in field.metadata.get("help", "")
     }
+
+
+def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Fields of a dataclass that its base does not have."""
+    inherited = {field.name for field in dataclasses.fields(base)}
+    return {field.name: field for field in dataclasses.fields(kind) if field.name not in inherited}
 
 
 def split(rows: Any, held_out: int) -> tuple[Any, Any]:
@@ -105,18 +98,23 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
 
     Args:
         rows: a ``datasets.Dataset``.
-        held_out: number of held-out examples; a quarter of the data at most, but one at least.
+        held_out: number of held-out examples; a quarter of the data at most (which the log says),
+            but one at least.
 
     Raises:
         ValueError: there is one example only, so that there is nothing to train on.
     """
-    held_out = min(held_out, max(len(rows) // 4, 1))
-    if held_out >= len(rows):
+    most = max(len(rows) // 4, 1)
+    if len(rows) < 2:
         raise ValueError(
             f"the data has {len(rows)} row: training needs at least 2, one to train on and one to "
             "hold out"
         )
-    parts = rows.train_test_split(test_size=held_out, seed=0)
+    if most < held_out:
+        logger.warning(
+            f"held_out={held_out}: of {len(rows)} answers {most} are held out, at most a quarter"
+        )
+    parts = rows.train_test_split(test_size=min(held_out, most), seed=0)
     return parts["train"], parts["test"]
 
 
@@ -128,14 +126,14 @@ def check_lengths(rows: Any, max_length: int) -> None:
     pairs = zip(rows["prompt_ids"], rows["answer_ids"])
     # The token behind a prompt is certain; what is trained predicts those that follow it.
     short = sum(min(len(answer), max_length - len(prompt)) < 2 for prompt, answer in pairs)
-    told = (
+    message = (
         f"in {short} of {len(rows)} sequences the first max_length={max_length} tokens hold less "
         "than two of the answer, so that nothing is learned from them"
     )
     if short == len(rows):
-        raise ValueError(f"{told}: raise it, or give longer answers")
+        raise ValueError(f"{message}: raise it, or give longer answers")
     if short:
-        logger.warning(told)
+        logger.warning(message)
 
 
 def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> SpecArguments:
@@ -148,7 +146,7 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
         given: fields of :class:`SpecArguments`.
 
     Raises:
-        ValueError: the config leaves nothing to train, or a field is unknown or invalid.
+        ValueError: the config leaves nothing to train, or a field is invalid.
     """
     assert method.training is not None
     values: dict[str, Any] = {
@@ -173,9 +171,6 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
     }
     values.setdefault("save_steps", values["eval_steps"])
     values.setdefault("per_device_eval_batch_size", values.get("per_device_train_batch_size", 8))
-    known = {item.name for item in dataclasses.fields(SpecArguments)}
-    if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{', '.join(unknown)}: no field of transformers.TrainingArguments")
     return SpecArguments(**values)
 
 
@@ -216,39 +211,31 @@ def train(
     Raises:
         ValueError: the method, the arguments or the data are invalid; the message says how.
     """
-    from transformers import set_seed
-
     from hf_spec.training.trainer import SpecTrainer
 
-    options = options or {}
+    options, config, arguments = options or {}, config or {}, arguments or {}
     method = trainable_method(method_name)
     method.parse_options(options)
-    given = config or {}
     folder = output / "checkpoints"
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if last is not None and not resume:
+        raise ValueError(
+            f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, or "
+            "choose another --output"
+        )
     with ExitStack() as attachment:
         # Of a model that was loaded in parts all weights are needed until training begins.
         with gathered(model.parameters()):
             # A model that cannot be decoded is refused before training.
             check_model(model)
             check_tree_forward(model, "training")
-            chosen = dict(arguments or {})
-            set_seed(chosen.get("seed", 0))
-            adapter_config = (
-                fresh(method, model, given) if start is None else extended(start, given)
-            )
-            args = spec_arguments(method, folder, adapter_config, **chosen)
-            last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-            if last is not None and not resume:
-                raise ValueError(
-                    f"{str(folder)!r} holds checkpoints of an earlier training: go on with "
-                    "--resume, or choose another --output"
-                )
-            training_rows, held = split(rows, args.held_out)
-            if len(held) < args.held_out:
-                logger.warning(
-                    f"held_out={args.held_out}: of {len(rows)} answers {len(held)} are held "
-                    "out, at most a quarter"
-                )
+            set_seed(arguments.get("seed", 0))
+            if start is None:
+                adapter_config = new_config(method, model, config)
+            else:
+                adapter_config = with_transition(start, config)
+            args = spec_arguments(method, folder, adapter_config, **arguments)
+            training_rows, held_out_rows = split(rows, args.held_out)
             check_lengths(training_rows, args.max_length)
             # Names only: parameters that are held here would stay whole where others are sharded.
             base = [name for name, _ in model.named_parameters()]
@@ -256,23 +243,23 @@ def train(
             peft_model = attachment.enter_context(attached(model, adapter_config, in_float32=True))
             for name in base if adapter_config.trains_base else ():
                 model.get_parameter(name).requires_grad_(True)
-            if start is not None:
-                take_over(model, adapter_config, start)
+            if start is None:
+                set_vocabulary(model, adapter_config, training_rows["answer_ids"])
             else:
-                take_vocabulary(model, adapter_config, training_rows["answer_ids"])
+                load_trained(model, adapter_config, start)
         data: dict[str, Any] = {
             "num_anchors": args.num_anchors or method.num_anchors,
             "max_length": args.max_length,
             "seed": args.seed,
         }
-        prompts = [list(ids) for ids in held["prompt_ids"][: args.served_prompts]]
+        prompts = [list(ids) for ids in held_out_rows["prompt_ids"][: args.served_prompts]]
         trainer = SpecTrainer(
             model=peft_model,
             args=args,
             train_dataset=AnswerDataset(training_rows, **data),
-            eval_dataset=AnswerDataset(held, **data, random=False),
+            eval_dataset=AnswerDataset(held_out_rows, **data, random=False),
             data_collator=collate,
-            served=Served(prompts, method.name, options, args.served_tokens),
+            eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
             callbacks=[NewAnchors(), *callbacks],
         )
         result = trainer.train(resume_from_checkpoint=last)
@@ -315,11 +302,10 @@ def _record(
     trainer: Any, method: Method, options: dict[str, Any], config: Any, result: Any,
     provenance: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    history = [row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
-    served = [row for row in history if "eval_tau" in row]
-    kept = [row for row in served if row["step"] == trainer.state.best_global_step]
-    best = max(kept or served, key=lambda row: row["eval_tau"], default=None)
-    arguments = trainer.args
+    history = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
+    evaluations = [entry for entry in history if "eval_tau" in entry]
+    saved = [entry for entry in evaluations if entry["step"] == trainer.state.best_global_step]
+    args = trainer.args
     return {
         "method": method.name,
         "base_model": config.base_model_name_or_path,
@@ -327,26 +313,24 @@ def _record(
         "options": options,
         "settings": {
             "steps": trainer.state.global_step,
-            "batch_size": arguments.per_device_train_batch_size * arguments.world_size
-            * arguments.gradient_accumulation_steps,
-            "learning_rate": arguments.learning_rate,
-            "schedule": getattr(arguments.lr_scheduler_type, "value", "cosine"),
-            "num_anchors": arguments.num_anchors or method.num_anchors,
-            "max_length": arguments.max_length,
-            "seed": arguments.seed,
+            "batch_size": args.train_batch_size * args.world_size
+            * args.gradient_accumulation_steps,
+            "learning_rate": args.learning_rate,
+            "schedule": args.lr_scheduler_type.value,
+            "num_anchors": args.num_anchors or method.num_anchors,
+            "max_length": args.max_length,
+            "seed": args.seed,
         },
         "data": {
             "rows": len(trainer.train_dataset), "held_out": len(trainer.eval_dataset),
             "provenance": provenance,
         },
-        "best": best,
-        "trainable_parameters": sum(
-            p.numel() for p in trainer.unwrapped.parameters() if p.requires_grad
-        ),
+        "best": max(saved or evaluations, key=lambda entry: entry["eval_tau"], default=None),
+        "trainable_parameters": trainer.unwrapped.get_nb_trainable_parameters()[0],
         "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
         "versions": {
             name: package_version(name) for name in ("hf_spec", "transformers", "peft", "torch")
         },
-        "device": str(arguments.device),
+        "device": str(args.device),
         "history": history,
     }  # fmt: skip

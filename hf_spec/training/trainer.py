@@ -15,7 +15,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
-from hf_spec.training.served import Served, served_metrics, top_k_counts, top_k_metrics
+from hf_spec.training.evaluation import EvalDecoding, decoding_metrics, top_k_counts, top_k_metrics
 from hf_spec.training.sharded import gathered_state, whole_root
 
 
@@ -24,24 +24,25 @@ class SpecTrainer(Trainer):
 
     All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
     checkpoints and resuming. ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``,
-    and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Each process decodes its
+    and ``eval_tau``, ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its
     share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same prompts together.
 
     If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
 
     Args:
-        served: prompts to decode at each evaluation; None for no decoding.
+        eval_decoding: prompts to decode at each evaluation; None for no decoding.
     """
 
-    def __init__(self, *args: Any, served: Served | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
         super().__init__(
             *args, compute_metrics=top_k_metrics, preprocess_logits_for_metrics=top_k_counts,
             **kwargs,
         )  # fmt: skip
-        self.served = served
+        self.eval_decoding = eval_decoding
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
-        self.trains_base = self._config is not None and self._config.trains_base
+        self.adapter_config: SpecPeftConfig = self.unwrapped.active_peft_config
+        self.trains_base = self.adapter_config.trains_base
         if parse_flag_from_env("ACCELERATE_USE_FSDP") and not self.is_fsdp_enabled:
             raise ValueError(
                 f"accelerate was told to use FSDP, and runs {self.args.world_size} process(es) on "
@@ -55,9 +56,9 @@ class SpecTrainer(Trainer):
             )
         self.sharded: bool = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self._waiting() and split:
+        if split and (later := self._untrained()):
             raise ValueError(
-                f"{', '.join(sorted(self._waiting()))} are to be trained in a second stage, which "
+                f"{', '.join(sorted(later))} are to be trained in a second stage, which "
                 "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
             )
         if self.trains_base and split:
@@ -67,19 +68,16 @@ class SpecTrainer(Trainer):
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Create the Trainer's optimiser, with the learning rates of the adapter's parts."""
-        given = self.optimizer
+        """Create the Trainer's optimizer, with the learning rates of the adapter's parts."""
+        rates = self.adapter_config.learning_rates() if self.optimizer is None else {}
         optimizer: Any = super().create_optimizer(*args, **kwargs)
-        if given is not None or self._config is None:
-            return optimizer
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for part, rate in self._config.learning_rates().items():
+        for part, rate in rates.items():
+            chosen = {p for name, p in self.model.named_parameters() if f".{part}" in name}
             for group in list(optimizer.param_groups):
-                own = [p for p in group["params"] if f".{part}" in names.get(id(p), "")]
-                if own:
-                    kept = {id(p) for p in own}
-                    group["params"] = [p for p in group["params"] if id(p) not in kept]
-                    optimizer.add_param_group({**group, "params": own, "lr": rate})
+                moved = [p for p in group["params"] if p in chosen]
+                if moved:
+                    group["params"] = [p for p in group["params"] if p not in chosen]
+                    optimizer.add_param_group({**group, "params": moved, "lr": rate})
         return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -99,17 +97,15 @@ class SpecTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(model, inputs, *args, **kwargs)
-        for parameter in self._waiting().values():
-            parameter.grad = None  # the optimiser skips it
+        for parameter in self._untrained().values():
+            parameter.grad = None  # the optimizer skips it
         return loss
 
-    def _waiting(self) -> dict[str, torch.nn.Parameter]:
+    def _untrained(self) -> dict[str, torch.nn.Parameter]:
         """Parameters of the adapter that are not trained yet, by name."""
-        config = self._config
-        if config is None:
-            return {}
-        names = config.untrained(self.state.global_step / max(self.state.max_steps, 1))
-        adapter = find_active(self._base, config.type_name) if names else None
+        progress = self.state.global_step / max(self.state.max_steps, 1)
+        names = self.adapter_config.untrained(progress)
+        adapter = find_active(self._base, self.adapter_config.type_name) if names else None
         weights: dict[str, Any] = {} if adapter is None else adapter.weights()
         return {name: weights[name] for name in weights if name in names}
 
@@ -118,25 +114,15 @@ class SpecTrainer(Trainer):
 
         Of sharded parameters only the first process gets them.
         """
-        state: dict[str, Any]
         if self.is_fsdp_enabled:
-            state = self.accelerator.get_state_dict(self.model)
-        elif self.sharded:
-            state = gathered_state(self.unwrapped, self.is_world_process_zero())
-        else:
-            state = self.unwrapped.state_dict()
-        return state
+            state: dict[str, Any] = self.accelerator.get_state_dict(self.model)
+            return state
+        return gathered_state(self.unwrapped, self.is_world_process_zero())
 
     @property
     def unwrapped(self) -> Any:
         """The ``PeftModel`` inside accelerate's wrappers."""
         return self.accelerator.unwrap_model(self.model)
-
-    @property
-    def _config(self) -> SpecPeftConfig | None:
-        """The config of the active adapter; None if it is not one of hf_spec."""
-        config = getattr(self.unwrapped, "active_peft_config", None)
-        return config if isinstance(config, SpecPeftConfig) else None
 
     @property
     def _base(self) -> Any:
@@ -148,20 +134,20 @@ class SpecTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self.served is not None:
-            measured = served_metrics(self._decode(self.served))
-            named = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-            output.metrics.update(named)
+        if self.eval_decoding is not None:
+            metrics = decoding_metrics(self._decode(self.eval_decoding))
+            for name, value in metrics.items():
+                output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
-    def _decode(self, served: Served) -> SpecStats:
+    def _decode(self, decoding: EvalDecoding) -> SpecStats:
         """Statistics of decoding; every process decodes its share of the prompts."""
         if self.sharded:
             # Every forward gathers weights from all processes, so that they must run in step.
             with whole_root(self.model):
-                return served.measure(self._base)
+                return decoding.measure(self._base)
         share = slice(self.args.process_index, None, self.args.world_size)
-        own, total = served.measure(self._base, share), SpecStats()
-        for part in gather_object([own]) if self.args.world_size > 1 else [own]:
+        total = SpecStats()
+        for part in gather_object([decoding.measure(self._base, share)]):
             total.merge(part)
         return total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +66,6 @@ def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> No
     assert "Examples:" in out and f"hf-spec {words}" in out
 
 
-def test_the_folder_is_complete(made: Path) -> None:
-    names = {path.name for path in (made / "skip").iterdir()}
-    assert names - {"search.png"} == {
-        "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
-        "search.json", "results.json", "custom_generate", "study.jsonl",
-    }  # fmt: skip
-    for path in (made / "skip").iterdir():
-        if path.name not in ("study.jsonl", "custom_generate"):
-            assert path.stat().st_mode & 0o044 == 0o044, f"{path.name} is private"
-
-
 def test_the_folder_works_in_every_way(made: Path) -> None:
     ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
     model = load(made)
@@ -101,16 +89,23 @@ def test_the_folder_works_in_every_way(made: Path) -> None:
     assert torch.equal(wrapped.generate(ids, **configured(config), **options), plain)
 
 
-def test_everything_is_in_the_json(made: Path) -> None:
+def test_what_the_folder_holds(made: Path) -> None:
+    paths = {path.name: path for path in (made / "skip").iterdir() if path.name != "search.png"}
+    assert paths.keys() == {
+        "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
+        "search.json", "results.json", "custom_generate", "study.jsonl",
+    }  # fmt: skip
+    for name in paths.keys() - {"study.jsonl", "custom_generate"}:
+        assert paths[name].stat().st_mode & 0o044 == 0o044, f"{name} is private"
     data = json.loads((made / "skip" / "search.json").read_text())
     assert data["trials"] == 4 and data["identity"]["max_draft"] == 4
     assert {"argv", "torch", "optuna", "threads", "prompts_sha256"} <= data["environment"].keys()
     # Two of the three prompts are searched on, the other one is held out.
     assert data["identity"]["prompts"] == 2 and data["held_out"] == 1
     assert 1 <= len(data["finalists"]) <= 3
-    for one in data["finalists"]:
-        assert one["tokens_per_second"] > 0 and one["speedup"] > 0 and one["tau"] >= 1
-    chosen = max(data["finalists"], key=lambda one: one["speedup"])
+    for finalist in data["finalists"]:
+        assert finalist["tokens_per_second"] > 0 and finalist["tau"] >= 1
+    chosen = max(data["finalists"], key=lambda finalist: finalist["speedup"])
     assert all(data["best"][name] == chosen[name] for name in ("skip_attention", "skip_mlp"))
     card = (made / "skip" / "README.md").read_text()
     assert "measured again on 1 held-out prompts" in card and "development prompts" not in card
@@ -128,7 +123,9 @@ def test_the_plot(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "has nothing to draw: no study.jsonl of hf-spec search" in capsys.readouterr().err
 
 
-def test_other_settings_or_a_broken_study(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_a_broken_study_no_optuna(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert search(made, "--seed", "5", "--max-draft", "3") == 2
     error = capsys.readouterr().err
     assert "max_draft was 4, now 3" in error and "seed was 0, now 5" in error
@@ -138,6 +135,9 @@ def test_other_settings_or_a_broken_study(made: Path, capsys: pytest.CaptureFixt
     assert search(made, output="broken") == 2
     error = capsys.readouterr().err
     assert "cannot use study.jsonl in" in error and error.count("\n") == 1
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert search(made, output="bad") == 2
+    assert "pip install 'hf_spec[search]'" in capsys.readouterr().err
 
 
 def test_interrupted(
@@ -172,11 +172,9 @@ def test_interrupted(
     ("more", "message"),
     [
         (["--dtype", "int3"], "--dtype 'int3'"),
-        (["--trials", "0"], "--trials"),
         (["--held-out", "2"], "--held-out 2: of 3 prompts 2 are searched on, which leaves 1"),
         (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
         (["--model", "/nowhere"], "cannot load model '/nowhere': there is no such folder"),
-        (["--output", "/dev/null"], "cannot write to --output"),
     ],
 )
 def test_bad_input_ends_in_one_line(
@@ -185,14 +183,6 @@ def test_bad_input_ends_in_one_line(
     assert search(made, *more, output="bad") == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
-
-
-def test_without_optuna(
-    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert search(made, output="bad") == 2
-    assert "pip install 'hf_spec[search]'" in capsys.readouterr().err
 
 
 # -- the search --------------------------------------------------------------------------------
@@ -204,7 +194,7 @@ PLANTED = {"skip_attention": [1, 2], "skip_mlp": [0, 3]}
 
 
 @pytest.fixture(scope="module")
-def planted() -> Iterator[tuple[Any, Any]]:
+def planted() -> tuple[Any, Any]:
     model = make_model(seed=3, layers=LAYERS)
     for layer in PLANTED["skip_attention"]:
         model.model.layers[layer].self_attn.o_proj.weight.data.zero_()
@@ -212,7 +202,7 @@ def planted() -> Iterator[tuple[Any, Any]]:
         model.model.layers[layer].mlp.down_proj.weight.data.zero_()
     model.lm_head.weight.data.mul_(8)  # sure of itself, so that the exit lets drafts grow long
     model.generation_config.eos_token_id = None
-    yield model, make_tokenizer()
+    return model, make_tokenizer()
 
 
 @pytest.fixture
@@ -256,7 +246,7 @@ def test_it_finds_what_is_planted(planted: tuple[Any, Any], ticking: None, tmp_p
     assert any(one.state.name == "PRUNED" for one in work.study.trials)
 
 
-def test_starting_points_are_choices_of_the_model(planted: tuple[Any, Any]) -> None:
+def test_starting_points_are_choices_of_the_model(planted: tuple[Any, Any], tmp_path: Path) -> None:
     sublayers = skippable(planted[0])
     assert sublayers == {"skip_attention": [0, 1, 2, 3], "skip_mlp": [0, 1, 2, 3]}
     points = starting_points(sublayers)
@@ -267,10 +257,5 @@ def test_starting_points_are_choices_of_the_model(planted: tuple[Any, Any]) -> N
     assert all(
         any(one.values()) for one in starting_points({"skip_attention": [0], "skip_mlp": []})
     )
-
-
-def test_nothing_to_search(planted: tuple[Any, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to search on: no prompts"):
         LayerSearch(*planted, [], tmp_path, Settings())
-    with pytest.raises(ValueError, match="max_draft=0"):
-        Settings(max_draft=0)

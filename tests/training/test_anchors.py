@@ -29,6 +29,10 @@ def test_anchors_lie_where_there_is_something_to_predict() -> None:
         # The token behind an anchor is certain, the one after it is asked for: both in the answer.
         assert all(prompt - 1 <= at <= len(example["input_ids"]) - 3 for at in anchors)
     assert data[1]["anchors"].tolist() == [0, 1, 2] and data[2]["anchors"].tolist() == []
+    cut = AnswerDataset(ROWS, num_anchors=50, max_length=9)[0]
+    assert len(cut["input_ids"]) == 9 and cut["anchors"].tolist() == [3, 4, 5, 6]
+    with pytest.raises(ValueError, match="num_anchors=0"):
+        AnswerDataset(ROWS, num_anchors=0)
 
 
 def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
@@ -59,11 +63,6 @@ def test_all_places_are_drawn_equally_often() -> None:
     assert counts.sum() == 6000 == drawn.sum() and statistic < 70
 
 
-def test_sequences_are_cut() -> None:
-    example = AnswerDataset(ROWS, num_anchors=50, max_length=9)[0]
-    assert len(example["input_ids"]) == 9 and example["anchors"].tolist() == [3, 4, 5, 6]
-
-
 def test_collate_pads_on_the_right() -> None:
     data = AnswerDataset(ROWS, num_anchors=4)
     batch = collate([data[0], data[1], data[2]])
@@ -73,11 +72,6 @@ def test_collate_pads_on_the_right() -> None:
     # Padding anchors hang under the last token, behind which there is nothing to predict.
     assert batch["anchors"][1].tolist() == [0, 1, 2, 4]
     assert batch["anchors"][2].tolist() == [2, 2, 2, 2]
-
-
-def test_wrong_number_of_anchors() -> None:
-    with pytest.raises(ValueError, match="num_anchors=0"):
-        AnswerDataset(ROWS, num_anchors=0)
 
 
 def test_a_training_loop_of_ones_own() -> None:

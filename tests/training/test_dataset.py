@@ -73,16 +73,6 @@ def test_a_folder_of_distill(tmp_path: Path) -> None:
     assert read_provenance(tmp_path) == {"rows": 2, "model": "m"}
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
-def test_a_single_file(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "other.parquet", IDS + IDS)
-    write(tmp_path / name, IDS)
-    assert list(read_answers(tmp_path / name)) == IDS
-    assert read_provenance(tmp_path / name) == {}
-    other = (tmp_path / name).rename(tmp_path / "x.data")  # its content says what it is
-    assert list(read_answers(other)) == IDS
-
-
 #: Files of a folder by name: rows, or the content of a file that is none of the data.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "parquet": {"x.parquet": IDS},
@@ -114,18 +104,20 @@ def test_tokens_of_the_users_own(tmp_path: Path, layout: str) -> None:
     assert read_provenance(tmp_path) == {}
 
 
-def test_a_file_that_was_written_again(tmp_path: Path) -> None:
-    """No earlier content comes back out of a cache."""
-    write(tmp_path / "x.jsonl", IDS)
-    assert len(read_answers(tmp_path)) == 2
-    write(tmp_path / "x.jsonl", IDS[:1])
-    assert len(read_answers(tmp_path)) == 1
+def test_a_single_file_that_is_written_again(tmp_path: Path) -> None:
+    """It holds tokens and texts, of which the tokens count; no earlier content is cached."""
+    path = tmp_path / "x.jsonl"
+    write(path, [{**ids, **text} for ids, text in zip(IDS, TEXTS)])
+    write(tmp_path / "other.parquet", IDS + IDS)
+    assert list(read_answers(path, make_tokenizer())) == IDS
+    assert read_provenance(path) == {}
+    write(path, IDS[:1])
+    assert list(read_answers(path, make_tokenizer())) == IDS[:1]
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
 @pytest.mark.parametrize("chat", [True, False])
-def test_texts(tmp_path: Path, name: str, chat: bool) -> None:
-    write(tmp_path / name, TEXTS)
+def test_texts(tmp_path: Path, chat: bool) -> None:
+    write(tmp_path / "x.parquet", TEXTS)
     read = list(read_answers(tmp_path, make_tokenizer(chat)))
     for row, text in zip(read, TEXTS, strict=True):
         prompt = byte_ids(text["prompt"])
@@ -147,25 +139,19 @@ def test_bos_is_for_prompts_and_eos_comes_once(tmp_path: Path) -> None:
     assert read_answers(tmp_path, tokenizer)[0]["answer_ids"] == byte_ids("b")
 
 
-def test_tokens_go_before_texts(tmp_path: Path) -> None:
-    write(tmp_path / "x.jsonl", [{**ids, **text} for ids, text in zip(IDS, TEXTS)])
-    assert list(read_answers(tmp_path, make_tokenizer())) == IDS
-
-
 def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
     """What Arrow allocates while an epoch is read stays far below what the data take."""
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
 
-    count, length, shards = 1200, 500, 2
-    for shard in range(shards):
-        first = [[shard * count // shards + row] for row in range(count // shards)]
-        column = pyarrow.array(first, pyarrow.list_(pyarrow.int32()))
-        answer = pyarrow.array([[7] * length] * len(first), pyarrow.list_(pyarrow.int32()))
-        path = tmp_path / "data" / f"train-{shard:05}-of-{shards:05}.parquet"
-        path.parent.mkdir(exist_ok=True)
-        parquet.write_table(pyarrow.table({"prompt_ids": column, "answer_ids": answer}), path)
-    del column, answer
+    count, length = 1200, 500
+    ids = pyarrow.list_(pyarrow.int32())
+    columns = {
+        "prompt_ids": pyarrow.array([[row] for row in range(count)], ids),
+        "answer_ids": pyarrow.array([[7] * length] * count, ids),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    del columns
     size, before = count * length * 4, pyarrow.total_allocated_bytes()
     rows, held_out = split(read_answers(tmp_path), 20)
     most = pyarrow.total_allocated_bytes() - before
@@ -202,7 +188,7 @@ def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="answers.jsonl' has 1 of 2 answers: get it again"):
         read_answers(tmp_path)
     (tmp_path / "answers.jsonl").unlink()
-    with pytest.raises(ValueError, match="cannot read the data in"):
+    with pytest.raises(ValueError, match="cannot read '.*answers.jsonl': No such file"):
         read_answers(tmp_path)
     (tmp_path / "provenance.json").write_text("{")
     with pytest.raises(ValueError, match="provenance.json' is not JSON"):
@@ -234,25 +220,10 @@ def test_no_files_or_both_kinds_or_no_rows(tmp_path: Path) -> None:
         ([{"prompt": 1, "answer": "a"}], " 1: 'prompt' must hold a text that is not empty"),
     ],
 )
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
 def test_columns_that_will_not_do(
-    tmp_path: Path, rows: list[dict[str, Any]], message: str, name: str
+    tmp_path: Path, rows: list[dict[str, Any]], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / name, rows)
+    write(tmp_path / "x.parquet", rows)
     with pytest.raises(ValueError, match=message):
         read_answers(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
-def test_files_that_are_not_what_they_say(
-    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / name).write_text('{"prompt_ids": [1')
-    with pytest.raises(ValueError, match=f"{name}, line 1: not JSON ") as caught:
-        read_answers(tmp_path)
-    assert "\n" not in str(caught.value)
-    (tmp_path / name).write_bytes(b"PAR1{")
-    with pytest.raises(ValueError, match=f"cannot read '.*{name}': ") as caught:
-        read_answers(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert "Failed" not in capfd.readouterr().err
+    assert "Failed" not in capfd.readouterr().err, "datasets tells the same, at length"

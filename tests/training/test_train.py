@@ -12,24 +12,34 @@ import torch
 from datasets import Dataset
 from running import configured, drafting
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Trained, answers, history, record, same, weights
-from transformers import TrainerCallback
-from two_processes import assert_same_history, run_both
+from trained import (
+    SETTINGS,
+    TRAININGS,
+    Stop,
+    Trained,
+    answers,
+    as_options,
+    history,
+    record,
+    same,
+    weights,
+)
+from transformers import TrainingArguments
 
 import hf_spec
 from hf_spec import cli
 from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
-from hf_spec.training.served import Served
+from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.train import (
+    SpecArguments,
+    added_fields,
     bit_sums,
     check_lengths,
     config_fields,
-    own_arguments,
     spec_arguments,
     split,
     train,
-    trainable,
 )
 
 METHOD, CONFIG = TRAININGS["bita"]
@@ -69,12 +79,20 @@ def test_the_adapter_that_is_written_is_the_best_one(trained: Trained, name: str
     assert torch.equal(model.generate(ids, **configured(config), **options), plain)
 
 
-def test_served_tau_is_that_of_decoding(trained: Trained) -> None:
+def test_measured_tau_is_that_of_decoding_each_prompt(trained: Trained) -> None:
+    """Whatever was measured before: the exit's threshold moves, and starts anew."""
     model = make_model()
+    prompts = [row["prompt_ids"] for row in answers()][:3]
+    decoding = EvalDecoding(prompts, "layer_skip", {"skip_mlp": [1], "draft_exit": "adaptive"}, 10)
+    first, threshold = decoding.measure(model), hf_spec.last_stats(model).details["threshold"]
+    assert threshold != 0.6, "the threshold has to move"
+    assert decoding.measure(model).num_row_steps == first.num_row_steps
+    assert hf_spec.last_stats(model).details["threshold"] == threshold
+
     model.load_adapter(trained("bita"))
     prompts = [answers()[row]["prompt_ids"][: 8 - row] for row in range(3)]
     options = {"tree": "efficient", "top_k": 2}
-    stats = Served(prompts, "bita", options, 10, batch_size=2).measure(model)
+    stats = EvalDecoding(prompts, "bita", options, 10, batch_size=2).measure(model)
     steps = tokens = 0
     for prompt in prompts:
         model.generate(
@@ -84,27 +102,6 @@ def test_served_tau_is_that_of_decoding(trained: Trained) -> None:
         alone = hf_spec.last_stats(model)
         steps, tokens = steps + alone.num_row_steps, tokens + alone.num_generated_tokens
     assert (stats.num_row_steps, stats.num_generated_tokens) == (steps, tokens)
-
-
-def test_measurements_do_not_depend_on_those_before() -> None:
-    model, prompts = make_model(), [row["prompt_ids"] for row in answers()][:3]
-    served = Served(prompts, "layer_skip", {"skip_mlp": [1], "draft_exit": "adaptive"}, 10)
-    found = []
-    for _ in range(2):
-        stats = served.measure(model)
-        found.append((stats.num_row_steps, hf_spec.last_stats(model).details["threshold"]))
-    assert found[0] == found[1] and found[0][1] != 0.6, "the threshold has to move"
-
-
-class Stop(TrainerCallback):
-    """Breaks off after a checkpoint, as a crash would."""
-
-    def __init__(self, at: int = 3):
-        self.at = at
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.at:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("name", ["bita", "full"])
@@ -131,83 +128,33 @@ def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     script = next(block for block in blocks if "get_peft_model" in block)
     assert script.count("\n") <= 34
     base, data = save_checkpoint(tmp_path / "base"), tmp_path / "data"
-    answers().to_parquet(data / "answers.parquet") if data.mkdir() is None else None
+    data.mkdir()
+    answers().to_parquet(data / "answers.parquet")
     names = {"Qwen/Qwen3-0.6B": str(base), "./answers": str(data), "./bita": str(tmp_path / "one")}
     for name, real in names.items():
         assert name in script
         script = script.replace(name, real)
     monkeypatch.chdir(tmp_path)
     exec(script.replace("max_steps=400", "max_steps=4"), {})
-    assert cli.main([
-        "train", "bita", "--model", str(base), "--data", str(data), "--dtype", "float32",
-        "--output", str(tmp_path / "two"), "--max-steps", "4", "--eval-steps", "4",
-        "--held-out", "4", "--served-tokens", "8", "--transition-rank", "0",
-        "--draft-vocab-size", "0",
-    ]) == 0  # fmt: skip
+    options = as_options(
+        base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8, transition_rank=0,
+        draft_vocab_size=0,
+    )  # fmt: skip
+    assert cli.main(["train", "bita", *options, "--output", str(tmp_path / "two")]) == 0
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
 
 
-#: Trains ``name``, with ``size`` rows per process, to ``output``; goes on where ``resume``.
-PROGRAM = """
-    from test_train import SETTINGS, TRAININGS, Stop, answers, make_model
-    from hf_spec.training.train import train
-    settings = {**SETTINGS, "per_device_train_batch_size": size, "logging_steps": 1}
-    stop, resume, names = STATE
-    for name in names:
-        method, config = TRAININGS[name]
-        try:
-            train(
-                make_model(), answers(), method, output / name, config, settings, resume=resume,
-                callbacks=[Stop()] if stop else [],
-            )
-        except KeyboardInterrupt:
-            pass
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-"""
-
-
-def program(*names: str, stop: bool = False, resume: bool = False) -> str:
-    return PROGRAM.replace("STATE", repr((stop, resume, names)))
-
-
-@pytest.mark.environment
-def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
-    """gloo, on two halves of each batch: the same training as one process on whole batches."""
-    names = ("bita", "space", "lora", "full", "layer_skip")
-    one, two = run_both(program(*names), tmp_path)
-    for name in names:
-        assert_same_history(one / name, two / name, rel=1e-3)
-
-
-@pytest.mark.environment
-def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Two processes stop after a checkpoint, one goes on; and the other way round."""
-    settings = {**SETTINGS, "logging_steps": 1}
-    train(make_model(), answers(), METHOD, tmp_path / "whole", CONFIG, settings)
-    one, two = run_both(program("bita", stop=True), tmp_path)
-    moved = one.rename(tmp_path / "moved")
-    two.rename(one)
-    moved.rename(two)
-    run_both(program("bita", resume=True), tmp_path)
-    for resumed in (one, two):
-        assert_same_history(tmp_path / "whole", resumed / "bita", rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"gradient_checkpointing": True},
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-    ],
-    ids=["checkpointing", "accumulation"],
-)
 @pytest.mark.parametrize("name", ["bita", "space", "lora", "full", "layer_skip"])
 def test_trainer_features_do_not_change_what_is_learned(
-    trained: Trained, tmp_path: Path, name: str, arguments: dict[str, Any]
+    trained: Trained, tmp_path: Path, name: str
 ) -> None:
+    """Checkpoints of activations, and gradients accumulated over two halves of a batch."""
     method, config = TRAININGS[name]
-    train(make_model(), answers(), method, tmp_path, config, {**SETTINGS, **arguments})
+    features = {
+        "gradient_checkpointing": True, "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+    }  # fmt: skip
+    train(make_model(), answers(), method, tmp_path, config, {**SETTINGS, **features})
     # Means over two halves round differently; Adam's first steps amplify the last digits.
     assert history(tmp_path, "eval_loss") == pytest.approx(
         history(trained(name), "eval_loss"), rel=1e-3
@@ -223,9 +170,6 @@ def test_mixed_precision_and_a_base_in_bf16(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").rglob("events.out.tfevents.*"))
     kinds = {value.dtype for value in weights(tmp_path).values()}
     assert kinds == {torch.float32, torch.int64}  # the latter are tokens
-    model.load_adapter(tmp_path)
-    ids = torch.tensor([answers()[0]["prompt_ids"]])
-    model.generate(ids, max_new_tokens=8, **drafting("bita"), do_sample=False)
 
 
 @pytest.mark.parametrize(
@@ -277,14 +221,15 @@ def test_bad_input_is_told_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_options_are_fields_of_config_and_training_arguments() -> None:
-    assert "bita" in trainable() and "prompt_lookup" not in trainable()
+def test_options_are_fields_of_config_and_training_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     fields = config_fields(get_method("bita"))
     assert {"num_mask_tokens", "transition_rank"} <= fields.keys()
     assert not {"base_facts", "num_layers", "peft_type"} & fields.keys()  # recorded, PEFT's own
     words = "--max-steps 4 --learning_rate=1e-3 --bf16 --report-to tensorboard --held-out 2 "
     words += '--lr-scheduler-kwargs {"num_cycles":1} --num-anchors 3 --num-mask-tokens 4'
-    config, given = parse_options(words.split(), "bita", config_fields(get_method("bita")))
+    config, given = parse_options(words.split(), "bita", fields)
     assert config == {"num_mask_tokens": 4}
     assert given == {
         "max_steps": 4, "learning_rate": 1e-3, "bf16": True, "report_to": "tensorboard",
@@ -293,28 +238,15 @@ def test_options_are_fields_of_config_and_training_arguments() -> None:
     made = spec_arguments(get_method("bita"), Path("out"), hf_spec.BitaConfig(), **given)
     assert made.lr_scheduler_kwargs == {"num_cycles": 1} and made.num_train_epochs == 8
     assert (made.save_steps, made.per_device_eval_batch_size) == (100, 8)
-    with pytest.raises(ValueError, match="epochs: no field of transformers.TrainingArguments"):
-        spec_arguments(get_method("bita"), Path("out"), hf_spec.BitaConfig(), epochs=3)
-
-
-def test_missing_packages_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    needed = ["--model", "/none", "--data", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert cli.main(["train", "bita", *needed]) == 2
-    assert "pip install 'hf_spec[train]'" in capsys.readouterr().err
-
-
-def test_fields_are_listed_with_one_default_each(capsys: pytest.CaptureFixture[str]) -> None:
+    # They are listed with one default each.
     assert cli.main(["train", "bita", "--list-fields"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(config_fields(get_method("bita"))) + len(own_arguments())
+    assert len(lines) == len(fields) + len(added_fields(SpecArguments, TrainingArguments))
     assert all(line.lower().count("default") == 1 for line in lines)
     assert len({len(line) - len(line.partition("  ")[2].lstrip()) for line in lines}) == 1
 
 
-def test_an_interrupt_says_how_to_go_on(
+def test_interrupts_and_missing_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
@@ -323,10 +255,14 @@ def test_an_interrupt_says_how_to_go_on(
     (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n' * 3)
     monkeypatch.setattr("hf_spec.cli.train.load_model", lambda *_: (None, None))
     monkeypatch.setattr("hf_spec.training.train.train", interrupt)
-    folders = ["--data", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert cli.main(["train", "bita", "--model", "M", *folders]) == 130
+    command = ["train", "bita", "--model", "M", "--data", str(tmp_path)]
+    command += ["--output", str(tmp_path / "out")]
+    assert cli.main(command) == 130
     error = capsys.readouterr().err
     assert "interrupted; the same command with --resume" in error and "Traceback" not in error
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(command) == 2
+    assert "pip install 'hf_spec[train]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rows", "held_out", "kept"), [(24, 32, 6), (24, 4, 4), (2, 32, 1)])

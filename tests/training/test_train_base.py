@@ -11,7 +11,17 @@ from peft import get_peft_model
 from running import configured
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Trained, answers, history, same, weights
+from trained import (
+    SETTINGS,
+    TRAININGS,
+    Trained,
+    answers,
+    as_options,
+    history,
+    record,
+    same,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import hf_spec
@@ -28,23 +38,28 @@ def state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in base_state(model).items()}
 
 
-def test_the_trained_base_is_a_model_of_its_own(tmp_path: Path) -> None:
-    model = make_model()
-    before = state(model)
-    tokenizer = AutoTokenizer.from_pretrained(save_checkpoint(tmp_path / "base"))
-    out = tmp_path / "out"
+def test_the_trained_base_is_a_model_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, out = save_checkpoint(tmp_path / "m"), tmp_path / "out"
+    answers().to_parquet(tmp_path / "rows.parquet")
+    config = {**FULL, "transition_rank": 0, "p_ar": 0.1}
     settings = {**SETTINGS, "max_steps": 60, "eval_steps": 30}
-    config = {**FULL, "p_ar": 0.1}
-    record = train(model, answers(), "space", out, config, settings, tokenizer=tokenizer)
-    after = state(model)
-    assert not any(torch.equal(before[name], after[name]) for name in before)
-    assert not hasattr(model, "spec_modules")
-    assert record["trainable_parameters"] == sum(t.numel() for t in after.values()) + 2 * 32
-    assert record["base_model"] == str(out / "model")
-    assert history(out, "loss")[-1] < 0.5 * history(out, "loss")[0]
-    # An ordinary checkpoint, and an adapter of mask tokens that points to it.
+    options = as_options(checkpoint, tmp_path / "rows.parquet", **settings, **config)
+    code = cli.main(["train", "space", *options, "--output", str(out)])
+    assert code == 0, capsys.readouterr().err
+    before = state(AutoModelForCausalLM.from_pretrained(checkpoint))
     loaded = AutoModelForCausalLM.from_pretrained(out / "model")
-    assert same(state(loaded), after)
+    after = state(loaded)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    made = record(out)
+    assert made["trainable_parameters"] == sum(t.numel() for t in after.values()) + 2 * 32
+    assert made["base_model"] == str(out / "model")
+    assert history(out, "loss")[-1] < 0.5 * history(out, "loss")[0]
+    card = (out / "README.md").read_text()
+    assert "**All weights were fine-tuned**" in card and "| 2 | " in card
+    assert str(out / "model") in card
+    # An ordinary checkpoint, and an adapter of mask tokens that points to it.
     assert AutoTokenizer.from_pretrained(out / "model")("Hi")["input_ids"]
     assert [*weights(out)] == ["masks"]
     loaded.load_adapter(str(out))
@@ -68,9 +83,10 @@ def test_the_checkpoint_of_the_smallest_loss_is_kept_with_its_base(tmp_path: Pat
                     group["lr"] = 1.0
 
     model = make_model()
-    record = train(model, answers(), "space", tmp_path, FULL, SETTINGS, callbacks=[Blow()])
+    made = train(model, answers(), "space", tmp_path, FULL, SETTINGS, callbacks=[Blow()])
     losses = history(tmp_path, "eval_loss")
-    assert losses[0] < losses[1] and record["best"]["step"] == 3
+    assert losses[0] < losses[1] and made["best"]["step"] == 3
+    assert not hasattr(model, "spec_modules")
     kept = load_file(tmp_path / "checkpoints" / "checkpoint-3" / "base_model.safetensors")
     assert same(state(model), kept)
     assert same(state(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), kept)
@@ -109,24 +125,6 @@ def test_defaults_follow_the_config(tmp_path: Path) -> None:
     assert rates == {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
     chosen = spec_arguments(method, tmp_path, hf_spec.SpaceConfig(), learning_rate=0.5)
     assert chosen.learning_rate == 0.5
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = save_checkpoint(tmp_path / "m")
-    answers(8).to_parquet(str(tmp_path / "rows.parquet"))
-    out = tmp_path / "out"
-    code = cli.main(
-        ["train", "space", "--model", str(base), "--data", str(tmp_path / "rows.parquet"),
-         "--output", str(out), "--dtype", "float32", "--device", "cpu", "--max-steps", "2",
-         "--eval-steps", "2", "--held-out", "2", "--served-prompts", "1", "--served-tokens", "4",
-         "--update", "full", "--num-mask-tokens", "2"]
-    )  # fmt: skip
-    assert code == 0, capsys.readouterr().err
-    assert (out / "model" / "model.safetensors").is_file()
-    assert (out / "model" / "tokenizer_config.json").is_file()
-    card = (out / "README.md").read_text()
-    assert "**All weights were fine-tuned**" in card and "| 2 | 0." in card
-    assert str(out / "model") in card
 
 
 def test_every_parameter_has_a_gradient_without_mask_tokens() -> None:

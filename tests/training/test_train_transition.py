@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Trained, answers, history, weights
+from trained import SETTINGS, TRAININGS, Trained, answers, as_options, history, weights
 
 import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.methods.registry import get_method
-from hf_spec.training.start import extended
 from hf_spec.training.train import train
 
 METHODS = ("bita", "medusa", "ppd", "propd", "space")
@@ -96,11 +95,8 @@ def test_training_goes_on_where_it_was_broken_off(trained: Trained, tmp_path: Pa
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, data = save_checkpoint(tmp_path / "base"), tmp_path / "rows.parquet"
     answers().to_parquet(str(data))
-    common = [
-        "--model", str(base), "--data", str(data), "--dtype", "float32", "--device", "cpu",
-        "--max-steps", "2", "--eval-steps", "2", "--held-out", "2", "--served-prompts", "1",
-        "--served-tokens", "4",
-    ]  # fmt: skip
+    common = as_options(base, data, **{**SETTINGS, "max_steps": 2, "eval_steps": 2})
+    common.remove("--learning-rate=0.01")
     one, two = trained("bita"), tmp_path / "two"
     start = ["train", "bita", "--adapter", str(one)]
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
@@ -110,39 +106,26 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert (two / "README.md").is_file() and (two / "training.json").is_file()
     assert hf_spec.SpecConfig.from_pretrained(two).assistant_strategy == "bita"
 
+    hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
+    hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
     for arguments, message in (
-        (["train", "bita", "--adapter", str(two)], r"has a transition already"),
+        (["train", "bita", "--adapter", str(two)], r"has a transition already: train it anew"),
         ([*start, "--num-mask-tokens", "3"], r"num_mask_tokens belongs to what the adapter has"),
         ([*start, "--transition-rank", "-1"], r"transition_rank=-1: must be a whole number"),
         ([*start, "--rank", "3"], r"has no option '--rank'"),
         ([*start, "--learning-rate", "1"], "--transition-learning-rate"),
         (["train", "medusa", "--adapter", str(one)], r"is of 'bita': give 'hf-spec train bita'"),
+        (
+            ["train", "layer_skip", "--adapter", str(tmp_path / "skip")],
+            "LAYER_SKIP predict nothing",
+        ),
+        (["train", "space", "--adapter", str(tmp_path / "full")], "trains its base model, too"),
     ):
         more = [*common, "--output", str(tmp_path / "three")]
         assert cli.main([*arguments[:4], *more, *arguments[4:]]) == 2
         error = capsys.readouterr().err
         assert re.search(message, error), error
     assert not (tmp_path / "three").exists()
-
-
-# -- refused -------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_extended(tmp_path: Path) -> None:
-    hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
-    with pytest.raises(ValueError, match="adapters of type LAYER_SKIP predict nothing"):
-        extended(tmp_path / "skip", {"transition_rank": 3})
-    hf_spec.MedusaConfig(transition_rank=2).save_pretrained(tmp_path / "has")
-    with pytest.raises(ValueError, match="has a transition already: train it anew"):
-        extended(tmp_path / "has", {"transition_rank": 3})
-    hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
-    with pytest.raises(ValueError, match="trains its base model, too"):
-        extended(tmp_path / "full", {"transition_rank": 3})
-    hf_spec.MedusaConfig(num_heads=2).save_pretrained(tmp_path / "none")
-    with pytest.raises(ValueError, match="num_heads belongs to what the adapter has learned"):
-        extended(tmp_path / "none", {"transition_rank": 3, "num_heads": 3})
-    found = extended(tmp_path / "none", {"transition_rank": 3, "transition_learning_rate": 0.5})
-    assert (found.num_heads, found.transition_rank, found.transition_learning_rate) == (2, 3, 0.5)
 
 
 # -- trained with the adapter --------------------------------------------------------------------

@@ -21,7 +21,7 @@ RANKS = (1, 5, 10)
 
 
 @dataclass(frozen=True)
-class Served:
+class EvalDecoding:
     """Prompts to decode in an evaluation.
 
     Attributes:
@@ -47,7 +47,7 @@ class Served:
         """
         total = SpecStats()
         forget(model)  # a checkpoint's figures must not depend on those before
-        prompts = sorted(list(self.prompts)[share], key=len)
+        prompts = sorted(self.prompts[share], key=len)
         training = model.training
         model.eval()
         for start in range(0, len(prompts), self.batch_size):
@@ -66,12 +66,11 @@ class Served:
         return total
 
 
-def served_metrics(stats: SpecStats) -> dict[str, float]:
+def decoding_metrics(stats: SpecStats) -> dict[str, float]:
     """``tau``, and ``acceptance_1``, ``acceptance_2``, ..., the acceptance at each depth."""
-    metrics = {"tau": stats.mean_accepted_tokens}
-    for depth, share in enumerate(stats.acceptance_per_position, start=1):
-        metrics[f"acceptance_{depth}"] = share
-    return metrics
+    by_depth = enumerate(stats.acceptance_per_position, start=1)
+    rates = {f"acceptance_{depth}": rate for depth, rate in by_depth}
+    return {"tau": stats.mean_accepted_tokens, **rates}
 
 
 def top_k_counts(outputs: tuple[torch.Tensor, ...], _: Any = None) -> Any:
@@ -89,8 +88,8 @@ def top_k_counts(outputs: tuple[torch.Tensor, ...], _: Any = None) -> Any:
     logits, labels = outputs
     best = logits.topk(min(max(RANKS), logits.shape[-1]), dim=-1).indices == labels[..., None]
     real = labels != IGNORED
-    found = [real, *(best[..., :k].any(-1) & real for k in RANKS)]
-    return torch.stack([one.sum(1) for one in found], dim=1)
+    hits = [best[..., :k].any(-1) & real for k in RANKS]
+    return torch.stack([real, *hits], dim=1).sum(2)
 
 
 def top_k_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -104,7 +103,7 @@ def top_k_metrics(prediction: EvalPrediction) -> dict[str, float]:
         return {}
     number, *hits = counts.sum(0)
     return {
-        f"top{k}_{distance}": float(share)
-        for k, found in zip(RANKS, hits)
-        for distance, share in enumerate(found / number.clip(min=1), start=1)
+        f"top{k}_{distance}": float(accuracy)
+        for k, count in zip(RANKS, hits)
+        for distance, accuracy in enumerate(count / number.clip(min=1), start=1)
     }
