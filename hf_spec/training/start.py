@@ -1,4 +1,4 @@
-"""Where a training starts: a new adapter, or a trained one that gets a transition."""
+"""Where a training starts: a new adapter, or a trained one that gets a Markov head."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
 from hf_spec.adapters.layer import names_on_disk
 from hf_spec.adapters.predicting import (
-    PREVIOUS,
-    ROOT,
+    MARKOV_HEAD,
     TRAINED,
     VOCABULARY,
     PredictingConfig,
@@ -35,38 +34,35 @@ def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     """
     assert method.adapter_config is not None
     config = method.adapter_config(**{**method.trained, **fields})
-    if isinstance(config, PredictingConfig):
-        config.root_rank = fields.get("root_rank", config.transition_rank)
-        if "draft_vocab_size" not in fields:
-            config.set_vocabulary(model)
+    if isinstance(config, PredictingConfig) and "draft_vocab_size" not in fields:
+        config.set_vocabulary(model)
     return config
 
 
 def extended(folder: Path, fields: dict[str, Any]) -> Any:
-    """The config of a trained adapter that gets a transition.
+    """The config of a trained adapter that gets a Markov head.
 
     Args:
         folder: the adapter folder.
-        fields: changed fields of its config: ``transition_rank`` (by default as for a new adapter),
-            ``root_rank`` and the transition's learning rate.
+        fields: changed fields of its config: ``markov_rank`` (by default as for a new adapter) and
+            ``markov_learning_rate``.
 
     Raises:
-        ValueError: the adapter has a transition, its method has none, or it was trained together
+        ValueError: the adapter has a Markov head, its method has none, or it was trained together
             with its base model.
     """
     fields = {**TRAINED, **fields}
-    fields.setdefault("root_rank", fields["transition_rank"])
     config: Any = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, PredictingConfig):
         raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
-    if config.transition_rank or config.root_rank:
-        raise ValueError(f"the adapter {str(folder)!r} has a transition already: train it anew")
+    if config.markov_rank:
+        raise ValueError(f"the adapter {str(folder)!r} has a Markov head already: train it anew")
     if config.trains_base:
         raise ValueError(
             f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
-            "it is here: train it anew with a transition"
+            "it is here: train it anew with a Markov head"
         )
-    own = {"transition_rank", "root_rank", "transition_learning_rate"}
+    own = {"markov_rank", "markov_learning_rate"}
     if other := sorted(set(fields) - own):
         raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
     known = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
@@ -81,7 +77,7 @@ def take_over(model: Any, config: Any, folder: Path) -> None:
     places = names_on_disk(adapter.layer.prefix, weights)
     stored = load_file(folder / WEIGHTS)
     for name, place in zip(weights, places):
-        fresh = name in (*PREVIOUS, *ROOT)
+        fresh = name in MARKOV_HEAD
         weights[name].requires_grad_(fresh)
         if not fresh:
             weights[name].data.copy_(stored[f"{PEFT_PREFIX}{place}"])

@@ -207,8 +207,8 @@ def train(
         provenance: origin of the data, stored in the record.
         callbacks: callbacks of the Trainer.
         tokenizer: saved beside the base model, if that is trained.
-        start: folder of a trained adapter of the method, which gets a transition; only the
-            transition is trained.
+        start: folder of a trained adapter of the method, which gets a Markov head; only
+            that is trained.
 
     Returns:
         The record, as written to ``training.json``; empty in all processes but the main one.

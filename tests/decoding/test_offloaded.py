@@ -77,7 +77,7 @@ def test_every_strategy(shallow: Make, tmp_path: Path, name: str, offload: Any) 
 def test_heads_with_all_that_they_can_have(shallow: Make, architecture: str) -> None:
     """A bias of the output embeddings, tied ones, and what is computed from them."""
     model = shallow(architecture, layers=2)
-    settings = {"num_heads": 3, "projection": "own", "transition_rank": 4, "root_rank": 3}
+    settings = {"num_heads": 3, "projection": "own", "markov_rank": 4}
     for number, more in enumerate(({}, {"projection": "shared", "draft_vocab_size": 20})):
         model.add_adapter(hf_spec.MedusaConfig(**{**settings, **more}), f"heads {number}")
         model.set_adapter(f"heads {number}")
@@ -129,7 +129,7 @@ def test_embeddings_that_peft_has_wrapped(shallow: Make, tuned: dict[str, Any]) 
     base = model.get_base_model()
     for part in ("own", "shared"):
         more = {"projection": part} if part == "own" else {"draft_vocab_size": 20}
-        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=2, root_rank=2, **more)
+        config = hf_spec.MedusaConfig(num_heads=2, markov_rank=2, **more)
         model.add_adapter(part, config)
         model.set_adapter(["default", part])
         randomise(base, "MEDUSA")

@@ -102,7 +102,7 @@ def test_the_config_says_what_sglang_asks_for(fresh: Tiny, tmp_path: Path) -> No
     ("fields", "message"),
     [
         ({"masks": "learned"}, "no place for .*: learned mask tokens: UNO puts random tokens"),
-        ({"transition_rank": 4}, "a transition"),
+        ({"markov_rank": 4}, "a Markov head"),
         ({"draft_vocab_size": 40}, "a draft vocabulary"),
         ({"masks": "learned", "update": "lora"}, "update='lora'.*; learned mask tokens"),
         ({"target_modules": ["up_proj"]}, r"'model.layers.0.mlp.up_proj', .*without gate_proj"),
