@@ -168,17 +168,6 @@ def test_chances_sum_to_at_most_one(vocab: int, dtype: torch.dtype) -> None:
         assert sums.max() <= 1 + 1e-5 and sums.min() > 0
 
 
-def test_without_a_markov_head_the_token_before_does_not_matter() -> None:
-    case = Example(23)
-    predictions = case.predictions(8, with_markov_head=False)
-    assert predictions.tokens.shape == (BATCH, DISTANCES, 8)
-    for distance in range(1, DISTANCES + 1):
-        found = predictions.given(case.previous[:, None])[:, distance - 1]
-        expected = case.logits[:, distance - 1].log_softmax(-1).topk(8, dim=-1)
-        torch.testing.assert_close(found[:, 0], expected.values)
-        assert predictions.tokens[:, distance - 1].tolist() == expected.indices.tolist()
-
-
 # -- tokens by rank ----------------------------------------------------------------------------
 
 

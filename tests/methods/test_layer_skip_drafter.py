@@ -66,42 +66,7 @@ def test_what_each_mode_does(mode: str) -> None:
     assert (one.gamma == before) == (mode in ("threshold", "fixed"))
 
 
-@pytest.mark.parametrize(("step", "alpha"), [(0.01, 0.85), (0.1, 0.7)])
-def test_gamma_settles_where_the_target_is_the_median_rate(step: float, alpha: float) -> None:
-    """Planted: a token of draft probability c is accepted with the chance c.
-
-    Gamma moves as far up as down, so that it stays where rates (AR, smoothed) are below the target
-    as often as above it. That takes 1,000 stages and more by the paper's numbers. Rates are skewed,
-    so that their mean is below. The standard deviation of the share is about 0.02, since rates of
-    neighbouring stages are alike; the seed is fixed.
-    """
-    rng = random.Random(0)
-    one = DraftExit(LayerSkipOptions(threshold_step=step, target_acceptance=alpha))
-    below, rates = [], []
-    for stage in range(6000):
-        drafted = accepted = 0
-        right = go_on = True
-        while go_on and drafted < 12:
-            chance = rng.betavariate(3, 1)
-            right = right and rng.random() < chance
-            drafted, accepted, go_on = drafted + 1, accepted + right, one.go_on(chance)
-        one.update(accepted / drafted)
-        assert one.acceptance is not None
-        if stage >= 3000:
-            below.append(one.acceptance <= alpha)
-            rates.append(accepted / drafted)
-    assert sum(below) / len(below) == pytest.approx(0.5, abs=0.06)
-    assert alpha - 0.13 < sum(rates) / len(rates) < alpha
-
-
 # -- options -------------------------------------------------------------------------------------
-
-
-def test_defaults_are_the_papers_but_for_the_exit() -> None:
-    options = LayerSkipOptions()
-    assert (options.draft_exit, options.max_draft, options.threshold) == ("policy", 12, 0.6)
-    assert (options.threshold_step, options.beta1, options.beta2) == (0.01, 0.5, 0.9)
-    assert options.acceptance == "match"
 
 
 def test_without_layers_to_skip_the_error_says_where_to_get_them(tiny: Tiny) -> None:
@@ -237,16 +202,6 @@ def test_each_row_stops_after_its_first_unsure_token(
         assert len(set(tree.row_depths)) > 1
 
 
-def test_skipping_changes_the_drafts(setting: Callable[..., Setting]) -> None:
-    """Otherwise the tests above would compare the full model with itself."""
-    one = setting([9])
-    drafts = {
-        name: tuple(draft_by_stock_cache(one.model, one.rows[0], skips, 5)[0])
-        for name, skips in SKIPS.items()
-    }
-    assert len(set(drafts.values())) > 2
-
-
 @pytest.mark.parametrize("left", [1, 2, 4])
 def test_finished_rows_and_budgets_that_end(setting: Callable[..., Setting], left: int) -> None:
     one = setting([5, 6])
@@ -344,23 +299,6 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
 
 
 # -- the policy's exit: trees --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("paths", "rate", "price", "pays"),
-    [
-        ([0.9], 0.8, 0.71, True),  # 0.72 tokens
-        ([0.9], 0.8, 0.73, False),
-        ([0.5, 0.0, 0.4], 0.5, 0.44, True),  # of all rows, the finished one left out
-        ([0.5, 0.0, 0.4], 0.5, 0.46, False),
-    ],
-)
-def test_a_forward_must_bring_its_price(
-    paths: list[float], rate: float, price: float, pays: bool
-) -> None:
-    one = DraftExit(LayerSkipOptions())
-    one.calibration.came[2] = rate * one.calibration.tries[2]
-    assert one.pays(3, paths, [1.0] * len(paths), price) == pays
 
 
 def test_gamma_decides_while_no_price_is_known() -> None:
@@ -502,17 +440,6 @@ def test_calibration_learns_from_chains_and_alternatives(setting: Callable[..., 
     assert calibration.tries[0] == keep * tries[0] + 1 and drafter.exit.gamma == gamma
 
 
-def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
-    setting: Callable[..., Setting],
-) -> None:
-    one, drafter = timed(setting, [6])
-    one.state.timed = False
-    tree = drafter.propose(one.state)
-    assert tree.host is None and tree.is_chain
-    drafter.observe(one.state, tree, chains(tree.num_nodes))
-    assert drafter.exit.acceptance == 1.0
-
-
 def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> None:
     one, inner = timed(setting, [12], -1.0)
     chain = [path for path in nodes_of(inner.propose(one.state), 0) if len(path) == 4]
@@ -652,18 +579,6 @@ def test_adapters_have_a_gamma_of_their_own(fresh: Tiny) -> None:
         model.set_adapter(name)
         gammas.append(stages_and_gamma(model, skip_mlp=None)[1])
     assert gammas[0] == gammas[1] > 0.6
-
-
-def test_gamma_comes_back_from_a_long_stretch() -> None:
-    """It stays a probability: what lies beyond would have to be made up for, stage by stage."""
-    for rates, end in (((1.0, 0.0), 0.0), ((0.0, 1.0), 1.0)):
-        one = DraftExit(LayerSkipOptions())
-        for _ in range(2000):
-            one.update(rates[0])
-        assert one.gamma == end
-        for _ in range(20):
-            one.update(rates[1])
-        assert abs(one.gamma - end) > 0.01
 
 
 def test_no_update_of_another_thread_is_lost() -> None:

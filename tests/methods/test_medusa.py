@@ -79,22 +79,6 @@ def test_fresh_heads_predict_as_the_lm_head(
     torch.testing.assert_close(logits, expected[:, None].expand(-1, 4, -1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("projection", ["shared", "own"])
-def test_heads_against_one_at_a_time(
-    fresh: Callable[..., PreTrainedModel], projection: str
-) -> None:
-    model = fresh()
-    weights = trained_like(model, num_heads=3, num_layers=2, projection=projection)
-    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
-    logits = head_logits(model, weights, head_states(weights, hidden))
-    shared = model.get_output_embeddings().weight
-    for head in range(3):
-        matrix = weights["projections"][head] if projection == "own" else shared
-        expected = naive_states(weights, head, hidden) @ matrix.T
-        # fp32 with other reduction orders.
-        torch.testing.assert_close(logits[:, head], expected, rtol=1e-4, atol=1e-4)
-
-
 # -- loss: section 2.2.1 -----------------------------------------------------------------------
 
 
@@ -152,10 +136,6 @@ def test_loss_against_one_place_at_a_time(
     assert out["logits"].shape == (2, 3, 2, VOCAB)
     first = ids[0].tolist()
     assert out["labels"][0].tolist() == [[-100, first[4]], [first[9], first[10]], [-100, -100]]
-    out["loss"].backward()
-    for name, parameter in peft_model.named_parameters():
-        assert parameter.requires_grad == ("spec_modules" in name)
-        assert (parameter.grad is not None) == parameter.requires_grad
 
 
 def test_padding_on_either_side_gives_the_same_loss(fresh: Callable[..., PreTrainedModel]) -> None:
