@@ -591,23 +591,3 @@ def test_no_update_of_another_thread_is_lost() -> None:
     finally:
         sys.setswitchinterval(before)
     assert one.gamma == pytest.approx(0.0001 * 4000)
-
-
-# -- stock assisted decoding ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("skips", SKIPS)
-def test_get_candidates_appends_the_skipping_models_own_tokens(tiny: Tiny, skips: str) -> None:
-    model = tiny("llama")
-    drafter = LayerSkipDrafter(model, LayerSkipOptions(**SKIPS[skips], max_draft=5))
-    for row in rows_of(model, [4, 11]):
-        ids = torch.tensor([row])
-        wanted = ids
-        with running(drafter.drafting), torch.no_grad():
-            for _ in range(5):  # without any cache
-                following = model(wanted, use_cache=False).logits[:, -1:].argmax(-1)
-                wanted = torch.cat([wanted, following], dim=1)
-        candidates, logits = drafter.get_candidates(ids)
-        assert logits is None
-        assert candidates.shape == (1, len(row) + 5)
-        assert torch.equal(candidates, wanted)

@@ -19,7 +19,6 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.drafting.state import DecodeState
-from hf_spec.methods.medusa import MedusaOptions
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
 
@@ -196,30 +195,23 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
                 torch.testing.assert_close(hidden[row], expected, rtol=1e-4, atol=2e-4)
 
 
-def test_no_step_is_lost_to_priming(fresh: Callable[..., PreTrainedModel]) -> None:
-    """The prompt's last hidden state gives candidates to the first step behind it."""
-    model = fresh()
-    trained_like(model)
-    rows: list[int] = []
-    first: Any = model.model.layers[0]
-    handle = first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
-    model.generate(prompt(), max_new_tokens=8, do_sample=False, **drafting("medusa"))
-    handle.remove()
-    assert rows[:2] == [12, 1 + 8]
-
-
-def test_a_model_that_is_compiled_as_a_whole(fresh: Callable[..., PreTrainedModel]) -> None:
-    """Its steps run uncompiled, and its prefill, which the heads read."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_step_behind_the_prompt_drafts(
+    fresh: Callable[..., PreTrainedModel], compiled: bool
+) -> None:
+    """From the prompt's last hidden state; also if the model is compiled as a whole, whose prefill
+    and steps run uncompiled."""
     model = fresh()
     expected = run(model)
     trained_like(model)
-    rows: list[int] = []
+    widths: list[int] = []
     first: Any = model.model.layers[0]
-    first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
-    model.compile(backend="eager")
+    first.register_forward_pre_hook(lambda m, args: widths.append(args[0].shape[1]))
+    if compiled:
+        model.compile(backend="eager")
     assert run(model, assistant_strategy="medusa") == expected
-    assert rows[:3] == [12, 1 + 8, 1 + 8]  # the prompt, and steps
-    assert len(rows) == hf_spec.last_stats(model).num_steps  # the prompt is one
+    assert widths[:3] == [12, 1 + 8, 1 + 8]  # the prompt, and steps
+    assert len(widths) == hf_spec.last_stats(model).num_steps  # the prompt is one
 
 
 def test_plain_steps_keep_the_hidden_state(
@@ -264,16 +256,3 @@ def test_typical_acceptance_takes_what_exact_acceptance_refuses(
         )  # fmt: skip
         steps[rule] = hf_spec.last_stats(model).num_steps
     assert steps["typical"] < steps["match"]
-
-
-def test_stock_candidates_are_the_models_token_and_the_heads(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
-    model = fresh()
-    weights = trained_like(model, num_heads=3)
-    drafter = methods()["medusa"].drafter(model, MedusaOptions(max_depth=2))
-    candidates, logits = drafter.get_candidates(prompt())
-    hidden = token_hidden(model, prompt())[0, -1]
-    expected = [hidden, naive_states(weights, 0, hidden), naive_states(weights, 1, hidden)]
-    tokens = [int(model.get_output_embeddings()(state).argmax()) for state in expected]
-    assert candidates[0, 12:].tolist() == tokens and logits is None
