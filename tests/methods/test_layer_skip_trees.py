@@ -166,7 +166,7 @@ def test_calibration_learns_from_chains_and_alternatives(setting: Callable[..., 
     assert calibration.tries[0] == keep * tries[0] + 1 and drafter.exit.gamma == gamma
 
 
-def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> None:
+def test_lookups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> None:
     one, inner = timed(setting, [12], -1.0)
     chain = [path for path in nodes_of(inner.propose(one.state), 0) if len(path) == 4]
     row = one.state.tokens[0]
