@@ -1,6 +1,6 @@
 """The papers' tables on a model of your own: ``python benchmarks/papers.py TABLE ... --model M``.
 
-For each line of a table: an adapter in the paper's settings (no transition, no root correction,
+For each line of a table: an adapter in the paper's settings (no Markov head,
 drafts of all tokens), trained with ``hf-spec train`` for each seed, and one ``hf-spec bench`` in a
 process of its own, so that lines share nothing learned. Every step drafts, without look-ups, unless
 the method sizes its trees by measured times. The last output is the table, with paired intervals
@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from hf_spec.hub.folder import read_json
 
 #: The papers' adapters: each distance predicted for itself, over the whole vocabulary.
-PAPER = "--transition-rank 0 --root-rank 0 --draft-vocab-size 0"
+PAPER = "--markov-rank 0 --draft-vocab-size 0"
 ALWAYS = {"drafting": "always", "lookup": False}
 
 

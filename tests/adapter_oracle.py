@@ -97,7 +97,7 @@ def hooked(model: Any) -> int:
 
 
 class Embeddings(torch.nn.Module):
-    """What a transition uses of a base model.
+    """What a Markov head uses of a base model.
 
     Args:
         into: ``(vocab, embedding)`` of tokens.

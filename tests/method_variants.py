@@ -38,7 +38,7 @@ class Variants:
 
 #: The tree of every token of the tests' models.
 WIDE: dict[str, Any] = {"tree": [[rank] for rank in range(61)], "max_depth": 1}
-SHARED = {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 40}
+SHARED = {"markov_rank": 4, "draft_vocab_size": 40}
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
 MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "lookup": True}
 
@@ -153,7 +153,7 @@ VARIANTS: dict[str, Variants] = {
             "match": {"update": "gated", "masks": "noise"},
         },
         configs={
-            "gated": {"rank": 2, "transition_rank": 3},
+            "gated": {"rank": 2, "markov_rank": 3},
             "noise": {"masks": "noise"},
             "lora": {"update": "lora", "rank": 3, "num_mask_tokens": 2, "p_ar": 0.0},
             "shared": {"update": "none", "shared_mask": True},

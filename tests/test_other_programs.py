@@ -189,7 +189,7 @@ def test_rollouts_of_trl(name: str, tmp_path: Path) -> None:
     """Each rollout is what plain generate gives with the weights of that moment."""
     model, tokenizer = make_model(), make_tokenizer()
     if name == "medusa":
-        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=4, draft_vocab_size=64)
+        config = hf_spec.MedusaConfig(num_heads=2, markov_rank=4, draft_vocab_size=64)
         model.add_adapter(config)
         model.requires_grad_(True)  # the base learns, under an adapter that drafts
     rollouts, drafted = compared(model)
@@ -217,7 +217,7 @@ def test_rollouts_of_trl_with_its_defaults(name: str, tmp_path: Path) -> None:
     after = torch.where(after % 3 == 2, after - 2, (after + 1).clamp(max=size - 1))
     model.lm_head.weight.data[after] = 4 * torch.nn.functional.normalize(embeddings)
     if name == "medusa":
-        model.add_adapter(hf_spec.MedusaConfig(num_heads=2, transition_rank=4))
+        model.add_adapter(hf_spec.MedusaConfig(num_heads=2, markov_rank=4))
         model.requires_grad_(True)
     _, drafted = compared(model)
     spec = {"assistant_strategy": name, "assistant_kwargs": {"drafting": "always"}}

@@ -16,13 +16,13 @@ SETTINGS: dict[str, Any] = {
     "max_steps": 6, "eval_steps": 3, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
     "per_device_train_batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
 }  # fmt: skip
-_SPACE = {"num_mask_tokens": 2, "rank": 2, "transition_rank": 0}
+_SPACE = {"num_mask_tokens": 2, "rank": 2, "markov_rank": 0}
 #: Method and config by name.
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bita": ("bita", {"num_mask_tokens": 2, "num_prompt_tokens": 4, "transition_rank": 0}),
-    "ppd": ("ppd", {"num_prompt_tokens": 2, "head": "residual", "transition_rank": 0}),
-    "medusa": ("medusa", {"num_heads": 2, "transition_rank": 0}),
-    "propd": ("propd", {"num_heads": 2, "transition_rank": 0}),
+    "bita": ("bita", {"num_mask_tokens": 2, "num_prompt_tokens": 4, "markov_rank": 0}),
+    "ppd": ("ppd", {"num_prompt_tokens": 2, "head": "residual", "markov_rank": 0}),
+    "medusa": ("medusa", {"num_heads": 2, "markov_rank": 0}),
+    "propd": ("propd", {"num_heads": 2, "markov_rank": 0}),
     "space": ("space", _SPACE),
     "lora": ("space", {**_SPACE, "update": "lora"}),
     "none": ("space", {**_SPACE, "update": "none"}),

@@ -1,4 +1,4 @@
-"""Base of adapters that predict future tokens: transitions, vocabularies, prefix KV."""
+"""Base of adapters that predict future tokens: Markov heads, draft vocabularies, prefix KV."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from modeling_patches.support import kv_shape
 from modeling_patches.weights import input_features, output_features
 
 #: Fields that ``hf-spec train`` sets by default.
-TRAINED = {"transition_rank": 128}
-#: Names of the parameters.
-PREVIOUS = BEFORE, AFTER, STATE = "transition_before", "transition_after", "transition_state"
-ROOT = ROOT_BEFORE, ROOT_AFTER, ROOT_STATE = "root_before", "root_after", "root_state"
+TRAINED = {"markov_rank": 128}
+#: Parameter names of the Markov head: matrices from embeddings, to states and from states.
+MARKOV_HEAD = "markov_embedding", "markov_output", "markov_state"
 #: Parameter name of the predicted tokens, if these are not all tokens.
 VOCABULARY = "draft_vocabulary"
 #: By default, ``hf-spec train`` predicts one token in this many.
@@ -28,23 +27,15 @@ SHARE = 4
 
 @dataclass
 class PredictingConfig(SpecPeftConfig):
-    """Config of an adapter that may have a transition and a vocabulary of its own."""
+    """Config of an adapter that may have a Markov head and a vocabulary of its own."""
 
-    transition_rank: int = setting(
+    markov_rank: int = setting(
         0,
-        "Rank of the transition, which conditions predictions on the token before; 0: none, as in "
-        "the paper.",
+        "Rank of the Markov head, which conditions predictions on the root and on the token "
+        "before; 0: none, as in the paper.",
     )
 
-    root_rank: int = setting(
-        0,
-        "Rank of the root correction, which conditions predictions on the root; 0: none, as in the "
-        "paper. Default of hf-spec train: the transition's.",
-    )
-
-    transition_learning_rate: float = setting(
-        3e-3, "Peak learning rate of the transition and the root correction."
-    )
+    markov_learning_rate: float = setting(3e-3, "Peak learning rate of the Markov head.")
 
     draft_vocab_size: int = setting(
         0,
@@ -55,15 +46,11 @@ class PredictingConfig(SpecPeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("draft_vocab_size", self.draft_vocab_size, low=0, high=MAX_SIZE)
-        check_range(
-            "transition_learning_rate", self.transition_learning_rate, 0.0, 1.0, open_low=True
-        )
-        check_count("transition_rank", self.transition_rank, low=0, high=MAX_RANK)
-        check_count("root_rank", self.root_rank, low=0, high=MAX_RANK)
+        check_range("markov_learning_rate", self.markov_learning_rate, 0.0, 1.0, open_low=True)
+        check_count("markov_rank", self.markov_rank, low=0, high=MAX_RANK)
 
     def learning_rates(self) -> dict[str, float]:
-        ranks = {"transition": self.transition_rank, "root": self.root_rank}
-        return {name: self.transition_learning_rate for name, rank in ranks.items() if rank}
+        return {"markov": self.markov_learning_rate} if self.markov_rank else {}
 
     @property
     def reads_head(self) -> bool:
@@ -97,20 +84,22 @@ class PredictingConfig(SpecPeftConfig):
     def fresh_shared(self, model: nn.Module, distances: int) -> dict[str, Tensor]:
         """Parameters of a new adapter that predicts so many tokens after the next one.
 
-        ``transition_before`` (rank, embedding), ``transition_state`` (rank, hidden) and
-        ``transition_after`` (hidden, rank); ``root_before`` (distances, rank, embedding),
-        ``root_state`` (distances, rank, hidden) and ``root_after`` (distances, hidden, rank): at
-        first they add 0. Nothing for rank 0. ``draft_vocabulary`` (tokens,), int64 ids in ascending
-        order, if not all are predicted: at first the smallest ids, which tend to be the most
-        frequent tokens."""
-        size = self.draft_vocab_size
-        tensors = {VOCABULARY: torch.arange(size)} if size else {}
-        for names, rank, leading in (
-            (PREVIOUS, self.transition_rank, ()),
-            (ROOT, self.root_rank, (distances,)),
-        ):
-            if rank:
-                tensors.update(zip(names, _low_rank(model, leading, rank)))
+        The Markov head, unless its rank is 0, with matrices for the token before and for the root
+        at each distance: ``markov_embedding`` (1 + distances, rank, embedding), ``markov_output``
+        (1 + distances, hidden, rank) and ``markov_state`` (1 + distances, rank, hidden). At first
+        it adds 0. ``draft_vocabulary`` (tokens,), int64 ids in ascending order, if not all are
+        predicted: at first the smallest ids, which tend to be the most frequent tokens."""
+        tensors = {}
+        if size := self.draft_vocab_size:
+            tensors[VOCABULARY] = torch.arange(size)
+        if rank := self.markov_rank:
+            embedding, hidden = input_features(model)[1], output_features(model)[0]
+            matrices = (
+                torch.randn(1 + distances, rank, embedding) / embedding**0.5,
+                torch.zeros(1 + distances, hidden, rank),
+                torch.randn(1 + distances, rank, hidden) / hidden**0.5,
+            )
+            tensors.update(zip(MARKOV_HEAD, matrices))
         return tensors
 
 
@@ -138,16 +127,6 @@ class FrontConfig(PredictingConfig):
         assert self.num_layers and self.num_kv_heads and self.head_dim
         shape = (self.num_layers, self.num_kv_heads, slots, self.head_dim)
         return {f"{name}_{part}": torch.randn(shape) * std for part in ("keys", "values")}
-
-
-def _low_rank(model: Any, leading: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices from embeddings, to states (0 at first) and from states, with leading dimensions."""
-    embedding, hidden = input_features(model)[1], output_features(model)[0]
-    return (
-        torch.randn(*leading, rank, embedding) / embedding**0.5,
-        torch.zeros(*leading, hidden, rank),
-        torch.randn(*leading, rank, hidden) / hidden**0.5,
-    )
 
 
 def of_tokens(model: Any, logits: Tensor, missing: float) -> Tensor:

@@ -34,8 +34,8 @@ def train(
     adapter: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of a trained adapter of the method. It gets a transition (how the token "
-            "before changes its predictions), and only that is trained."
+            help="Folder of a trained adapter of the method. It gets a Markov head (how the tokens "
+            "before change its predictions), and only that is trained."
         ),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
@@ -66,7 +66,7 @@ def train(
       hf-spec train bita --list-fields
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
-      hf-spec train bita --adapter ./bita --model M --data D --output ./bita-transition
+      hf-spec train bita --adapter ./bita --model M --data D --output ./bita-markov
     """
     from transformers import TrainingArguments
 
@@ -96,9 +96,9 @@ def train(
             raise ValueError(
                 f"--adapter {str(adapter)!r} is of {its!r}: give 'hf-spec train {its}'"
             )
-        adapter_config = start.with_transition(adapter, config)
+        adapter_config = start.with_markov_head(adapter, config)
         if "learning_rate" in arguments:
-            raise ValueError("--learning-rate: a transition's is --transition-learning-rate")
+            raise ValueError("--learning-rate: a Markov head's is --markov-learning-rate")
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     work.spec_arguments(chosen, output, adapter_config, **arguments)

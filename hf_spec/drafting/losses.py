@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.root_correction import RootCorrection
-from hf_spec.drafting.transition import Transition
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.model.sequences import IGNORED
 
 #: Share of the loss without the previous token, if there is also a loss given that token.
@@ -52,7 +51,7 @@ def future_losses(
 ) -> tuple[Tensor, Tensor]:
     """The losses of predictions at anchors, and the predictions that decoding would use.
 
-    With a transition, the loss of a prediction is computed given the token before its target. A
+    With a Markov head, the loss of a prediction is computed given the token before its target. A
     share of `PLAIN_SHARE` is computed without that token, to train the shortlists.
 
     Args:
@@ -60,7 +59,7 @@ def future_losses(
         weights: the adapter's parameters.
         predict: logits ``(batch, n, vocab)`` from states ``(batch, n, hidden)``, n being all
             distances of all anchors.
-        states: ``(batch, anchors, distances, hidden)``, before the root correction.
+        states: ``(batch, anchors, distances, hidden)``, before the Markov head.
         input_ids: ``(batch, seq)``
         anchors: ``(batch, anchors)`` columns t; distance d, from 1, predicts token t + d + 1.
         wanted: ``(batch, anchors, distances)`` these tokens, `IGNORED` where there is none.
@@ -69,15 +68,14 @@ def future_losses(
     steps = torch.arange(1, wanted.shape[2] + 1, device=states.device)
     ids, at = input_ids.to(states.device), anchors.to(states.device)[:, :, None] + steps
     before = ids.gather(1, at.clamp(max=ids.shape[1] - 1).flatten(1)).view_as(at)
-    correction = RootCorrection.of(weights, model)
-    if correction is not None:
-        states = correction(states, before[:, :, 0])
+    markov_head = MarkovHead.of(weights, model)
+    if markov_head is not None:
+        states = markov_head.given_root(states, before[:, :, 0])
     logits = predict(states.flatten(1, 2)).unflatten(1, wanted.shape[1:])
     losses = prediction_losses(logits, wanted, own)
-    transition = Transition.of(weights, model)
-    if transition is None:
+    if markov_head is None:
         return losses, logits
-    given = logits + transition.logits(before, states).to(logits)
+    given = logits + markov_head.logits(before, states).to(logits)
     return PLAIN_SHARE * losses + prediction_losses(given, wanted, own), given
 
 

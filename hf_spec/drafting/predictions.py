@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.grow import Children, Frontier
-from hf_spec.drafting.transition import Transition
+from hf_spec.drafting.markov_head import MarkovHead
 
-#: Tokens per distance that a transition rescores.
+#: Tokens per distance that a Markov head rescores.
 SHORTLIST = 32
 
 
@@ -34,19 +34,19 @@ class Tempered(NamedTuple):
 class Predictions:
     """The likeliest tokens at each distance after the root.
 
-    A transition rescores this shortlist given the previous token; all other tokens together keep
+    A Markov head rescores this shortlist given the previous token; all other tokens together keep
     their probability without it.
 
     Args:
         logits: ``(batch, distances, vocab)``; distance 1 is that of the root's children.
-        width: tokens to keep per distance, at least `SHORTLIST` with a transition; all tokens of a
+        width: tokens to keep per distance, at least `SHORTLIST` with a Markov head; all tokens of a
             smaller vocabulary.
         known: distances that each row has predictions for; others are arbitrary. A tensor
             ``(batch,)`` if the host does not know them yet.
-        transition: how the previous token changes the predictions.
-        states: ``(batch, distances, hidden)`` that give the logits; for the transition.
+        markov_head: how the previous token changes the predictions.
+        states: ``(batch, distances, hidden)`` that give the logits; for the Markov head.
         ids: ``(vocab,)`` token ids of the logits; None if these are the indices.
-        tempered: changes the logits, those with the transition included.
+        tempered: changes the logits, those with the Markov head included.
 
     Attributes:
         tokens: ``(batch, distances, width)`` ids, likeliest first.
@@ -59,7 +59,7 @@ class Predictions:
         logits: Tensor,
         width: int,
         known: Sequence[int] | Tensor,
-        transition: Transition | None = None,
+        markov_head: MarkovHead | None = None,
         states: Tensor | None = None,
         ids: Tensor | None = None,
         tempered: Tempered | None = None,
@@ -67,7 +67,7 @@ class Predictions:
         if tempered is not None:
             tempered = Tempered(*(part.to(logits.device) for part in tempered))
             logits = tempered.sharpness * logits + tempered.noise
-        if transition is not None:
+        if markov_head is not None:
             width = max(width, SHORTLIST)
         best = logits.topk(min(width, logits.shape[-1]), dim=-1)
         precise = torch.promote_types(logits.dtype, torch.float32)
@@ -78,7 +78,7 @@ class Predictions:
         alike = -math.log(logits.shape[-1])
         self.log_probs = log_probs.masked_fill(log_probs.isnan(), alike)
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
-        self._transition, self._states = transition, states
+        self._markov_head, self._states = markov_head, states
         self._sharpness = None if tempered is None else tempered.sharpness
 
     @property
@@ -106,14 +106,14 @@ class Predictions:
 
         Returns:
             ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` without a
-            transition.
+            Markov head.
         """
         plain = self.log_probs[:, distances, None]
-        if self._transition is None:
+        if self._markov_head is None:
             return plain
         assert self._states is not None
         states, tokens = self._states[:, distances], self.tokens[:, distances]
-        bias = self._transition.bias(previous.to(tokens.device), states, tokens)
+        bias = self._markov_head.bias(previous.to(tokens.device), states, tokens)
         weighed = plain + (bias if self._sharpness is None else self._sharpness * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
@@ -127,7 +127,7 @@ class Predictions:
         Args:
             root: ``(batch,)``
         """
-        if self._transition is None:
+        if self._markov_head is None:
             return self.log_probs[:, :, None]
         first = root.to(self.tokens.device)[:, None, None].expand(-1, 1, self.tokens.shape[-1])
         return self.given(torch.cat([first, self.tokens[:, :-1]], dim=1))
@@ -144,7 +144,7 @@ class Predictions:
             ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
         key, device = tuple(trees), str(self.tokens.device)
-        if self._transition is None:
+        if self._markov_head is None:
             places = _places(key, self.tokens.shape[-1], device)
         else:
             # For each previous token, rank the tokens that follow; then go down the trees' levels.
@@ -165,7 +165,7 @@ class Predictions:
         Args:
             previous: ``(batch, distances)`` the token before each distance.
         """
-        if self._transition is None:
+        if self._markov_head is None:
             return self.tokens
         order = self.given(previous[:, :, None])[:, :, 0].argsort(
             stable=True, dim=-1, descending=True

@@ -20,11 +20,10 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions, Tempered
-from hf_spec.drafting.root_correction import RootCorrection
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.transition import Transition
 from hf_spec.model.hidden_states import shapes_logits
 
 #: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
@@ -108,8 +107,7 @@ class TreeDrafter(Drafter):
 
     Args:
         source: provides the trees of each step.
-        weights: the adapter's parameters; its transition, root correction and vocabulary may be
-            among them.
+        weights: the adapter's parameters; its Markov head and vocabulary may be among them.
 
     Attributes:
         distances: number of tokens after the next one that it predicts.
@@ -129,8 +127,7 @@ class TreeDrafter(Drafter):
         super().__init__(model, options)
         self.source = source
         self.policy_chooses = source.policy_chooses
-        self.transition = Transition.of(weights, model)
-        self.correction = RootCorrection.of(weights, model)
+        self.markov_head = MarkovHead.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
         self.hidden: Tensor | None = None
@@ -229,17 +226,17 @@ class TreeDrafter(Drafter):
             root: ``(batch,)`` tokens.
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
         """
-        states = self.corrected(self.states(hidden, depth), root)
+        states = self.given_root(self.states(hidden, depth), root)
         return self._predictions(states, known, width, tempered)
 
-    def corrected(self, states: Tensor, root: Tensor) -> Tensor:
-        """States given the root, where the adapter has a root correction.
+    def given_root(self, states: Tensor, root: Tensor) -> Tensor:
+        """States given the root, where the adapter has a Markov head.
 
         Args:
             states: ``(batch, depth, hidden)``, see :meth:`states`.
             root: ``(batch,)`` tokens.
         """
-        return states if self.correction is None else self.correction(states, root)
+        return states if self.markov_head is None else self.markov_head.given_root(states, root)
 
     def _predictions(
         self, states: Tensor, known: Sequence[int] | Tensor, width: int,
@@ -247,7 +244,7 @@ class TreeDrafter(Drafter):
     ) -> Predictions:  # fmt: skip
         ids = None if self.vocabulary is None else self.vocabulary.tokens
         return Predictions(
-            self.logits(states), width, known, self.transition, states, ids, tempered
+            self.logits(states), width, known, self.markov_head, states, ids, tempered
         )
 
     def given(self, hidden: Tensor, previous: Tensor) -> Tensor:
@@ -260,13 +257,13 @@ class TreeDrafter(Drafter):
         Returns:
             ``(batch, depth, tokens)``
         """
-        states = self.corrected(self.states(hidden, previous.shape[1]), previous[:, 0])
+        states = self.given_root(self.states(hidden, previous.shape[1]), previous[:, 0])
         logits = self.logits(states)
-        if self.transition is None:
+        if self.markov_head is None:
             return logits
         if self.vocabulary is None:
-            return logits + self.transition.logits(previous, states)
-        return logits + self.vocabulary.linear(self.transition.change(previous, states))
+            return logits + self.markov_head.logits(previous, states)
+        return logits + self.vocabulary.linear(self.markov_head.change(previous, states))
 
     @abstractmethod
     def states(self, hidden: Tensor, depth: int) -> Tensor:
@@ -280,15 +277,14 @@ class TreeDrafter(Drafter):
     def made(self) -> dict[str, Tensor]:
         """Tensors derived from the model's for this call that :meth:`predictions` reads. They are
         inputs of compiled code."""
-        parts = self.transition, self.correction, self.vocabulary
+        parts = self.markov_head, self.vocabulary
         made = [part.made() for part in parts if part is not None]
         return {name: tensor for part in made for name, tensor in part.items()}
 
     def using(self, made: Mapping[str, Tensor]) -> Self:
         """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
-        own.transition = None if self.transition is None else self.transition.using(made)
-        own.correction = None if self.correction is None else self.correction.using(made)
+        own.markov_head = None if self.markov_head is None else self.markov_head.using(made)
         own.vocabulary = None if self.vocabulary is None else self.vocabulary.using(made)
         return own
 
@@ -300,7 +296,7 @@ class TreeDrafter(Drafter):
     @property
     def exact(self) -> bool:
         """Whether the magnitude of logits matters and the model scales or caps them."""
-        return (self.source.weighs or self.transition is not None) and shapes_logits(self.model)
+        return (self.source.weighs or self.markov_head is not None) and shapes_logits(self.model)
 
     @abstractmethod
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
@@ -317,7 +313,7 @@ class TreeDrafter(Drafter):
     def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         """Predictions at tokens of a finished sequence, as in decoding.
 
-        The sequence's tokens are the root and, with a transition, what stands before each distance.
+        The sequence's tokens are the root and, with a Markov head, those before each distance.
 
         Args:
             input_ids, places: see :meth:`future_states`.
@@ -331,12 +327,12 @@ class TreeDrafter(Drafter):
             some = places[done : done + len(states), None].to(ids.device)
             at = some + torch.arange(1, self.distances + 1, device=ids.device)
             before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
-            states = self.corrected(states, before[:, 0])
+            states = self.given_root(states, before[:, 0])
             logits = self.logits(states)
             if self.vocabulary is not None:
                 logits = self.vocabulary.of_all(logits)
-            if self.transition is not None:
-                logits = logits + self.transition.logits(before, states)
+            if self.markov_head is not None:
+                logits = logits + self.markov_head.logits(before, states)
             done += len(states)
             yield logits
 
@@ -345,5 +341,5 @@ class TreeDrafter(Drafter):
         (states,) = self.future_states(input_ids, last)
         # The token before those that are predicted.
         own = self.model(input_ids).logits[0, -1:].argmax(-1).to(states.device)
-        predictions = self._predictions(self.corrected(states, own), (self.distances,), 1)
+        predictions = self._predictions(self.given_root(states, own), (self.distances,), 1)
         return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()

@@ -1,4 +1,4 @@
-"""Where a training starts: a new adapter, or a trained one that gets a transition."""
+"""Where a training starts: a new adapter, or a trained one that gets a Markov head."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
 from hf_spec.adapters.layer import name_on_disk
 from hf_spec.adapters.predicting import (
-    PREVIOUS,
-    ROOT,
+    MARKOV_HEAD,
     TRAINED,
     VOCABULARY,
     PredictingConfig,
@@ -35,38 +34,36 @@ def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     """
     assert method.adapter_config is not None
     config = method.adapter_config(**{**method.trained, **fields})
-    if isinstance(config, PredictingConfig):
-        config.root_rank = fields.get("root_rank", config.transition_rank)
-        if "draft_vocab_size" not in fields:
-            config.set_vocabulary(model)
+    if isinstance(config, PredictingConfig) and "draft_vocab_size" not in fields:
+        config.set_vocabulary(model)
     return config
 
 
-def with_transition(folder: Path, fields: dict[str, Any]) -> Any:
-    """The config of a trained adapter that gets a transition.
+def with_markov_head(folder: Path, fields: dict[str, Any]) -> Any:
+    """The config of a trained adapter that gets a Markov head.
 
     Args:
         folder: the adapter folder.
-        fields: changed fields of its config: ``transition_rank`` (by default as for a new adapter),
-            ``root_rank`` and the transition's learning rate.
+        fields: changed fields of its config: ``markov_rank`` (by default as for a new adapter) and
+            ``markov_learning_rate``.
 
     Raises:
-        ValueError: the adapter has a transition, its method has none, or it was trained together
+        ValueError: the adapter has a Markov head, its method has none, or it was trained together
             with its base model.
     """
     fields = {**TRAINED, **fields}
-    fields.setdefault("root_rank", fields["transition_rank"])
     config: Any = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, PredictingConfig):
         raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
-    if config.transition_rank or config.root_rank:
-        raise ValueError(f"the adapter {str(folder)!r} has a transition already: train it anew")
+    if config.markov_rank:
+        raise ValueError(f"the adapter {str(folder)!r} has a Markov head already: train it anew")
     if config.trains_base:
         raise ValueError(
             f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
-            "it is here: train it anew with a transition"
+            "it is here: train it anew with a Markov head"
         )
-    if other := sorted(set(fields) - {"transition_rank", "root_rank", "transition_learning_rate"}):
+    own = {"markov_rank", "markov_learning_rate"}
+    if other := sorted(set(fields) - own):
         raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
     return dataclasses.replace(config, **{**fields, "inference_mode": False})
 
@@ -78,7 +75,7 @@ def load_trained(model: Any, config: Any, folder: Path) -> None:
     weights = adapter.weights()
     stored = load_file(folder / WEIGHTS)
     for name in weights:
-        is_new = name in (*PREVIOUS, *ROOT)
+        is_new = name in MARKOV_HEAD
         weights[name].requires_grad_(is_new)
         if not is_new:
             place = PEFT_PREFIX + name_on_disk(adapter.layer.prefix, name)

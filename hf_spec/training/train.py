@@ -27,7 +27,7 @@ from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import save_model
 from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.sharded import gathered
-from hf_spec.training.start import load_trained, new_config, set_vocabulary, with_transition
+from hf_spec.training.start import load_trained, new_config, set_vocabulary, with_markov_head
 from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
@@ -202,8 +202,8 @@ def train(
         provenance: origin of the data, stored in the record.
         callbacks: callbacks of the Trainer.
         tokenizer: saved beside the base model, if that is trained.
-        start: folder of a trained adapter of the method, which gets a transition; only the
-            transition is trained.
+        start: folder of a trained adapter of the method, which gets a Markov head; only
+            that is trained.
 
     Returns:
         The record, as written to ``training.json``; empty in all processes but the main one.
@@ -233,7 +233,7 @@ def train(
             if start is None:
                 adapter_config = new_config(method, model, config)
             else:
-                adapter_config = with_transition(start, config)
+                adapter_config = with_markov_head(start, config)
             args = spec_arguments(method, folder, adapter_config, **arguments)
             training_rows, held_out_rows = split(rows, args.held_out)
             check_lengths(training_rows, args.max_length)

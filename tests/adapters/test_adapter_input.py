@@ -364,8 +364,7 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
         ("PPD", {"num_kv_heads": 0}, "num_kv_heads=0: must be a whole number from 1"),
         ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
         ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
-        *(("Medusa", {"transition_rank": n}, "transition_rank=") for n in (-1, 1.5, "3", 10**6)),
-        *(("Bita", {"root_rank": n}, "root_rank=") for n in (-1, 1.5, "3", 10**6)),
+        *(("Medusa", {"markov_rank": n}, "markov_rank=") for n in (-1, 1.5, "3", 10**6)),
         ("Space", {"transition_learning_rate": 1.5}, "transition_learning_rate=1.5"),
     ],
 )

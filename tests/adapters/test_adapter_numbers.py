@@ -24,7 +24,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 #: Strategy, class of its config, the config's fields, and options.
 ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "bita": ("bita", hf_spec.BitaConfig, {}, {}),
-    "bita transition": ("bita", hf_spec.BitaConfig, {"transition_rank": 2, "root_rank": 1}, {}),
+    "bita Markov head": ("bita", hf_spec.BitaConfig, {"markov_rank": 2}, {}),
     "bita efficient": ("bita", hf_spec.BitaConfig, {}, {"tree": "efficient"}),
     "bita shallow": ("bita", hf_spec.BitaConfig, {"prompt_depth": "shallow"}, {}),
     "ppd": ("ppd", hf_spec.PPDConfig, {"num_prefix_tokens": 2, "num_ept": 2}, {}),
@@ -33,7 +33,7 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "space gated": (
         "space",
         hf_spec.SpaceConfig,
-        {"transition_rank": 2, "root_rank": 2},
+        {"markov_rank": 2},
         {"tree": "chain"},
     ),
     "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "sparse"}),
@@ -43,7 +43,7 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
         {"skip_attention": [1], "draft_rank": 2},
         {"draft_exit": "fixed", "max_draft": 3},
     ),
-    "propd": ("propd", hf_spec.ProPDConfig, {"transition_rank": 2}, {"prune": True}),
+    "propd": ("propd", hf_spec.ProPDConfig, {"markov_rank": 2}, {"prune": True}),
     "propd online": ("propd", hf_spec.ProPDConfig, {}, {"tree": "online", "prune": True}),
 }
 

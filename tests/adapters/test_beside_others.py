@@ -26,10 +26,10 @@ from hf_spec.methods.registry import methods
 Fresh = Callable[..., PreTrainedModel]
 #: Configs whose adapters draft with all that adapters can have.
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "medusa": lambda: hf_spec.MedusaConfig(num_heads=2, transition_rank=2, draft_vocab_size=40),
-    "own heads": lambda: hf_spec.MedusaConfig(num_heads=2, projection="own", root_rank=2),
+    "medusa": lambda: hf_spec.MedusaConfig(num_heads=2, markov_rank=2, draft_vocab_size=40),
+    "own heads": lambda: hf_spec.MedusaConfig(num_heads=2, projection="own", markov_rank=2),
     "propd": lambda: hf_spec.ProPDConfig(num_heads=2, prune_layer=1),
-    "bita": lambda: hf_spec.BitaConfig(num_mask_tokens=2, transition_rank=2, root_rank=2),
+    "bita": lambda: hf_spec.BitaConfig(num_mask_tokens=2, markov_rank=2),
     "space": lambda: hf_spec.SpaceConfig(num_mask_tokens=2, draft_vocab_size=40),
     "ppd": lambda: hf_spec.PPDConfig(num_prompt_tokens=2, head="vocabulary"),
     "layer_skip": lambda: hf_spec.LayerSkipConfig(skip_attention=[1]),
@@ -122,7 +122,7 @@ def test_drafts_follow_the_fine_tunes_embeddings(
 ) -> None:
     """Tables of a call are made of the embeddings as they are used, and anew when that changes."""
     from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-    from hf_spec.drafting.transition import Transition
+    from hf_spec.drafting.markov_head import MarkovHead
     from hf_spec.model.hidden_states import output_logits
 
     model = fresh(architecture)
@@ -133,16 +133,16 @@ def test_drafts_follow_the_fine_tunes_embeddings(
     assert adapter is not None
     weights = adapter.weights()
     vocabulary = DraftVocabulary.of(weights, model)
-    transition = Transition.of(weights, model)
-    assert vocabulary is not None and transition is not None
+    markov_head = MarkovHead.of(weights, model)
+    assert vocabulary is not None and markov_head is not None
     hidden, previous = torch.randn(1, 3, 32), torch.tensor([[[5, 17], [9, 8]]])
     states, some = hidden[:, :2], torch.tensor([[[5, 6], [9, 4]]])
 
     def check() -> None:
-        fresh_ones = DraftVocabulary.of(weights, model), Transition.of(weights, model)
+        fresh_ones = DraftVocabulary.of(weights, model), MarkovHead.of(weights, model)
         expected = output_logits(model, hidden)[..., weights["draft_vocabulary"]]
         torch.testing.assert_close(fresh_ones[0](hidden), expected)
-        full = transition.logits(previous, states[:, :, None].expand(-1, -1, 2, -1))
+        full = markov_head.logits(previous, states[:, :, None].expand(-1, -1, 2, -1))
         found = fresh_ones[1].bias(previous, states, some)
         index = some[:, :, None].expand(-1, -1, 2, -1)
         torch.testing.assert_close(found, full.gather(3, index))

@@ -17,9 +17,9 @@ from hf_spec.model.target import Target
 
 FIELDS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "draft_rank": 4},
-    "space": {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 30},
-    "medusa": {"num_heads": 3, "transition_rank": 4, "draft_vocab_size": 30},
-    "propd": {"transition_rank": 4}, "ppd": {"transition_rank": 4}, "bita": {"transition_rank": 4},
+    "space": {"markov_rank": 4, "draft_vocab_size": 30},
+    "medusa": {"num_heads": 3, "markov_rank": 4, "draft_vocab_size": 30},
+    "propd": {"markov_rank": 4}, "ppd": {"markov_rank": 4}, "bita": {"markov_rank": 4},
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Adapters with a transition, of every method that may have one."""
+"""Adapters with a Markov head, of every method that may have one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.predicting import AFTER, BEFORE, PREVIOUS, ROOT, STATE, VOCABULARY
+from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import methods
 
 Fresh = Callable[..., PreTrainedModel]
-PARTS = (*PREVIOUS, *ROOT)
 
-#: Every method whose adapters may have a transition.
+#: Every method whose adapters may have a Markov head.
 NAMES = [
     name for name, method in methods().items() if hasattr(method.adapter_config, "fresh_shared")
 ]
@@ -52,32 +51,28 @@ def weights(model: Any, name: str) -> dict[str, Tensor]:
     return dict(find_active(model, config_class.type_name).weights())
 
 
-def test_who_has_transitions() -> None:
+def test_who_has_a_markov_head() -> None:
     assert NAMES == ["bita", "medusa", "ppd", "propd", "space"]
-    assert all(methods()[name].trained["transition_rank"] > 0 for name in NAMES)
-    assert all(config_of(name).transition_rank == config_of(name).root_rank == 0 for name in NAMES)
+    assert all(methods()[name].trained["markov_rank"] > 0 for name in NAMES)
+    assert all(config_of(name).markov_rank == 0 for name in NAMES)
 
 
 @every_method
-def test_a_fresh_transition_changes_nothing(fresh: Fresh, name: str) -> None:
-    """Its bias is zero, and candidates are those of the same adapter without."""
+def test_a_fresh_markov_head_changes_nothing(fresh: Fresh, name: str) -> None:
+    """It adds zero, and draft tokens are those of the same adapter without."""
     found = []
     for rank in (0, 3):
         model = fresh("llama_tied")
         torch.manual_seed(0)
-        model.add_adapter(config_of(name, transition_rank=rank, root_rank=rank))
+        model.add_adapter(config_of(name, markov_rank=rank))
         found.append((tokens(model, name), weights(model, name)))
     (plain, without), (ours, having) = found
     assert ours == plain
-    assert having.keys() - without.keys() == set(PARTS) and without.keys() <= having.keys()
-    assert having[BEFORE].shape == having[STATE].shape == (3, 32)
-    assert having[AFTER].shape == (32, 3)
-    assert not having[AFTER].any() and having[BEFORE].any() and having[STATE].any()
-    before, after, state = (having[part] for part in ROOT)
-    distances = len(before)
-    assert before.shape == state.shape == (distances, 3, 32) and after.shape == (distances, 32, 3)
-    assert distances == {"bita": 3, "medusa": 4, "ppd": 3, "propd": 4, "space": 5}[name]
-    assert not after.any() and before.any() and state.any()
+    assert having.keys() - without.keys() == {*MARKOV_HEAD} and without.keys() <= having.keys()
+    embedding, output, state = (having[part] for part in MARKOV_HEAD)
+    count = 1 + {"bita": 3, "medusa": 4, "ppd": 3, "propd": 4, "space": 5}[name]
+    assert embedding.shape == state.shape == (count, 3, 32) and output.shape == (count, 32, 3)
+    assert not output.any() and embedding.any() and state.any()
 
 
 @pytest.mark.parametrize("size", [0, 20])
@@ -95,7 +90,7 @@ def test_decoding_predicts_what_training_judges(
         model.config.logit_scale = model.logit_scale = 0.1
     if architecture == "gemma2":
         model.config.final_logit_softcapping = 2.0
-    model.add_adapter(config_of(name, transition_rank=3, root_rank=2, draft_vocab_size=size))
+    model.add_adapter(config_of(name, markov_rank=3, draft_vocab_size=size))
     randomise(model, method.adapter_config.type_name, std=0.3)
     adapter = find_active(model, method.adapter_config.type_name)
     assert (VOCABULARY in adapter.weights()) == bool(size)

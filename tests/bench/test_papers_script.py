@@ -79,7 +79,7 @@ def test_a_table_is_made_once(
     # Two trees of one adapter.
     assert [words[0] for words in run] == ["train", "bench", "bench"]
     made = json.loads((tmp_path / "out/adapters/bita-seed0/training.json").read_text())
-    assert made["settings"]["seed"] == 0 and made["config"]["transition_rank"] == 0
+    assert made["settings"]["seed"] == 0 and made["config"]["markov_rank"] == 0
     shown = capfd.readouterr().out
     assert "A table" in shown and "bita-seed0: top-1 " in shown
     assert "efficient5-seed0" in shown and "efficient3-seed0" in shown

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from random_trees import GROUPS, path_to, random_row, random_tree
+from random_trees import GROUPS, path_to, random_row
 from torch import Tensor
 
 from hf_spec.core import verify
@@ -75,15 +75,6 @@ def check(
     for row, at in enumerate(rows):
         assert torch.equal(left.ancestors[row], tree.ancestors[row][at][:, at])
     return expected
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("seed", range(8))
-def test_what_is_left_of_one_shape(seed: int, rows: int) -> None:
-    wanted = torch.rand(rows, len(SHAPE), generator=torch.Generator().manual_seed(seed)) < 0.6
-    wanted[:, -1] = False
-    log_p = path_log_p(Tree.of_shapes([SHAPE] * rows), seed)
-    assert check([SHAPE] * rows, wanted, log_p) is not None
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -165,17 +156,3 @@ def test_impossible_and_certain_tokens_keep_the_tree_connected(value: float) -> 
     log_p = torch.full((2, 5), value)
     log_p[:, 0] = 0.0
     assert check([TokenTree.chain(4)] * 2, wanted, log_p) == [[0, 1, 2]] * 2
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_connected_needs_every_ancestor(seed: int) -> None:
-    rng = random.Random(seed)
-    shapes = [random_tree(rng, rng.randint(1, 8)) for _ in range(3)]
-    tree = Tree.of_shapes(shapes)
-    wanted = torch.rand(tree.tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.7
-    found = connected(tree, wanted)
-    for row, shape in enumerate(shapes):
-        for node in range(len(shape)):
-            path = path_to(shape.parents, node)[1:]
-            assert bool(found[row, node]) == all(bool(wanted[row, on]) for on in path)
-        assert not found[row, len(shape) :].any()

@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "propd": {"prune": False},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "space": {"transition_rank": 4, "root_rank": 3}, "bita": {}, "medusa": {"num_heads": 3},
+    "space": {"markov_rank": 4}, "bita": {}, "medusa": {"num_heads": 3},
     "propd": {}, "ppd": {"num_ept": 2},
 }  # fmt: skip
 

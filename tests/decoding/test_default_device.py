@@ -23,7 +23,7 @@ from modeling_patches.cache_name import CACHE
 
 Make = Callable[..., Any]
 #: Fields of adapters' configs under which they compute all that they can.
-ALL = {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 20}
+ALL = {"markov_rank": 4, "draft_vocab_size": 20}
 ONE, SEVERAL = ragged((12,)), ragged((12, 5, 9))
 
 

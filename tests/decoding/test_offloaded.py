@@ -112,7 +112,7 @@ def test_heads_and_embeddings(shallow: Make, architecture: str, tuned: dict[str,
     base = model.get_base_model()
     for part in ("own", "shared"):
         more = {"projection": part} if part == "own" else {"draft_vocab_size": 20}
-        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=2, root_rank=2, **more)
+        config = hf_spec.MedusaConfig(num_heads=2, markov_rank=2, **more)
         model.add_adapter(part, config)
         model.set_adapter(["default", part])
         randomise(base, "MEDUSA")

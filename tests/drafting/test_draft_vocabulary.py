@@ -109,9 +109,7 @@ def test_only_these_are_drafted(
 ) -> None:
     """And the output is that of plain decoding, whatever is drafted."""
     model: Any = fresh("llama")
-    model.add_adapter(
-        get_method(name).adapter_config(transition_rank=2, draft_vocab_size=len(TOKENS))
-    )
+    model.add_adapter(get_method(name).adapter_config(markov_rank=2, draft_vocab_size=len(TOKENS)))
     type_name = get_method(name).adapter_config.type_name
     randomise(model, type_name)
     find_active(model, type_name).weights()[VOCABULARY].copy_(TOKENS)

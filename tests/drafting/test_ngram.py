@@ -1,14 +1,11 @@
-"""Looked-up candidates merged into another strategy's draft."""
+"""Prompt lookup: chains against trees, other texts, and what confidence learns."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-import torch
-from running import drafting
 
-import hf_spec
 from hf_spec.drafting.ngram import (
     Confidence,
     NgramIndex,
@@ -61,77 +58,3 @@ def test_confidence_starts_from_what_others_have_shown() -> None:
     assert other.deeper == pytest.approx(prior.deeper) and prior.deeper > 0.99
     other.observe(3, 0, 4)
     assert other.first(3) < prior.first(3), "it learns for itself, and the others a little"
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
-def test_layer_skip_with_retrieval_equals_plain(tiny, penalty: float) -> None:
-    model = tiny("llama")
-    ids = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(0))
-    ids[:, 6:] = ids[:, :6]  # something to look up
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    common = {
-        "attention_mask": mask,
-        "max_new_tokens": 40,
-        "do_sample": False,
-        "repetition_penalty": penalty,
-    }
-    plain = model.generate(ids, **common)
-    for lookup in (False, True):
-        options = {"skip_mlp": [1], "lookup": lookup}
-        ours = model.generate(ids, **common, **drafting("layer_skip", **options))
-        assert torch.equal(plain, ours)
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
-
-
-def test_sampling_with_merged_candidates_keeps_the_distribution(tiny) -> None:
-    """Chi-square of the second and third token at p < 1e-6: one false alarm in a million seeds."""
-    scipy_free_critical = 4.9  # normal quantile of 1 - 5e-7, for the Wilson-Hilferty approximation
-    model = tiny("llama")
-    ids = torch.tensor([[5, 9, 7, 11, 5, 9, 7, 11, 5, 9, 7, 11]])
-    common = {"do_sample": True, "temperature": 0.8, "top_k": 4, "max_new_tokens": 3}
-    torch.manual_seed(0)
-    drawn = model.generate(
-        ids, num_return_sequences=4000, **common,
-        **drafting("layer_skip", skip_mlp=[1], lookup=True),
-    )[:, 12:]  # fmt: skip
-    assert hf_spec.last_stats(model).accepted.get(1, 0) > 100, "candidates must have been accepted"
-    expected = exact_law(model, ids, drawn.shape[1], temperature=0.8, top_k=4)
-    counts: dict[tuple[int, ...], int] = {}
-    for row in drawn.tolist():
-        counts[tuple(row)] = counts.get(tuple(row), 0) + 1
-    assert set(counts) <= set(expected), "a sequence of probability 0 was drawn"
-    cells, rest, rest_count = [], 0.0, 0
-    for key, probability in expected.items():
-        if probability * 4000 >= 5:
-            cells.append((probability * 4000, counts.get(key, 0)))
-        else:
-            rest += probability * 4000
-            rest_count += counts.get(key, 0)
-    if rest:
-        cells.append((rest, rest_count))
-    chi2 = sum((count - mean) ** 2 / mean for mean, count in cells)
-    df = len(cells) - 1
-    z = ((chi2 / df) ** (1 / 3) - (1 - 2 / (9 * df))) / (2 / (9 * df)) ** 0.5
-    assert z < scipy_free_critical
-
-
-@torch.no_grad()
-def exact_law(model, ids, length: int, temperature: float, top_k: int) -> dict:
-    """Probability of every continuation, by plain forwards; a row that met EOS goes on with pad."""
-    eos = model.generation_config.eos_token_id
-    eos = {eos} if isinstance(eos, int) else set(eos or ())
-    pad = model.generation_config.pad_token_id
-    law = {(): 1.0}
-    for _ in range(length):
-        grown: dict[tuple[int, ...], float] = {}
-        for path, probability in law.items():
-            if eos & set(path):
-                grown[(*path, pad)] = grown.get((*path, pad), 0.0) + probability
-                continue
-            prefix = torch.cat([ids, torch.tensor([path], dtype=torch.long)], 1)
-            top = (model(prefix).logits[0, -1].float() / temperature).topk(top_k)
-            for token, p in zip(top.indices.tolist(), top.values.softmax(-1).tolist()):
-                grown[(*path, token)] = probability * p
-        law = grown
-    return law

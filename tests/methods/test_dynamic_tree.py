@@ -66,16 +66,6 @@ def test_the_likeliest_paths_are_the_best_trees(table: list, depth: int, ranks: 
         assert mine == pytest.approx(1 + sum(chances[:count])) == pytest.approx(best)
 
 
-def test_ends_are_the_probabilities_of_the_last_accepted_node() -> None:
-    accuracies = np.array(TABLES[0])
-    tree = TokenTree.in_order(likeliest_paths(accuracies, 12)[0])
-    reach, ends = reach_and_ends(tree, accuracies)
-    assert ends.sum() == pytest.approx(1.0)
-    for node in range(len(tree)):  # accepted, and none of its children is
-        below = [child for child in range(1, len(tree)) if tree.parents[child] == node]
-        assert ends[node] == pytest.approx(reach[node] - reach[below].sum())
-
-
 def every_state(accuracies: np.ndarray, depth: int, size: int, each: int) -> list[TreeState]:
     """All trees of at most ``size`` rows with all assignments of probes of so many rows each."""
     most, ranks = len(accuracies), accuracies.shape[1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import pickle
 import threading
 from collections.abc import Callable
@@ -21,13 +20,11 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import prompt, ragged
-from datasets import Dataset
-from peft import get_peft_model
 from running import drafting, running
-from safetensors.torch import load_file
-from tiny_checkpoint import make_model, save_checkpoint
+from tiny_checkpoint import save_checkpoint
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, PreTrainedModel
+from trained import answers
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import cli
@@ -35,7 +32,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
-from hf_spec.training.train import bit_sums, split, train
+from hf_spec.training.train import bit_sums
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import _COPIES
@@ -346,62 +343,12 @@ def test_the_loss_is_that_of_pieces_behind_the_full_models_cache(
 # -- training ------------------------------------------------------------------------------------
 
 
-def answers_of(model: Any, count: int = 24) -> Dataset:
-    """What the model itself answers."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(3, 250, (count, 8), generator=generator)
-    ids = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return Dataset.from_list(
-        [{"prompt_ids": row[:8], "answer_ids": row[8:]} for row in ids.tolist()]
-    )
-
-
-def test_drafts_improve_with_training(tmp_path: Path) -> None:
-    """On prompts that were held out: the loss falls and more drafted tokens are accepted."""
-    model = make_model(layers=3)
-    before = bit_sums(list(model.parameters()))
-    rows, skip = answers_of(model, 128), {"skip_attention": [], "skip_mlp": [1]}
-    settings = {
-        "max_steps": 60, "eval_steps": 60, "held_out": 8, "served_prompts": 8,
-        "served_tokens": 16, "per_device_train_batch_size": 8, "learning_rate": 1e-2,
-    }  # fmt: skip
-    config = {**skip, "draft_rank": 16}
-    record = train(model, rows, "layer_skip", tmp_path, config, settings, FIXED)
-    assert bit_sums(list(model.parameters())) == before and hooked(model) == 0
-    losses = [row["loss"] for row in record["history"] if "loss" in row]
-    assert losses[-1] < 0.7 * losses[0]
-
-    _, held = split(rows, 8)
-    ids = torch.tensor(held["prompt_ids"])
-    kwargs = {"max_new_tokens": 16, "do_sample": False}
-    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
-
-    def tau() -> float:
-        ours = model.generate(
-            ids, attention_mask=torch.ones_like(ids), **kwargs, **drafting("layer_skip", **FIXED),
-        )  # fmt: skip
-        assert ours.tolist() == plain.tolist()
-        return hf_spec.last_stats(model).mean_accepted_tokens
-
-    model.add_adapter(hf_spec.LayerSkipConfig(**skip), "untrained")
-    untrained = tau()
-    model.load_adapter(str(tmp_path), adapter_name="trained")
-    model.set_adapter("trained")
-    trained = tau()
-    assert trained == pytest.approx(record["best"]["eval_tau"])
-    assert trained > untrained + 0.1
-
-
 def test_the_command_refuses_what_would_train_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = save_checkpoint(tmp_path / "m")
-    model = AutoModelForCausalLM.from_pretrained(base)
     (tmp_path / "data").mkdir()
-    answers_of(model, 8).to_parquet(str(tmp_path / "data" / "rows.parquet"))
+    answers().to_parquet(str(tmp_path / "data" / "rows.parquet"))
     rest = [
         "--model", str(base), "--data", str(tmp_path / "data"), "--output", str(tmp_path / "out"),
         "--dtype", "float32", "--device", "cpu",
@@ -415,23 +362,6 @@ def test_the_command_refuses_what_would_train_nothing(
 
 
 # -- files ---------------------------------------------------------------------------------------
-
-
-def test_old_adapters_without_weights_load(tiny: Tiny, tmp_path: Path) -> None:
-    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.LayerSkipConfig(**SKIP))
-    model.save_pretrained(tmp_path)
-    assert len(load_file(tmp_path / "adapter_model.safetensors")) == 1
-    path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
-    old = {key: value for key, value in config.items() if not key.startswith("draft_")}
-    assert len(old) == len(config) - 3
-    path.write_text(json.dumps(old))
-    base = copy.deepcopy(tiny("llama"))
-    base.load_adapter(str(tmp_path))
-    assert find_active(base, "LAYER_SKIP").config.draft_rank == 0
-    plain = base.generate(prompt(), max_new_tokens=8, do_sample=False)
-    ours = base.generate(prompt(), max_new_tokens=8, do_sample=False, **drafting("layer_skip"))
-    assert ours.tolist() == plain.tolist()
 
 
 def test_bad_targets(tiny: Tiny) -> None:

@@ -16,11 +16,11 @@ from running import drafting
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core import memory
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
-from hf_spec.drafting.transition import Transition
 from hf_spec.methods.propd.online_tree import (
     GUESSED,
     HIT_ALPHA,
@@ -32,22 +32,22 @@ from hf_spec.methods.propd.online_tree import (
 from hf_spec.policy.adaptive_trees import grow
 
 NEW = 40
-PAYING = {"drafting": "auto"}
 
-every_prediction = pytest.mark.parametrize("with_transition", [False, True])
+every_prediction = pytest.mark.parametrize("with_markov_head", [False, True])
 
 
-def example(batch: int, depth: int, vocab: int, with_transition: bool) -> tuple[Predictions, Any]:
+def example(batch: int, depth: int, vocab: int, with_markov_head: bool) -> tuple[Predictions, Any]:
     """Predictions, and the roots that they stand behind."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(batch, depth, vocab, generator=generator)
     states = torch.randn(batch, depth, 5, generator=generator)
-    weights = {name: torch.randn(4, 5, generator=generator) for name in (BEFORE, STATE)}
-    weights[AFTER] = torch.randn(5, 4, generator=generator)
+    shapes = (1, 4, 5), (1, 5, 4), (1, 4, 5)
+    matrices = (torch.randn(*shape, generator=generator) for shape in shapes)
+    weights = dict(zip(MARKOV_HEAD, matrices))
     base = Embeddings(*(torch.randn(vocab, 5, generator=generator) for _ in range(2)))
-    transition = Transition(weights, base) if with_transition else None
+    markov_head = MarkovHead(weights, base) if with_markov_head else None
     roots = torch.randint(vocab, (batch,), generator=generator)
-    return Predictions(logits, vocab, [depth] * batch, transition, states), roots
+    return Predictions(logits, vocab, [depth] * batch, markov_head, states), roots
 
 
 # -- hits: 4.2.2 ----------------------------------------------------------------------
@@ -79,9 +79,9 @@ def test_hits_settle_at_the_planted_chances() -> None:
 
 
 @every_prediction
-def test_a_step_s_hits_one_token_at_a_time(with_transition: bool) -> None:
+def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     """The rank of each token that came, given those before it, as far as the row knows."""
-    made, roots = example(3, 4, 20, with_transition)
+    made, roots = example(3, 4, 20, with_markov_head)
     made.known = (4, 2, 4)
     seen: list[tuple[int, int]] = []
     hits: Any = HitRates(4)
@@ -103,9 +103,9 @@ def test_a_step_s_hits_one_token_at_a_time(with_transition: bool) -> None:
 
 
 @every_prediction
-def test_paths_count_by_the_chances_of_their_ranks(with_transition: bool) -> None:
+def test_paths_count_by_the_chances_of_their_ranks(with_markov_head: bool) -> None:
     """The order of the tokens is the prediction's, also given the token before."""
-    made, roots = example(2, 3, 20, with_transition)
+    made, roots = example(2, 3, 20, with_markov_head)
     chances = HitRates(3).chances
     grown = Tree.unpacked(grow(Ranked(made, chances), roots, 8, 3))
     assert grown.host is not None

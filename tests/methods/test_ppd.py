@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.predicting import PREVIOUS, ROOT
+from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
@@ -33,9 +33,8 @@ from hf_spec.hub.card import write_card
 from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
-from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
+from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.registry import get_method
-from hf_spec.policy.tree_source import tree_source
 from hf_spec.training.train import train
 from modeling_patches.cache_name import CACHE
 
@@ -203,9 +202,6 @@ def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) ->
         model.add_adapter(hf_spec.PPDConfig(**CONFIGS[name]))
         found.append(naive(model, prompt()[0]))
     assert all(torch.equal(found[0], one) for one in found[1:])
-
-
-def test_more_exits_than_layers(fresh: Callable[..., PreTrainedModel]) -> None:
     with pytest.raises(ValueError, match="num_exits=4: the model has 3 layers"):
         fresh().add_adapter(hf_spec.PPDConfig(num_exits=4))
 
@@ -232,22 +228,6 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[TreeStates], None]:
 
     save(DYNAMIC)
     return save
-
-
-def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
-    def states(distances: int, **options: Any) -> TreeStates:
-        none: Any = None  # static trees need no adapter
-        given, trees = PPDOptions(**options), PPDDrafter.trees
-        source = tree_source(given, trees, tiny("llama"), none, distances, probes=1)
-        return source._states
-
-    static = states(3, tree="static")
-    assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}
-    assert states(5, tree="static").states[5].tree.max_depth == 5
-    flat = TokenTree.from_paths([[rank] for rank in range(5)])
-    assert states(3, tree="static", max_depth=1) == TreeStates.uniform(flat, 1)
-    assert states(3, tree="chain").states[3].tree == TokenTree.chain(3)
-    assert states(3, tree=[[0], [0, 0]]).states[3].tree == TokenTree.chain(2)
 
 
 # -- decoding -----------------------------------------------------------------------------------
@@ -394,12 +374,12 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
     train(
         make_model(), Dataset.from_list(rows), "ppd", tmp_path, config, settings, callbacks=[watch]
     )
-    # The other parts of transition and root correction have gradients once `after` is not zero.
-    first, late = {"transition_after", "root_after"}, {*PREVIOUS, *ROOT}
-    head, transition = {"head", "head_bias"}, [first, late, late, late]
+    # The other parts of the Markov head have gradients once its output is not zero.
+    first, late = {"markov_output"}, {*MARKOV_HEAD}
+    head, markov_head = {"head", "head_bias"}, [first, late, late, late]
     heads = [head] * 4 if stages == 1 else [set(), set(), head, head]
     # The cosine schedule ends at a rate of zero, but after the last step.
-    assert watch.moved == [{"prompts"} | one | two for one, two in zip(heads, transition)]
+    assert watch.moved == [{"prompts"} | one | two for one, two in zip(heads, markov_head)]
     card = write_card(tmp_path).read_text()
     assert "3 learned prompt tokens" in card and "a residual head of their own" in card
     assert "They have learned its distributions" in card
@@ -453,6 +433,3 @@ def test_a_strategy_and_a_draft_model(fresh: Callable[..., PreTrainedModel]) -> 
     model = with_adapter(fresh("llama"), {})
     with pytest.raises(ValueError, match="name it in the assistant's generation_config"):
         model.generate(prompt(), assistant_strategy="ppd", assistant_model=fresh("llama"))
-
-
-# -- published checkpoints ----------------------------------------------------------------------

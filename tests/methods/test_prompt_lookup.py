@@ -261,10 +261,3 @@ def test_get_candidates_appends_the_best_chain(dtype: torch.dtype) -> None:
         assert candidates.shape == (1, len(tokens) + len(chain))
         assert candidates[0].tolist() == tokens + chain
         tokens = tokens + sequence(rng, rng.randint(1, 3), 4)
-
-
-def test_get_candidates_without_a_match_returns_the_ids() -> None:
-    ids = torch.tensor([[1, 2, 3]])
-    candidates, logits = drafter().get_candidates(ids)
-    assert torch.equal(candidates, ids)
-    assert logits is None

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core.tree import Tree
 from hf_spec.drafting import predictions
 from hf_spec.drafting.heads import head_logits, head_states
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
-from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
 from hf_spec.policy.adaptive_trees import AdaptiveTrees, Proposal, grow
 from hf_spec.policy.plans import best_ends, ends
@@ -31,23 +31,29 @@ HIDDEN, RANK = 5, 3
 
 
 def example(
-    batch: int, distances: int, vocab: int, with_transition: bool, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Transition | None]:
-    """Logits, states and roots of some rows; the transition changes their order."""
+    batch: int, distances: int, vocab: int, with_markov_head: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, MarkovHead | None]:
+    """Logits, states and roots of some rows; the Markov head changes their order."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    weights = {BEFORE: random(RANK, 4), AFTER: random(HIDDEN, RANK), STATE: random(RANK, HIDDEN)}
+    matrices = random(1, RANK, 4), random(1, HIDDEN, RANK), random(1, RANK, HIDDEN)
+    weights = dict(zip(MARKOV_HEAD, matrices))
     base = Embeddings(random(vocab, 4), random(vocab, HIDDEN))
     roots = torch.randint(vocab, (batch,), generator=generator)
     logits, states = 1.5 * random(batch, distances, vocab), random(batch, distances, HIDDEN)
-    return logits, states, roots, Transition(weights, base) if with_transition else None
+    return logits, states, roots, MarkovHead(weights, base) if with_markov_head else None
 
 
 def naive(
-    logits: Tensor, states: Tensor, root: int, transition: Transition | None, count: int, depth: int
+    logits: Tensor,
+    states: Tensor,
+    root: int,
+    markov_head: MarkovHead | None,
+    count: int,
+    depth: int,
 ) -> dict[Path, float]:
     """The likeliest paths of one row, best first, over the whole vocabulary."""
     found: dict[Path, float] = {}
@@ -58,9 +64,9 @@ def naive(
         if len(path) == depth:
             continue
         own = logits[len(path)]
-        if transition is not None:
+        if markov_head is not None:
             before = torch.tensor(path[-1] if path else root)
-            own = own + transition.logits(before[None], states[len(path)][None])[0]
+            own = own + markov_head.logits(before[None], states[len(path)][None])[0]
         for token, log_p in enumerate(own.log_softmax(-1).tolist()):
             if log_p > -math.inf:
                 heapq.heappush(heap, (cost - log_p, (*path, token)))
@@ -93,17 +99,17 @@ def predict(
     logits: Tensor,
     count: int,
     known: Sequence[int] | None = None,
-    transition: Transition | None = None,
+    markov_head: MarkovHead | None = None,
     states: Tensor | None = None,
 ) -> Predictions:
     known = [logits.shape[1]] * len(logits) if known is None else known
-    return Predictions(logits, count, known, transition, states)
+    return Predictions(logits, count, known, markov_head, states)
 
 
 # -- growing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_transition", [False, True])
+@pytest.mark.parametrize("with_markov_head", [False, True])
 @pytest.mark.parametrize(
     ("distances", "vocab", "count", "depth"),
     [
@@ -118,45 +124,45 @@ def predict(
     ],
 )
 def test_the_likeliest_paths(
-    distances: int, vocab: int, count: int, depth: int, with_transition: bool
+    distances: int, vocab: int, count: int, depth: int, with_markov_head: bool
 ) -> None:
-    logits, states, roots, transition = example(4, distances, vocab, with_transition)
-    tree = grown(predict(logits, count, None, transition, states), roots, count, depth)
+    logits, states, roots, markov_head = example(4, distances, vocab, with_markov_head)
+    tree = grown(predict(logits, count, None, markov_head, states), roots, count, depth)
     assert tree.tokens[:, 0].tolist() == roots.tolist()
     for row in range(4):
-        rest = (int(roots[row]), transition, count, min(depth, distances))
+        rest = (int(roots[row]), markov_head, count, min(depth, distances))
         expected = naive(logits[row], states[row], *rest)
         found = paths_of(tree, row)
         assert found.keys() == expected.keys()
         for path, log_p in found.items():
-            # Tokens outside of a transition's shortlist are thought to have 1e-6 together.
+            # Tokens outside of a Markov head's shortlist are thought to have 1e-6 together.
             assert log_p == pytest.approx(expected[path], abs=1e-4)
 
 
-def test_a_transition_changes_the_tree() -> None:
+def test_a_markov_head_changes_the_tree() -> None:
     """The test above says something of it."""
-    logits, states, roots, transition = example(4, 3, 20, True)
-    made = (predict(logits, 8, None, one, states) for one in (None, transition))
+    logits, states, roots, markov_head = example(4, 3, 20, True)
+    made = (predict(logits, 8, None, one, states) for one in (None, markov_head))
     trees = [grown(one, roots, 8, 3) for one in made]
     assert all(paths_of(trees[0], row).keys() != paths_of(trees[1], row).keys() for row in range(4))
 
 
-@pytest.mark.parametrize("with_transition", [False, True])
-def test_rows_that_know_less(with_transition: bool) -> None:
+@pytest.mark.parametrize("with_markov_head", [False, True])
+def test_rows_that_know_less(with_markov_head: bool) -> None:
     """Each row has the tree that it has alone; one that knows nothing has its root."""
-    logits, states, roots, transition = example(5, 3, 20, with_transition)
+    logits, states, roots, markov_head = example(5, 3, 20, with_markov_head)
     known = (3, 0, 1, 2, 3)
-    tree = grown(predict(logits, 8, known, transition, states), roots, 8, 3)
+    tree = grown(predict(logits, 8, known, markov_head, states), roots, 8, 3)
     assert tree.row_depths[1] == tree.row_sizes[1] == 0
     for row in range(5):
         some = slice(row, row + 1)
-        alone = predict(logits[some], 8, known[some], transition, states[some])
+        alone = predict(logits[some], 8, known[some], markov_head, states[some])
         single = grown(alone, roots[some], 8, 3)
         found, expected = paths_of(tree, row), paths_of(single, 0)
         assert list(found) == list(expected)  # in the same order
         assert list(found.values()) == pytest.approx(list(expected.values()))
         assert max(map(len, found), default=0) <= known[row]
-        rest = (int(roots[row]), transition, 8, known[row])
+        rest = (int(roots[row]), markov_head, 8, known[row])
         assert found.keys() == naive(logits[row], states[row], *rest).keys()
 
 
@@ -208,8 +214,8 @@ def test_numbers_that_have_overflown() -> None:
 
 def test_where_a_step_ends() -> None:
     """A path ends at a node with the node's chance less those of its children."""
-    logits, states, roots, transition = example(4, 3, 20, True)
-    tree = grown(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
+    logits, states, roots, markov_head = example(4, 3, 20, True)
+    tree = grown(predict(logits, 8, (3, 0, 1, 3), markov_head, states), roots, 8, 3)
     assert tree.host is not None
     found = ends(tree.host.probs, tree.host.parents)
     for row in range(4):
@@ -225,8 +231,8 @@ def test_where_a_step_ends() -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_the_likeliest_ends(count: int) -> None:
-    logits, states, roots, transition = example(4, 3, 20, True)
-    tree = grown(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
+    logits, states, roots, markov_head = example(4, 3, 20, True)
+    tree = grown(predict(logits, 8, (3, 0, 1, 3), markov_head, states), roots, 8, 3)
     assert tree.host is not None
     found = ends(tree.host.probs, tree.host.parents)
     chosen = best_ends(tree.host.probs, tree.host.parents, count)
@@ -236,11 +242,11 @@ def test_the_likeliest_ends(count: int) -> None:
         assert chosen[row].nonzero()[0].tolist() == sorted(best)
 
 
-@pytest.mark.parametrize("with_transition", [False, True])
-def test_trust_moves_all_tokens_of_a_distance(with_transition: bool) -> None:
+@pytest.mark.parametrize("with_markov_head", [False, True])
+def test_trust_moves_all_tokens_of_a_distance(with_markov_head: bool) -> None:
     """As if the predictions had said so; no token becomes more than certain."""
-    logits, states, roots, transition = example(2, 3, 20, with_transition)
-    made = predict(logits, 20, None, transition, states)
+    logits, states, roots, markov_head = example(2, 3, 20, with_markov_head)
+    made = predict(logits, 20, None, markov_head, states)
     trust = [math.log(0.5), 0.0, math.log(0.25)]
     plain, moved = (grown(made, roots, 60, 3, one) for one in (None, trust))
     for row in range(2):
@@ -278,7 +284,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
 ) -> None:
     monkeypatch.setattr(predictions, "SHORTLIST", VOCAB)  # the search below knows of none
     model = fresh("llama")
-    model.add_adapter(hf_spec.MedusaConfig(num_heads=3, transition_rank=rank))
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=3, markov_rank=rank))
     weights = randomise(model, "MEDUSA", std=0.5)
     drafter, checked = methods()["medusa"].drafter, []
     propose = drafter.propose
@@ -286,13 +292,15 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
     def watched(self: Any, state: Any) -> Any:
         hidden = self.hidden
         tree = propose(self, state)
-        states = head_states(weights, hidden)
+        markov_head, states = MarkovHead.of(weights, model), head_states(weights, hidden)
+        if markov_head is not None:
+            states = markov_head.given_root(states, state.root)
         logits = head_logits(model, weights, states)
         for row in range(len(logits)):
             if not state.active[row]:
                 continue
             room = min(3, state.max_depth)
-            rest = (int(state.root[row]), Transition.of(weights, model), 6, room)
+            rest = (int(state.root[row]), markov_head, 6, room)
             expected = naive(logits[row].double(), states[row], *rest) if room > 0 else {}
             found = paths_of(tree, row)
             assert found.keys() == expected.keys()

@@ -99,7 +99,7 @@ def test_what_has_settled_learns_less_often() -> None:
 
 
 class Plus:
-    """A transition: a bias for each pair of tokens."""
+    """A Markov head: a bias for each pair of tokens."""
 
     def __init__(self, table: Tensor):
         self.table = table
@@ -110,18 +110,18 @@ class Plus:
         return rows.gather(-1, index)
 
 
-@pytest.mark.parametrize("with_transition", [False, True])
-def test_tempered_predictions(with_transition: bool) -> None:
+@pytest.mark.parametrize("with_markov_head", [False, True])
+def test_tempered_predictions(with_markov_head: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(2, 3, 11, generator=generator).double()
     table = torch.randn(11, 11, generator=generator).double()
     noise = gumbel(2, 3, 11, generator=generator).double()
     previous = torch.randint(11, (2, 3, 1), generator=generator)
-    transition: Any = Plus(table) if with_transition else None
+    markov_head: Any = Plus(table) if with_markov_head else None
     found = Predictions(
-        logits, 11, (3, 3), transition, logits, None, Tempered(torch.tensor(0.7), noise)
+        logits, 11, (3, 3), markov_head, logits, None, Tempered(torch.tensor(0.7), noise)
     )
-    given = logits + (table[previous[..., 0]] if with_transition else 0.0)
+    given = logits + (table[previous[..., 0]] if with_markov_head else 0.0)
     expected = (0.7 * given + noise).log_softmax(-1).gather(-1, found.tokens)
     torch.testing.assert_close(found.given(previous)[:, :, 0], expected, rtol=1e-5, atol=1e-5)
 
@@ -146,9 +146,9 @@ def model(fresh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(params=CASES)
 def drafting(request: Any, model: Any) -> tuple[Any, str]:
-    """A model with an adapter that has a transition and a root correction."""
+    """A model with an adapter that has a Markov head."""
     name = request.param
-    config = get_method(name).adapter_config(transition_rank=4, root_rank=4, **CASES[name])
+    config = get_method(name).adapter_config(markov_rank=4, **CASES[name])
     model.add_adapter(config, adapter_name="one")
     randomise(model, name.upper())
     return model, name

@@ -49,13 +49,13 @@ def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
     model = make_model()
     before = bit_sums(list(model.parameters()))
     settings = {**SETTINGS, "max_steps": 60, "eval_steps": 30, "learning_rate": 5e-2}
-    made = train(model, answers(), "bita", tmp_path, {**CONFIG, "transition_rank": 128}, settings)
+    made = train(model, answers(), "bita", tmp_path, {**CONFIG, "markov_rank": 128}, settings)
     losses = history(tmp_path, "loss")
     assert losses[-1] < 0.8 * losses[0]
     assert bit_sums(list(model.parameters())) == before
     assert not hasattr(model, "spec_modules")
-    transition = (1 + 2) * 3 * 32 * 128  # V, S, U, and those of two distances
-    assert made["trainable_parameters"] == 2 * 32 + 2 * 2 * 2 * 4 * 8 + transition
+    markov_head = (1 + 2) * 3 * 32 * 128  # V, S, U for the token before and two distances
+    assert made["trainable_parameters"] == 2 * 32 + 2 * 2 * 2 * 4 * 8 + markov_head
     assert record(tmp_path) == json.loads(json.dumps(made))
 
 
@@ -137,7 +137,7 @@ def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     exec(script.replace("max_steps=400", "max_steps=4"), {})
     options = as_options(
-        base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8, transition_rank=0,
+        base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8, markov_rank=0,
         draft_vocab_size=0,
     )  # fmt: skip
     assert cli.main(["train", "bita", *options, "--output", str(tmp_path / "two")]) == 0
@@ -225,7 +225,7 @@ def test_options_are_fields_of_config_and_training_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fields = config_fields(get_method("bita"))
-    assert {"num_mask_tokens", "transition_rank"} <= fields.keys()
+    assert {"num_mask_tokens", "markov_rank"} <= fields.keys()
     assert not {"base_facts", "num_layers", "peft_type"} & fields.keys()  # recorded, PEFT's own
     words = "--max-steps 4 --learning_rate=1e-3 --bf16 --report-to tensorboard --held-out 2 "
     words += '--lr-scheduler-kwargs {"num_cycles":1} --num-anchors 3 --num-mask-tokens 4'

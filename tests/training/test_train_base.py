@@ -43,7 +43,7 @@ def test_the_trained_base_is_a_model_of_its_own(
 ) -> None:
     checkpoint, out = save_checkpoint(tmp_path / "m"), tmp_path / "out"
     answers().to_parquet(tmp_path / "rows.parquet")
-    config = {**FULL, "transition_rank": 0, "p_ar": 0.1}
+    config = {**FULL, "markov_rank": 0, "p_ar": 0.1}
     settings = {**SETTINGS, "max_steps": 60, "eval_steps": 30}
     options = as_options(checkpoint, tmp_path / "rows.parquet", **settings, **config)
     code = cli.main(["train", "space", *options, "--output", str(out)])

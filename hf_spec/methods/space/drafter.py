@@ -77,13 +77,13 @@ class SpaceDrafter(ProbeDrafter):
         if self.options.tree != CHAIN or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert self.hidden is not None
-        states = self.corrected(self.hidden[:, :depth], state.root)
+        states = self.given_root(self.hidden[:, :depth], state.root)
         logits = model_logits(self.model, states)  # (batch, depth, vocab)
         tokens, distributions = [state.root.to(logits.device)], []
         for place in range(depth):
             own = logits[:, place]
-            if self.transition is not None:
-                own = own + self.transition.logits(tokens[-1], states[:, place]).to(own)
+            if self.markov_head is not None:
+                own = own + self.markov_head.logits(tokens[-1], states[:, place]).to(own)
             drafted = torch.stack(tokens, 1)[:, 1:]
             q = distribution(state.process(own, drafted, state.active, drafting=True))
             tokens.append(sample(q).clamp(min=0) if samples else q.argmax(-1))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.predicting import BEFORE, ROOT_BEFORE, VOCABULARY
+from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
 
 #: Linear modules that SGLang's LoRA knows in every model, each with the module that must be updated
 #: together with it, if there is one.
@@ -37,14 +37,13 @@ def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[
     missing = {
         f"update={config.update!r}: UNO leaves tokens to the base model": config.update != "gated",
         "learned mask tokens: UNO puts random tokens of the vocabulary there": "masks" in weights,
-        "a transition: UNO predicts each token without the one before it": BEFORE in weights,
-        "a root correction: UNO predicts without knowing the root": ROOT_BEFORE in weights,
+        "a Markov head: UNO predicts each token without those before": MARKOV_HEAD[0] in weights,
         "a draft vocabulary: UNO predicts all tokens": VOCABULARY in weights,
     }
     if wrong := [reason for reason, there in missing.items() if there]:
         raise ValueError(
             f"SGLang's UNO has no place for what this adapter has: {'; '.join(wrong)}. Train one "
-            "with --update gated --masks noise --transition-rank 0 --draft-vocab-size 0."
+            "with --update gated --masks noise --markov-rank 0 --draft-vocab-size 0."
         )
     names = sorted(config.modules(model))
     for name in names:

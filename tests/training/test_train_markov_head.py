@@ -1,4 +1,4 @@
-"""Transitions: trained with an adapter, or added to one that was trained without."""
+"""Markov heads: trained with an adapter, or added to one that was trained without."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from trained import SETTINGS, TRAININGS, Trained, answers, as_options, history, 
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.adapters.predicting import PREVIOUS, ROOT
+from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.methods.registry import get_method
 from hf_spec.training.train import train
 
 METHODS = ("bita", "medusa", "ppd", "propd", "space")
-PARTS = (*PREVIOUS, *ROOT)
 
 
 def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any) -> dict[str, Any]:
-    """Train a transition of an adapter that has none."""
-    fields, settings = {"transition_rank": rank}, {**SETTINGS, **more}
+    """Train a Markov head of an adapter that has none."""
+    fields, settings = {"markov_rank": rank}, {**SETTINGS, **more}
     return train(make_model(), answers(), method, output, fields, settings, start=folder)
 
 
@@ -32,22 +31,20 @@ def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_the_transition_is_trained(trained: Trained, tmp_path: Path, method: str) -> None:
+def test_only_the_markov_head_is_trained(trained: Trained, tmp_path: Path, method: str) -> None:
     """What the adapter had stays bit for bit."""
     before = trained(method)
     record = with_one(before, tmp_path / "after", method)
     old, new = weights(before), weights(tmp_path / "after")
     assert {name for name in new if name not in old} == {
-        name for name in new if name.endswith(PARTS)
+        name for name in new if name.endswith(MARKOV_HEAD)
     }
-    assert len(new) == len(old) + 6
+    assert len(new) == len(old) + 3
     assert all(torch.equal(new[name], old[name]) for name in old)
-    (after,) = (value for name, value in new.items() if name.endswith("transition_after"))
-    assert after.abs().sum() > 0  # it was zero
-    (roots,) = (value for name, value in new.items() if name.endswith("root_after"))
-    assert roots.abs().sum() > 0
-    assert record["trainable_parameters"] == (1 + len(roots)) * 3 * 3 * 32
-    for name, value in (TRAININGS[method][1] | {"transition_rank": 3}).items():
+    (output,) = (value for name, value in new.items() if name.endswith("markov_output"))
+    assert output.flatten(1).any(1).all()  # it was zero
+    assert record["trainable_parameters"] == len(output) * 3 * 3 * 32
+    for name, value in (TRAININGS[method][1] | {"markov_rank": 3}).items():
         assert record["config"][name] == value
     # The folder is an adapter like any other, and says the same of the base.
     configs = [
@@ -55,7 +52,7 @@ def test_only_the_transition_is_trained(trained: Trained, tmp_path: Path, method
         for folder in (before, tmp_path / "after")
     ]
     changed = {name for name in configs[0] if configs[0][name] != configs[1][name]}
-    assert changed == {"transition_rank", "root_rank"}
+    assert changed == {"markov_rank"}
     model = make_model()
     model.load_adapter(str(tmp_path / "after"))
     ids = torch.tensor([answers()[0]["prompt_ids"]])
@@ -81,7 +78,7 @@ def test_training_goes_on_where_it_was_broken_off(trained: Trained, tmp_path: Pa
     # As an interrupted training of six steps leaves it behind: the schedule is that of six.
     (tmp_path / "parts" / "adapter_model.safetensors").unlink()
     parts = train(
-        make_model(), answers(), "bita", tmp_path / "parts", {"transition_rank": 3}, SETTINGS,
+        make_model(), answers(), "bita", tmp_path / "parts", {"markov_rank": 3}, SETTINGS,
         resume=True, start=folder,
     )  # fmt: skip
     steps = [[row["step"] for row in one["history"]] for one in (whole, parts)]
@@ -102,18 +99,18 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
     old, new = weights(one), weights(two)
     assert all(torch.equal(new[name], old[name]) for name in old)
-    assert new["transition_after"].shape == (32, 128)  # as `hf-spec train` has it by default
+    assert new["markov_output"].shape == (4, 32, 128)  # as `hf-spec train` has it by default
     assert (two / "README.md").is_file() and (two / "training.json").is_file()
     assert hf_spec.SpecConfig.from_pretrained(two).assistant_strategy == "bita"
 
     hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
     hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
     for arguments, message in (
-        (["train", "bita", "--adapter", str(two)], r"has a transition already: train it anew"),
+        (["train", "bita", "--adapter", str(two)], r"has a Markov head already: train it anew"),
         ([*start, "--num-mask-tokens", "3"], r"num_mask_tokens belongs to what the adapter has"),
-        ([*start, "--transition-rank", "-1"], r"transition_rank=-1: must be a whole number"),
+        ([*start, "--markov-rank", "-1"], r"markov_rank=-1: must be a whole number"),
         ([*start, "--rank", "3"], r"has no option '--rank'"),
-        ([*start, "--learning-rate", "1"], "--transition-learning-rate"),
+        ([*start, "--learning-rate", "1"], "--markov-learning-rate"),
         (["train", "medusa", "--adapter", str(one)], r"is of 'bita': give 'hf-spec train bita'"),
         (
             ["train", "layer_skip", "--adapter", str(tmp_path / "skip")],
@@ -138,7 +135,7 @@ def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
     from hf_spec.training.trainer import SpecTrainer
 
     config = hf_spec.SpaceConfig(
-        rank=2, transition_rank=3, transition_learning_rate=0.25, update_learning_rate=0.125
+        rank=2, markov_rank=3, markov_learning_rate=0.25, update_learning_rate=0.125
     )
     model = get_peft_model(make_model(), config)
     given = {"max_steps": 4, "learning_rate": 0.5}
@@ -159,7 +156,7 @@ def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
     assert len(found) == len(rates) == 1 + 3 + 2 * 2
     for name, rate in found.items():
         part = name.rpartition(".default.")[2]
-        if part.startswith("transition"):
+        if part.startswith("markov"):
             assert rate == 0.25, name
         else:
             assert rate == (0.5 if part == "masks" else 0.125), name

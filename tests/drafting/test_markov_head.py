@@ -1,4 +1,4 @@
-"""Predictions and transitions against loops over single tokens."""
+"""Predictions and Markov heads against loops over single tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from adapter_oracle import Embeddings
 from torch import Tensor
 
-from hf_spec.adapters.predicting import AFTER, BEFORE, ROOT_AFTER, ROOT_BEFORE, ROOT_STATE, STATE
+from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.losses import PLAIN_SHARE, future_losses
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
-from hf_spec.drafting.root_correction import RootCorrection
-from hf_spec.drafting.transition import Transition
 from hf_spec.model.sequences import IGNORED
 
 BATCH, DISTANCES, HIDDEN, WIDTH, RANK = 2, 3, 5, 6, 4
+ROOTS = torch.tensor([11, 12])
+
+with_and_without = pytest.mark.parametrize("with_markov_head", [False, True])
 
 
 class Example:
-    """Random predictions of a vocabulary, with a transition that matters."""
+    """Random predictions of a vocabulary, with a Markov head that matters."""
 
     def __init__(self, vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -34,41 +36,35 @@ class Example:
         self.vocab = vocab
         self.logits = 2 * random(BATCH, DISTANCES, vocab)
         self.states = random(BATCH, DISTANCES, HIDDEN)
-        self.weights = {BEFORE: random(RANK, WIDTH), AFTER: random(HIDDEN, RANK)}
-        self.weights[STATE] = random(RANK, HIDDEN)
+        count = 1 + DISTANCES
+        shapes = (count, RANK, WIDTH), (count, HIDDEN, RANK), (count, RANK, HIDDEN)
+        self.weights = dict(zip(MARKOV_HEAD, (random(*shape) for shape in shapes)))
         self.base: Any = Embeddings(random(vocab, WIDTH), random(vocab, HIDDEN))
-        self.transition = Transition(self.weights, self.base)
+        self.markov_head = MarkovHead(self.weights, self.base)
         self.previous = torch.randint(vocab, (BATCH, 6), generator=generator)
-        self.corrections = {
-            ROOT_BEFORE: random(DISTANCES, RANK, WIDTH),
-            ROOT_AFTER: random(DISTANCES, HIDDEN, RANK),
-            ROOT_STATE: random(DISTANCES, RANK, HIDDEN),
-        }
 
     def bias(self, row: int, distance: int, previous: int) -> Tensor:
-        """``(vocab,)`` by the formula, one number at a time."""
-        return self.formula(previous, self.states[row, distance - 1])
+        """``(vocab,)`` that the token before adds to the logits."""
+        return self.base.out.weight @ self.change(0, previous, self.states[row, distance - 1])
 
-    def formula(self, previous: int, state: Tensor) -> Tensor:
-        parts = (self.weights[name] for name in (BEFORE, STATE, AFTER))
-        return self.base.out.weight @ self.moved(previous, state, *parts)
+    def change(self, index: int, token: int, state: Tensor) -> Tensor:
+        """``(hidden,)`` by the formula, one number at a time.
 
-    def corrected(self, root: int, distance: int, state: Tensor) -> Tensor:
-        parts = (self.corrections[name] for name in (ROOT_BEFORE, ROOT_STATE, ROOT_AFTER))
-        return state + self.moved(root, state, *(part[distance - 1] for part in parts))
-
-    def moved(
-        self, token: int, state: Tensor, before: Tensor, projection: Tensor, after: Tensor
-    ) -> Tensor:
+        Args:
+            index: 0 for the token before, d for the root at distance d.
+            token: that token.
+            state: ``(hidden,)``
+        """
+        embedding, output, projection = (self.weights[name][index] for name in MARKOV_HEAD)
         projected = projection @ state
-        embedding = self.base.into.weight[token].detach()
-        embedding = embedding / math.sqrt(sum(float(x) ** 2 for x in embedding) / WIDTH)
-        inner = [before[r] @ embedding + projected[r] for r in range(RANK)]
+        vector = self.base.into.weight[token].detach()
+        vector = vector / math.sqrt(sum(float(x) ** 2 for x in vector) / WIDTH)
+        inner = [embedding[r] @ vector + projected[r] for r in range(RANK)]
         inner = [x / (1 + (-x).exp()) for x in inner]
-        return torch.stack([after[:, r] * inner[r] for r in range(RANK)]).sum(0)
+        return torch.stack([output[:, r] * inner[r] for r in range(RANK)]).sum(0)
 
-    def predictions(self, width: int, transition: bool = True) -> Predictions:
-        chosen = self.transition if transition else None
+    def predictions(self, width: int, with_markov_head: bool = True) -> Predictions:
+        chosen = self.markov_head if with_markov_head else None
         return Predictions(self.logits, width, [DISTANCES] * BATCH, chosen, self.states)
 
 
@@ -76,81 +72,52 @@ def places() -> list[tuple[int, int]]:
     return list(product(range(BATCH), range(1, DISTANCES + 1)))
 
 
-# -- the bias ------------------------------------------------------------------------------------
+# -- what it adds --------------------------------------------------------------------------------
 
 
-def test_the_bias_of_all_tokens() -> None:
-    case = Example(23)
-    for row, distance in places():
-        states = case.states[row, distance - 1].expand(6, -1)
-        found = case.transition.logits(case.previous[row], states)
-        for n, previous in enumerate(case.previous[row].tolist()):
-            torch.testing.assert_close(found[n], case.bias(row, distance, previous))
+class Opaque(torch.nn.Module):
+    """Output embeddings whose rows cannot be taken: quantized ones, or a share of them."""
+
+    def __init__(self, inside: Any, bias: Tensor | None):
+        super().__init__()
+        self.inside, self.bias = inside, bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.inside(states) + (0 if self.bias is None else self.bias)
 
 
-def test_the_bias_of_a_shortlist() -> None:
-    case = Example(23)
-    tokens = case.logits.topk(7, dim=-1).indices
-    previous = case.previous.view(BATCH, DISTANCES, 2)
-    found = case.transition.bias(previous, case.states, tokens)
-    assert found.shape == (BATCH, DISTANCES, 2, 7)
-    for (row, distance), n in product(places(), range(2)):
-        whole = case.bias(row, distance, int(previous[row, distance - 1, n]))
-        own = tokens[row, distance - 1]
-        torch.testing.assert_close(found[row, distance - 1, n], whole[own])
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_output_embeddings_whose_rows_cannot_be_taken(biased: bool) -> None:
-    """Quantised ones, or a share of them: the module itself is asked. A bias of its own is no part
-    of the transition's."""
+@pytest.mark.parametrize("embeddings", ["plain", "opaque", "biased"])
+def test_the_bias_given_the_token_before(embeddings: str) -> None:
+    """Of all tokens, and of a few. The output embeddings' own bias is no part of it."""
     case = Example(23)
     tokens, previous = case.logits.topk(7, dim=-1).indices, case.previous.view(BATCH, DISTANCES, 2)
-    expected = case.transition.bias(previous, case.states, tokens)
-    of_all = case.transition.logits(previous, case.states[:, :, None])
-
-    class Opaque(torch.nn.Module):
-        bias = torch.arange(23.0, dtype=torch.float64) if biased else None
-        inside = case.base.out
-
-        def forward(self, states: Tensor) -> Tensor:
-            return self.inside(states) + (0 if self.bias is None else self.bias)
-
-    case.base.out = Opaque()
-    found = Transition(case.weights, case.base)
-    torch.testing.assert_close(found.bias(previous, case.states, tokens), expected)
-    torch.testing.assert_close(found.logits(previous, case.states[:, :, None]), of_all)
-
-
-def test_an_adapter_without_a_transition() -> None:
-    case = Example(8)
-    assert Transition.of({"masks": torch.zeros(3, 4)}, case.base) is None
-    assert Transition.of(case.weights, case.base) is not None
-
-
-# -- the root --------------------------------------------------------------------------------------
+    expected = torch.empty(BATCH, DISTANCES, 2, 23, dtype=torch.float64)
+    for (row, distance), n in product(places(), range(2)):
+        at = row, distance - 1, n
+        expected[at] = case.bias(row, distance, int(previous[at]))
+    if embeddings != "plain":
+        bias = torch.arange(23.0, dtype=torch.float64) if embeddings == "biased" else None
+        case.base.out = Opaque(case.base.out, bias)
+    head = MarkovHead(case.weights, case.base)
+    torch.testing.assert_close(head.logits(previous, case.states[:, :, None]), expected)
+    shortlist = expected.gather(3, tokens[:, :, None].expand(-1, -1, 2, -1))
+    torch.testing.assert_close(head.bias(previous, case.states, tokens), shortlist)
 
 
 @pytest.mark.parametrize("depth", [1, DISTANCES])
 def test_states_given_the_root(depth: int) -> None:
     case = Example(23)
-    roots = torch.tensor([11, 12])
-    found = RootCorrection(case.corrections, case.base)(case.states[:, :depth], roots)
-    assert found.shape == (BATCH, depth, HIDDEN)
+    states = case.states[:, :depth]
+    expected = states.clone()
     for row, distance in product(range(BATCH), range(1, depth + 1)):
-        state = case.states[row, distance - 1]
-        expected = case.corrected(int(roots[row]), distance, state)
-        torch.testing.assert_close(found[row, distance - 1], expected)
-        assert not torch.allclose(expected, state)
-
-
-def test_half_precision_states_stay_so() -> None:
-    case = Example(23)
-    states = case.states.to(torch.bfloat16)
-    found = RootCorrection(case.corrections, case.base)(states, torch.tensor([11, 12]))
-    exact = RootCorrection(case.corrections, case.base)(states.double(), torch.tensor([11, 12]))
+        state = expected[row, distance - 1]
+        state += case.change(distance, int(ROOTS[row]), state)
+    torch.testing.assert_close(case.markov_head.given_root(states, ROOTS), expected)
+    half = states.to(torch.bfloat16)
+    exact = case.markov_head.given_root(half.double(), ROOTS)
+    found = case.markov_head.given_root(half, ROOTS)
     assert found.dtype == torch.bfloat16
-    # Two roundings of bfloat16: of the correction, and of the sum.
+    # Two roundings of bfloat16: of the change, and of the sum.
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-5)
 
 
@@ -201,17 +168,6 @@ def test_chances_sum_to_at_most_one(vocab: int, dtype: torch.dtype) -> None:
         assert sums.max() <= 1 + 1e-5 and sums.min() > 0
 
 
-def test_without_a_transition_the_token_before_does_not_matter() -> None:
-    case = Example(23)
-    predictions = case.predictions(8, transition=False)
-    assert predictions.tokens.shape == (BATCH, DISTANCES, 8)
-    for distance in range(1, DISTANCES + 1):
-        found = predictions.given(case.previous[:, None])[:, distance - 1]
-        expected = case.logits[:, distance - 1].log_softmax(-1).topk(8, dim=-1)
-        torch.testing.assert_close(found[:, 0], expected.values)
-        assert predictions.tokens[:, distance - 1].tolist() == expected.indices.tolist()
-
-
 # -- tokens by rank ----------------------------------------------------------------------------
 
 
@@ -221,33 +177,32 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize("with_transition", [False, True])
+@with_and_without
 @pytest.mark.parametrize("trees", [TREES, TREES[::-1], TREES[:1] * 2])
-def test_tokens_on_the_nodes_of_trees(trees: list[TokenTree], with_transition: bool) -> None:
+def test_tokens_on_the_nodes_of_trees(trees: list[TokenTree], with_markov_head: bool) -> None:
     case = Example(23)
-    roots = torch.tensor([11, 12])
-    found = case.predictions(5, with_transition).ranked(trees, roots)
+    found = case.predictions(5, with_markov_head).ranked(trees, ROOTS)
     assert found.shape == (BATCH, max(map(len, trees)))
     for row, tree in enumerate(trees):
-        tokens = [int(roots[row])]
+        tokens = [int(ROOTS[row])]
         for node in range(1, len(tree)):
             distance = tree.depths[node]
             logits = case.logits[row, distance - 1]
-            if with_transition:
+            if with_markov_head:
                 logits = logits + case.bias(row, distance, tokens[tree.parents[node]])
             order = logits.argsort(descending=True).tolist()
             tokens.append(order[tree.ranks[node]])
         assert found[row, : len(tree)].tolist() == tokens
 
 
-@pytest.mark.parametrize("with_transition", [False, True])
-def test_the_likeliest_given_what_came(with_transition: bool) -> None:
+@with_and_without
+def test_the_likeliest_given_what_came(with_markov_head: bool) -> None:
     case = Example(23)
     previous = case.previous[:, :DISTANCES]
-    found = case.predictions(23, with_transition).likeliest(previous)
+    found = case.predictions(23, with_markov_head).likeliest(previous)
     for row, distance in places():
         logits = case.logits[row, distance - 1]
-        if with_transition:
+        if with_markov_head:
             logits = logits + case.bias(row, distance, int(previous[row, distance - 1]))
         assert found[row, distance - 1].tolist() == logits.argsort(descending=True).tolist()
 
@@ -256,11 +211,8 @@ def test_the_likeliest_given_what_came(with_transition: bool) -> None:
 
 
 @pytest.mark.parametrize("distilled", [False, True])
-@pytest.mark.parametrize("with_root", [False, True])
-@pytest.mark.parametrize("with_transition", [False, True])
-def test_losses_of_single_predictions(
-    with_transition: bool, with_root: bool, distilled: bool
-) -> None:
+@with_and_without
+def test_losses_of_single_predictions(with_markov_head: bool, distilled: bool) -> None:
     """At the anchor a the model itself gives token a + 1; distance d asks for a + 1 + d, given
     a + d, the one before it."""
     case, length, vocab = Example(9), 8, 9
@@ -275,7 +227,7 @@ def test_losses_of_single_predictions(
         at = int(anchors[row, n]) + 1 + distance
         if at < length:
             wanted[row, n, distance - 1] = ids[row, at]
-    weights = (case.weights if with_transition else {}) | (case.corrections if with_root else {})
+    weights = case.weights if with_markov_head else {}
     rest = (ids, anchors, wanted, own if distilled else None)
     losses, made = future_losses(case.base, weights, case.base.out, states, *rest)
 
@@ -291,27 +243,30 @@ def test_losses_of_single_predictions(
         if token == IGNORED:
             assert losses[at] == 0
             continue
-        if with_root:
-            state = case.corrected(int(ids[row, start + 1]), distance, state)
+        if with_markov_head:
+            state = state + case.change(distance, int(ids[row, start + 1]), state)
         scores = case.base.out(state)
         expected = loss(scores, token, own[at])
-        if with_transition:
-            scores = scores + case.formula(int(ids[row, start + distance]), state)
+        if with_markov_head:
+            change = case.change(0, int(ids[row, start + distance]), state)
+            scores = scores + case.base.out.weight @ change
             expected = PLAIN_SHARE * expected + loss(scores, token, own[at])
         torch.testing.assert_close(losses[at], expected)
         torch.testing.assert_close(made[at], scores)
     assert (wanted == IGNORED).any() and (wanted != IGNORED).sum() > 6
 
 
-def test_gradients_reach_the_transition() -> None:
+def test_gradients_reach_the_markov_head() -> None:
     case = Example(9)
-    weights = {**case.weights, **case.corrections}
-    for weight in weights.values():
+    for weight in case.weights.values():
         weight.requires_grad_(True)
     wanted = torch.tensor([[[2, 3, IGNORED]], [[4, IGNORED, IGNORED]]])
     ids, anchors = torch.arange(16).view(2, 8) % 9, torch.tensor([[1], [2]])
     states = case.states[:, None]
-    losses, _ = future_losses(case.base, weights, case.base.out, states, ids, anchors, wanted)
+    losses, _ = future_losses(case.base, case.weights, case.base.out, states, ids, anchors, wanted)
     losses.sum().backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in weights.values())
+    for weight in case.weights.values():
+        assert weight.grad is not None
+        # Nothing is wanted at the last distance.
+        assert weight.grad.flatten(1).any(1).tolist() == [True, True, True, False]
     assert case.base.into.weight.grad is None  # the base's embeddings are as they are

@@ -1,0 +1,168 @@
+"""Markov head: how tokens that are known when a tree grows change the predictions.
+
+Probes and heads predict all distances at once, before the model has chosen its own next token, the
+root of the next tree, and each without the token before it. The Markov head changes the state h_d
+that distance d is predicted from, first given the root r, then given the token x before it::
+
+    h_d <- h_d + U_d silu(V_d e(r) + S_d h_d)
+    h_d <- h_d + U_0 silu(V_0 e(x) + S_0 h_d)
+
+e(x) is the base model's embedding of x, scaled to root mean square 1. The first line is computed
+once per row and comes before the likeliest tokens are chosen. The second rescores a shortlist of
+these for each of many tokens x: it adds the bias w(y) . U_0 silu(...) to the logits, where w(y) is
+the base's output embedding of y. The base's embeddings are reused, so the matrices do not grow with
+the vocabulary. The second line is a low-rank Hydra head (Ankner et al., "Hydra:
+Sequentially-Dependent Draft Heads for Medusa Decoding", 2024) that looks one token back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_spec.adapters.predicting import MARKOV_HEAD
+from hf_spec.drafting.made_once import made_once
+from hf_spec.model.hidden_states import linear_logits
+from modeling_patches.weights import input_features, placement
+
+#: Tokens whose embeddings are projected at once.
+AT_ONCE = 8192
+
+
+class MarkovHead:
+    """Applies an adapter's Markov head; gradients flow to its parameters.
+
+    Args:
+        weights: the adapter's parameters: V ``(1 + distances, rank, embedding)``, U ``(1 +
+            distances, hidden, rank)`` and S ``(1 + distances, rank, hidden)``; entry 0 is for the
+            token before, the others are for the root.
+        model: the base model, whose embeddings are used.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], model: Any):
+        self.weights = _Matrices(*(weights[name] for name in MARKOV_HEAD))
+        self.model = model
+        #: The tables, once they are needed.
+        self._made: _Tables | None = None
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], model: Any) -> MarkovHead | None:
+        """The one among an adapter's parameters, if it has one."""
+        return cls(weights, model) if MARKOV_HEAD[0] in weights else None
+
+    def made(self) -> dict[str, Tensor]:
+        """The tensors that :meth:`given_root` and :meth:`bias` read, by name."""
+        return {**dict(zip(MARKOV_HEAD, self.weights)), **self._tables()._asdict()}
+
+    def using(self, made: Mapping[str, Tensor]) -> MarkovHead:
+        """A copy that reads these tensors in place of :meth:`made`."""
+        own = copy.copy(self)
+        own.weights = _Matrices(*(made[name] for name in MARKOV_HEAD))
+        own._made = _Tables(*(made[name] for name in _Tables._fields))
+        return own
+
+    def given_root(self, states: Tensor, root: Tensor) -> Tensor:
+        """The states given the root.
+
+        Args:
+            states: ``(..., distances, hidden)``, of the first distances.
+            root: ``(...)`` tokens.
+
+        Returns:
+            ``(..., distances, hidden)`` in the dtype of the states.
+        """
+        embedding, output, state = (part[1 : 1 + states.shape[-2]] for part in self.weights)
+        inner = functional.linear(self._unit_embeddings(root), embedding.flatten(0, 1))
+        inner = inner.unflatten(-1, embedding.shape[:2])
+        inner = inner + torch.einsum("...dh,drh->...dr", states.to(state), state)
+        moved = torch.einsum("...dr,dhr->...dh", functional.silu(inner), output)
+        return states + moved.to(states)
+
+    def logits(self, previous: Tensor, states: Tensor) -> Tensor:
+        """The bias of all tokens.
+
+        Args:
+            previous: ``(...)`` previous tokens.
+            states: ``(..., hidden)`` that give the logits to which the bias is added.
+
+        Returns:
+            ``(..., vocab)``
+        """
+        return linear_logits(self.model, self.change(previous, states))
+
+    def change(self, previous: Tensor, states: Tensor) -> Tensor:
+        """What is added to the states, ``(..., hidden)``; see :meth:`logits`."""
+        inner = functional.silu(self._embedded(previous) + self._projected(states))
+        return functional.linear(inner, self.weights.output[0])
+
+    def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
+        """The bias of a few tokens, given each of several previous tokens.
+
+        Args:
+            previous: ``(batch, distances, n)`` previous tokens.
+            states: ``(batch, distances, hidden)`` that the distances are predicted from.
+            tokens: ``(batch, distances, width)``
+
+        Returns:
+            ``(batch, distances, n, width)``
+        """
+        embedded, biases = self._tables()
+        device = embedded.device
+        projected = self._projected(states)[:, :, None].to(device)
+        inner = functional.silu(functional.embedding(previous.to(device), embedded) + projected)
+        return inner @ functional.embedding(tokens.to(device), biases).transpose(-1, -2)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """V_0 e(x), ``(..., rank)``, of tokens ``(...)``."""
+        return functional.linear(self._unit_embeddings(tokens), self.weights.embedding[0])
+
+    def _projected(self, states: Tensor) -> Tensor:
+        """S_0 h, ``(..., rank)``."""
+        state = self.weights.state[0]
+        return functional.linear(states.to(state), state)
+
+    def _unit_embeddings(self, tokens: Tensor) -> Tensor:
+        """e(x) of tokens ``(...)``: ``(..., embedding)``, without gradients."""
+        with torch.no_grad():
+            embeddings = self.model.get_input_embeddings()(tokens.to(placement(self.model).device))
+            embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+            scaled = functional.rms_norm(embeddings, embeddings.shape[-1:], eps=1e-12)
+        return scaled.to(self.weights.embedding)
+
+    @torch.no_grad()
+    def _tables(self) -> _Tables:
+        """V_0 e(x) and U_0 w(y) of all tokens, computed once: a step needs about a thousand."""
+        if self._made is not None:
+            return self._made
+        embedding, output, _ = self.weights
+        modules = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+
+        def make() -> _Tables:
+            (known, _), device = input_features(self.model), placement(self.model).device
+            ids = torch.arange(known, device=device)
+            embedded = torch.cat([self._embedded(some) for some in ids.split(AT_ONCE)])
+            biases = linear_logits(self.model, output[0].T).T.to(embedded).contiguous()
+            return _Tables(embedded, biases)
+
+        self._made = made_once(embedding, (output, *modules), make)
+        return self._made
+
+
+class _Matrices(NamedTuple):
+    """V, U and S of :class:`MarkovHead`, in the order of `MARKOV_HEAD`."""
+
+    embedding: Tensor
+    output: Tensor
+    state: Tensor
+
+
+class _Tables(NamedTuple):
+    """``(vocab, rank)`` each."""
+
+    embedded_tokens: Tensor
+    token_biases: Tensor
