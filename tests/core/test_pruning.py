@@ -116,7 +116,7 @@ def test_the_accepted_path_is_that_of_the_whole_tree_up_to_what_went(seed: int) 
     assert found is not None
     left, at = found
     assert left.slots is not None
-    targets = torch.full((3, tree.num_tokens), -1)
+    targets = torch.full((3, tree.num_tokens), 10**6)
     for row, own in enumerate(rows):
         path = path_to(own.parents, rng.randrange(len(own.parents)))
         targets[row, path[:-1]] = tree.tokens[row, path[1:]]

@@ -205,7 +205,7 @@ def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> 
 
 def leading_to(rng: random.Random, tree: Tree) -> tuple[Tensor, list[list[int]]]:
     """The target's tokens after each node, so that all of a random path is accepted in each row."""
-    targets, paths = torch.full(tree.drafted.tokens.shape, -1), []
+    targets, paths = torch.full(tree.drafted.tokens.shape, 10**6), []
     for row, size in enumerate(tree.row_sizes):
         path = path_to(tree.parents[row].tolist(), rng.randint(0, size))
         targets[row, path[:-1]] = tree.tokens[row, path[1:]]

@@ -1,22 +1,110 @@
-"""``layer_skip``: drafts against a stock cache, layer 0 left out, options."""
+"""``layer_skip``: draft exit by hand, drafts against a stock cache, layer 0 left out, options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from layer_skip_state import SKIPS, Setting, chains, draft_by_stock_cache, rows_of
+from conftest import prompt, ragged
+from covering import covering
+from running import running
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
+import hf_spec
+from hf_spec.cache.convert import pack
+from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
+from hf_spec.drafting.lookup import BatchLookup, merged
+from hf_spec.drafting.ngram import Limits
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
-from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
+from hf_spec.model.target import Target
+from hf_spec.policy.plans import Plan
+from hf_spec.policy.step_policy import StepPolicy
+from modeling_patches.cache_name import CACHE
+from modeling_patches.layer_skip import LayerSkipper
 
 Tiny = Callable[..., PreTrainedModel]
+
+# -- draft exit, eqs. (2)-(4) --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_adaptation_equals_the_equations(seed: int) -> None:
+    rng = random.Random(seed)
+    gamma, epsilon, beta1, beta2, alpha = (rng.random() for _ in range(5))
+    options = LayerSkipOptions(
+        threshold=gamma, threshold_step=epsilon, beta1=beta1, beta2=beta2, target_acceptance=alpha
+    )
+    one, smoothed = DraftExit(options), 0.0
+    for stage in range(1, 20):
+        rate = rng.choice([0.0, 1.0, alpha, rng.random()])
+        b = 0.0 if stage == 1 else beta1
+        smoothed = b * smoothed + (1 - b) * rate  # (2)
+        tilde = gamma + epsilon if smoothed <= alpha else gamma - epsilon  # (3)
+        gamma = beta2 * gamma + (1 - beta2) * tilde  # (4)
+        gamma = min(max(gamma, 0.0), 1.0)  # decides alike
+        one.update(rate)
+        assert one.gamma == pytest.approx(gamma, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["policy", "adaptive", "threshold", "fixed"])
+def test_what_each_mode_does(mode: str) -> None:
+    given = {} if mode == "fixed" else {"threshold": 0.5}
+    one = DraftExit(LayerSkipOptions(draft_exit=mode, **given))
+    assert [one.go_on(p) for p in (0.4, 0.5, 0.6)] == [mode == "fixed", True, True]
+    before = one.gamma
+    one.update(0.0)
+    assert (one.gamma == before) == (mode in ("threshold", "fixed"))
+
+
+@pytest.mark.parametrize(("step", "alpha"), [(0.01, 0.85), (0.1, 0.7)])
+def test_gamma_settles_where_the_target_is_the_median_rate(step: float, alpha: float) -> None:
+    """Planted: a token of draft probability c is accepted with the chance c.
+
+    Gamma moves as far up as down, so that it stays where rates (AR, smoothed) are below the target
+    as often as above it. That takes 1,000 stages and more by the paper's numbers. Rates are skewed,
+    so that their mean is below. The standard deviation of the share is about 0.02, since rates of
+    neighbouring stages are alike; the seed is fixed.
+    """
+    rng = random.Random(0)
+    one = DraftExit(LayerSkipOptions(threshold_step=step, target_acceptance=alpha))
+    below, rates = [], []
+    for stage in range(6000):
+        drafted = accepted = 0
+        right = go_on = True
+        while go_on and drafted < 12:
+            chance = rng.betavariate(3, 1)
+            right = right and rng.random() < chance
+            drafted, accepted, go_on = drafted + 1, accepted + right, one.go_on(chance)
+        one.update(accepted / drafted)
+        assert one.acceptance is not None
+        if stage >= 3000:
+            below.append(one.acceptance <= alpha)
+            rates.append(accepted / drafted)
+    assert sum(below) / len(below) == pytest.approx(0.5, abs=0.06)
+    assert alpha - 0.13 < sum(rates) / len(rates) < alpha
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_papers_but_for_the_exit() -> None:
+    options = LayerSkipOptions()
+    assert (options.draft_exit, options.max_draft, options.threshold) == ("policy", 12, 0.6)
+    assert (options.threshold_step, options.beta1, options.beta2) == (0.01, 0.5, 0.9)
+    assert options.acceptance == "match"
 
 
 def test_without_layers_to_skip_the_error_says_where_to_get_them(tiny: Tiny) -> None:
@@ -32,12 +120,80 @@ def test_empty_lists_skip_nothing(tiny: Tiny) -> None:
         assert torch.equal(drafting.run(model, ids).logits, plain) == nothing
 
 
+# -- drafting ------------------------------------------------------------------------------------
+
+#: name -> what is skipped; layer 0 among it, since a stock cache takes its length from there.
+SKIPS: dict[str, dict[str, list[int]]] = {
+    "nothing": {"skip_attention": [], "skip_mlp": []},
+    "attention 0": {"skip_attention": [0], "skip_mlp": []},
+    "layer 0": {"skip_attention": [0], "skip_mlp": [0]},
+    "middle": {"skip_attention": [1], "skip_mlp": [2]},
+    "first two": {"skip_attention": [0, 1], "skip_mlp": [0, 1]},
+}
+
+
+def rows_of(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    vocab = model.config.vocab_size
+    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+class Setting:
+    """A decoding state after a prefill of ``rows``, whose last tokens are the roots."""
+
+    def __init__(self, model: PreTrainedModel, rows: list[list[int]]):
+        self.model, self.rows = model, rows
+        width = max(map(len, rows)) - 1
+        ids = torch.tensor([[0] * (width + 1 - len(row)) + row[:-1] for row in rows])
+        mask = torch.tensor([[0] * (width + 1 - len(row)) + [1] * (len(row) - 1) for row in rows])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+        cache = pack(prefilled[CACHE], mask, width + 16, "cpu")
+        target = Target(model, cache, torch.full((len(rows),), 1000))
+        sequences = SimpleNamespace(
+            tokens=rows, rows=range(len(rows)), active=[True] * len(rows),
+            remaining=[50] * len(rows),
+        )  # fmt: skip
+        self.state = DecodeState(
+            model, None, target, cache, sequences,
+            root=torch.tensor([row[-1] for row in rows]), do_sample=False,
+            process=lambda logits, suffixes, active, drafting: logits.float(),
+        )  # fmt: skip
+
+    def verify(self, tree: Tree) -> Tensor:
+        return self.state.target(tree).logits
+
+
+def chains(*counts: int) -> HostResult:
+    """The result of a step that accepts so many nodes of each row's chain."""
+    return HostResult([[*range(n)] for n in counts], [[7] * n for n in counts], [0] * len(counts))
+
+
 @pytest.fixture
 def setting(tiny: Tiny):
     with torch.no_grad():
         yield lambda lengths: Setting(
             tiny("llama", dtype=torch.float64), rows_of(tiny("llama"), lengths)
         )
+
+
+def draft_by_stock_cache(
+    model: PreTrainedModel, row: list[int], skips: dict[str, list[int]], length: int
+) -> tuple[list[int], list[Tensor]]:
+    """Prefix states of the full model, then greedy tokens of the skipping model one by one."""
+    cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True)[CACHE]
+    tokens, logits = [row[-1]], []
+    with running(LayerSkipper(model, **skips).changes):
+        for step in range(length):
+            place = len(row) - 1 + step
+            visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
+            out = model(
+                torch.tensor([tokens[-1:]]), **{CACHE: cache}, attention_mask=visible,
+                position_ids=torch.tensor([[place]]),
+            )  # fmt: skip
+            logits.append(out.logits[0, -1])
+            tokens.append(int(logits[-1].argmax()))
+    return tokens[1:], logits
 
 
 @pytest.mark.parametrize("skips", SKIPS)
@@ -85,6 +241,16 @@ def test_each_row_stops_after_its_first_unsure_token(
     assert tree.tokens.shape == (4, tree.num_nodes)
     if share in (0.2, 0.5):
         assert len(set(tree.row_depths)) > 1
+
+
+def test_skipping_changes_the_drafts(setting: Callable[..., Setting]) -> None:
+    """Otherwise the tests above would compare the full model with itself."""
+    one = setting([9])
+    drafts = {
+        name: tuple(draft_by_stock_cache(one.model, one.rows[0], skips, 5)[0])
+        for name, skips in SKIPS.items()
+    }
+    assert len(set(drafts.values())) > 2
 
 
 @pytest.mark.parametrize("left", [1, 2, 4])
@@ -182,3 +348,359 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
     drafter.start(one.state)
     depths = drafter.propose(one.state).row_depths
     assert depths == tuple(2 if chance >= threshold else 1 for chance in first)
+
+
+# -- the policy's exit: trees --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paths", "rate", "price", "pays"),
+    [
+        ([0.9], 0.8, 0.71, True),  # 0.72 tokens
+        ([0.9], 0.8, 0.73, False),
+        ([0.5, 0.0, 0.4], 0.5, 0.44, True),  # of all rows, the finished one left out
+        ([0.5, 0.0, 0.4], 0.5, 0.46, False),
+    ],
+)
+def test_a_forward_must_bring_its_price(
+    paths: list[float], rate: float, price: float, pays: bool
+) -> None:
+    one = DraftExit(LayerSkipOptions())
+    one.calibration.came[2] = rate * one.calibration.tries[2]
+    assert one.is_worth(3, paths, [1.0] * len(paths), price) == pays
+
+
+def test_gamma_decides_while_no_price_is_known() -> None:
+    one = DraftExit(LayerSkipOptions(threshold=0.5))
+    assert one.is_worth(2, [0.1, 0.1], [0.2, 0.5], None)  # of the surest row
+    assert not one.is_worth(2, [0.1, 0.1], [0.2, 0.4], None)
+    assert not one.is_worth(2, [0.1, 0.0], [0.2, 0.9], None)  # which is not finished
+    assert one.is_worth(1, [1.0], [], None, [0.9])  # and drafts begin
+
+
+def test_steps_in_which_no_draft_pays_look_again_seldom(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [6], 1.01)
+    for _ in range(2 * AGAIN):
+        tree = drafter.propose(one.state)
+        drafter.observe(one.state, tree, chains(1))
+    assert one.state.stats.num_draft_forwards == 2
+
+
+def timed(
+    setting: Callable[..., Setting], lengths: list[int], price: float | None = 0.0, **options: Any
+) -> tuple[Setting, LayerSkipDrafter]:
+    one = setting(lengths)
+    forget(one.model)
+    one.state.timed, one.state.draft_cost = True, lambda: price
+    given = {**SKIPS["layer 0"], "max_draft": 4, **options}
+    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**given))
+    drafter.start(one.state)
+    return one, drafter
+
+
+def oracle_tree(one: Setting, row: int, depth: int, trust: Sequence[float]) -> dict[Any, float]:
+    """``{tokens down to a node: its chance}``: a chain, and two other tokens beside each."""
+    chain, logits = draft_by_stock_cache(one.model, one.rows[row], SKIPS["layer 0"], depth)
+    found, path = {}, 1.0
+    for k in range(depth):
+        said = logits[k].float().softmax(-1)
+        for token in said.topk(3).indices.tolist():
+            chance = path * min(float(said[token]) * trust[k], 1.0)
+            found[(*chain[:k], token)] = chance
+        path = found[tuple(chain[: k + 1])]
+    return found
+
+
+def nodes_of(tree: Tree, row: int) -> dict[Any, float]:
+    """``{tokens down to a node: its chance}`` of a tree, best first."""
+    assert tree.host is not None
+    parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, tree.row_sizes[row] + 1):
+        paths.append((*paths[parents[node]], tokens[node]))
+    assert len(set(paths)) == len(paths)
+    return dict(zip(paths[1:], tree.host.probs[row].tolist()[1:]))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("lengths", [[6], [9, 4, 6]], ids=str)
+def test_trees_are_chains_with_the_next_likeliest_tokens(
+    setting: Callable[..., Setting], lengths: list[int], factor: float
+) -> None:
+    one, drafter = timed(setting, lengths)
+    drafter.exit.calibration.came[:] = factor * drafter.exit.calibration.promised
+    tree = drafter.propose(one.state)
+    assert one.state.stats.num_draft_forwards == 4 and tree.q is None
+    for row in range(len(lengths)):
+        found, wanted = nodes_of(tree, row), oracle_tree(one, row, 4, [factor] * 4)
+        assert found == pytest.approx(wanted, rel=1e-4)  # probabilities are float32
+        chances = list(found.values())
+        assert chances == sorted(chances, reverse=True)
+    logits = one.verify(tree)
+    for row, tokens in enumerate(one.rows):  # the mask and the positions are those of a tree
+        path = next(path for path in nodes_of(tree, row) if len(path) == 3)
+        node = list(nodes_of(tree, row)).index(path) + 1
+        full = one.model(torch.tensor([[*tokens, *path]])).logits[0, -1]
+        torch.testing.assert_close(logits[row, node], full, rtol=0, atol=1e-9)
+
+
+def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
+    setting: Callable[..., Setting],
+) -> None:
+    for price in (0.001, 0.01, 0.05, 0.2, 0.6, 1.5):  # less than two rows can bring
+        one, drafter = timed(setting, [9, 4], price, max_draft=6)
+        drafter.exit.calibration.came *= 0.9
+        rate = 0.9
+        trees = [oracle_tree(one, row, 6, [0.9] * 6) for row in (0, 1)]
+        best = [[max(c for p, c in t.items() if len(p) == k) for k in range(1, 7)] for t in trees]
+        worth = [rate * (best[0][k] + best[1][k]) for k in range(5)]
+        wanted = 1 + next((k for k in range(5) if not worth[k] > price), 5)
+        drafter.propose(one.state)
+        assert one.state.stats.num_draft_forwards == wanted
+
+
+def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [5, 6])
+    rows = one.state.sequences
+    rows.active, rows.remaining = [False, True], [1, 3]
+    tree = drafter.propose(one.state)
+    assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
+    rows.remaining = [1, 1]
+    tree = drafter.propose(one.state)
+    assert tree.num_nodes == 1 and tree.host is not None
+    assert tree.host.probs.tolist() == [[1.0], [1.0]]
+
+
+def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [5])
+    allowed = [7, 9]
+
+    def process(logits: Tensor, suffixes: Any, active: Any, drafting: bool) -> Tensor:
+        scores = torch.full_like(logits.float(), -torch.inf)
+        scores[:, allowed] = logits.float()[:, allowed]
+        return scores
+
+    one.state.process = process
+    tree = drafter.propose(one.state)
+    assert tree.row_sizes == (8,)
+    assert {token for path in nodes_of(tree, 0) for token in path} == set(allowed)
+
+
+def test_calibration_learns_from_chains_and_alternatives(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [6], max_draft=3)
+    tree = drafter.propose(one.state)
+    found, calibration = nodes_of(tree, 0), drafter.exit.calibration
+    chain = next(path for path in found if len(path) == 3 and path[:2] in found)
+    beside = next(path for path in found if len(path) == 2 and path[1] != chain[1])
+    came, tries = calibration.came.copy(), calibration.tries.copy()
+    promised = calibration.promised.copy()
+    path = [0, 1 + list(found).index(beside[:1]), 1 + list(found).index(beside)]
+    # The chain's first token, then another one than its second.
+    drafter.observe(one.state, tree, HostResult([path], [[*beside, 0]], [0]))
+    keep = 1 - 1 / 256
+    assert calibration.came == pytest.approx([keep * came[0] + 1, keep * came[1] + 1, came[2]])
+    assert calibration.tries == pytest.approx([keep * tries[0] + 1, keep * tries[1] + 1, tries[2]])
+    first = sum(chance for path, chance in found.items() if len(path) == 1)
+    second = sum(chance for path, chance in found.items() if len(path) == 2) / found[chain[:1]]
+    wanted = [keep * promised[0] + first, keep * promised[1] + second, promised[2]]
+    assert calibration.promised == pytest.approx(wanted, rel=1e-4)
+    gamma = drafter.exit.gamma
+    roots = Tree.roots(one.state.root)
+    drafter.observe(one.state, roots, chains(1))  # a plain step: nothing was proposed
+    assert calibration.tries[0] == keep * tries[0] + 1 and drafter.exit.gamma == gamma
+
+
+def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
+    setting: Callable[..., Setting],
+) -> None:
+    one, drafter = timed(setting, [6])
+    one.state.timed = False
+    tree = drafter.propose(one.state)
+    assert tree.host is None and tree.is_chain
+    drafter.observe(one.state, tree, chains(tree.num_nodes))
+    assert drafter.exit.acceptance == 1.0
+
+
+def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> None:
+    one, inner = timed(setting, [12], -1.0)
+    chain = [path for path in nodes_of(inner.propose(one.state), 0) if len(path) == 4]
+    row = one.state.tokens[0]
+    # What is drafted has followed the root before: one node each, as likely as the surer says.
+    one.state.tokens[0] = [*row[:2], row[-1], *chain[0], *row[2:]]
+    one.state.lookups = BatchLookup(Limits(), 1)
+    tree = inner.propose(one.state)
+    own, found = nodes_of(tree, 0), nodes_of(merged(tree, one.state.lookup()), 0)
+    assert set(own) < set(found)  # look-ups go deeper
+    assert chain[0] in found and found[chain[0]] >= own[chain[0]]
+    assert inner.policy_chooses
+
+
+def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:
+    """It must bring its price beyond the tokens that are candidates already."""
+    one, drafter = timed(setting, [6])
+    chain = next(path for path in nodes_of(drafter.propose(one.state), 0) if len(path) == 4)
+    for sure, wanted in ((0.6, 0), (0.4, 4)):
+        one, drafter = timed(setting, [6], 0.5)
+        drafter.exit.calibration.promised[:] *= 1e-3  # so that paths are as sure as can be
+        one.state.looked_up = [Row([-1, 0, 1], [0, *chain[:2]], [1.0, sure, sure])]
+        tree = drafter.propose(one.state)
+        assert one.state.stats.num_draft_forwards == wanted
+        assert tree.max_depth == wanted
+    # Where drafts part with what was looked up, that holds nothing.
+    one, drafter = timed(setting, [6], 0.5)
+    drafter.exit.calibration.promised[:] *= 1e-3
+    other = (chain[0] + 1) % 50
+    one.state.looked_up = [Row([-1, 0, 1], [0, other, chain[1]], [1.0, 0.4, 0.4])]
+    drafter.propose(one.state)
+    assert one.state.stats.num_draft_forwards == 4
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step drafts as deep as it may, and takes all candidates."""
+    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: drafts(self))
+    monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
+    monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
+
+    def drafts(policy: StepPolicy) -> bool:
+        policy.lookups_only = False
+        return True
+
+
+COMPILED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alone": ({}, {}),
+    "batch": (ragged((12, 5, 9, 7)), {}),
+    "processors": (ragged(), {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}),
+    "sampled": ({}, {"do_sample": True, "temperature": 0.8, "top_k": 12}),
+    "compiled": (ragged(), COMPILED),
+}
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize(
+    ("call", "lookup"),
+    covering(
+        product(CALLS, (False, True)),
+        # Code takes its time.
+        lambda call, lookup: [call if call == "compiled" else (call, lookup)],
+    ),
+)
+def test_trees_change_nothing(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, call: str, lookup: bool
+) -> None:
+    """Tokens are those of plain generation, also where an alternative was the right one."""
+    inputs, kwargs = CALLS[call]
+    model, inputs = tiny("llama"), inputs or {"input_ids": prompt()}
+    common: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "eos_token_id": None,
+        **kwargs,
+    }
+    settings = {key: value for key, value in common.items() if key not in COMPILED}
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **settings)
+    right: list[int] = []
+    learn = DraftExit.learn
+
+    def note(self: DraftExit, trust: Any, trees: Any, came: Any) -> None:
+        for one, tokens in zip(trees, came):
+            below = [n for n, parent in enumerate(one.parents) if parent == 0]
+            right.extend(rank for rank, n in enumerate(below) if one.tokens[n] == tokens[:1][0])
+        learn(self, trust, trees, came)
+
+    monkeypatch.setattr(DraftExit, "learn", note)
+    torch.manual_seed(3)
+    ours = model.generate(
+        **inputs, **common, assistant_strategy="layer_skip",
+        assistant_kwargs={"skip_attention": [1], "skip_mlp": [0, 2], "lookup": lookup},
+    )  # fmt: skip
+    assert torch.equal(ours, plain)
+    assert set(right) > {0}  # alternatives, too
+    stats = hf_spec.last_stats(model)
+    assert stats.num_generated_tokens > stats.num_row_steps
+    assert not stats.details.get("compiled", {}).get("refused")
+
+
+# -- gamma between calls -------------------------------------------------------------------------
+
+#: Gamma rises by 0.001 at every stage, whatever is accepted.
+RISING = {"skip_mlp": [1], "max_draft": 3, "target_acceptance": 1.0}
+
+
+def stages_and_gamma(model: Any, **options: Any) -> tuple[int, float]:
+    """Drafting stages of a call, and gamma behind it."""
+    model.generate(
+        prompt(), max_new_tokens=24, do_sample=False, assistant_strategy="layer_skip",
+        assistant_kwargs={**RISING, "drafting": "always", **options},
+    )  # fmt: skip
+    stats = hf_spec.last_stats(model)
+    return stats.offered[1], stats.details["threshold"]
+
+
+def test_a_call_goes_on_where_the_one_before_ended(fresh: Tiny) -> None:
+    model = fresh("llama")
+    stages, gamma = stages_and_gamma(model)
+    assert stages > 5 and gamma == pytest.approx(0.6 + 0.001 * stages)
+    assert stages_and_gamma(model) == (stages, pytest.approx(gamma + 0.001 * stages))
+    # Others begin anew: another model, other layers, other options.
+    assert stages_and_gamma(fresh("llama")) == (stages, gamma)
+    for options in ({"skip_mlp": [2]}, {"threshold": 0.7}):
+        stages, risen = stages_and_gamma(model, **options)
+        assert risen == pytest.approx(options.get("threshold", 0.6) + 0.001 * stages)
+    forget(model)
+    assert stages_and_gamma(model)[1] == gamma
+
+
+def test_adapters_have_a_gamma_of_their_own(fresh: Tiny) -> None:
+    model, gammas = fresh("llama"), []
+    for name in ("one", "other"):
+        model.add_adapter(hf_spec.LayerSkipConfig(skip_mlp=[1]), name)
+        model.set_adapter(name)
+        gammas.append(stages_and_gamma(model, skip_mlp=None)[1])
+    assert gammas[0] == gammas[1] > 0.6
+
+
+def test_gamma_comes_back_from_a_long_stretch() -> None:
+    """It stays a probability: what lies beyond would have to be made up for, stage by stage."""
+    for rates, end in (((1.0, 0.0), 0.0), ((0.0, 1.0), 1.0)):
+        one = DraftExit(LayerSkipOptions())
+        for _ in range(2000):
+            one.update(rates[0])
+        assert one.gamma == end
+        for _ in range(20):
+            one.update(rates[1])
+        assert abs(one.gamma - end) > 0.01
+
+
+def test_no_update_of_another_thread_is_lost() -> None:
+    one = DraftExit(LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: [one.update(0.5) for _ in range(500)], range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert one.gamma == pytest.approx(0.0001 * 4000)
+
+
+# -- stock assisted decoding ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skips", SKIPS)
+def test_get_candidates_appends_the_skipping_models_own_tokens(tiny: Tiny, skips: str) -> None:
+    model = tiny("llama")
+    drafter = LayerSkipDrafter(model, LayerSkipOptions(**SKIPS[skips], max_draft=5))
+    for row in rows_of(model, [4, 11]):
+        ids = torch.tensor([row])
+        wanted = ids
+        with running(drafter.drafting), torch.no_grad():
+            for _ in range(5):  # without any cache
+                following = model(wanted, use_cache=False).logits[:, -1:].argmax(-1)
+                wanted = torch.cat([wanted, following], dim=1)
+        candidates, logits = drafter.get_candidates(ids)
+        assert logits is None
+        assert candidates.shape == (1, len(row) + 5)
+        assert torch.equal(candidates, wanted)
