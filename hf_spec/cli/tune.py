@@ -28,7 +28,7 @@ def tune(
     max_size: Annotated[
         int,
         typer.Option(min=2, max=512, help="Maximum number of step tokens of a tree of the method's "
-                     "own: candidates and probes."),
+                     "own: draft tokens and probes."),
     ] = 64,
     batch_size: Annotated[
         str, typer.Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")

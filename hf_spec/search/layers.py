@@ -43,7 +43,7 @@ Choice = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a search optimises; a study can only be continued with the same settings.
+    """What a search optimizes; a study can only be continued with the same settings.
 
     Attributes:
         max_new_tokens: limit for each prompt.
@@ -106,7 +106,7 @@ class LayerSearch:
         tokenizer: its tokenizer.
         prompts: development prompts.
         folder: an existing folder.
-        settings: what is optimised.
+        settings: what is optimized.
 
     Raises:
         ValueError: the folder's study has other settings or cannot be read, or the model or the

@@ -80,7 +80,7 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
 class NewAnchors(TrainerCallback):
     """Draws new anchors of the training data in each epoch.
 
-    accelerate's data loaders would, but in a single process they only notify the sampler.
+    accelerate's data loaders do in a single process; in several they only notify the sampler.
     """
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from peft import get_peft_model
 from tiny_checkpoint import make_model
+from torch.utils.data import DataLoader
+from transformers import TrainerState
 
 import hf_spec
-from hf_spec.training.anchors import AnswerDataset, collate
+from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 
 ROWS = [
     {"prompt_ids": list(range(100, 104)), "answer_ids": list(range(10, 40))},
@@ -40,8 +42,9 @@ def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
     first = one[0]["anchors"].tolist()
     two[1], two[2]
     assert two[0]["anchors"].tolist() == first
-    two.set_epoch(1)
-    assert two[0]["anchors"].tolist() != first
+    loader = DataLoader(two)
+    NewAnchors().on_epoch_begin(None, TrainerState(epoch=1.0), None, train_dataloader=loader)
+    assert two.epoch == 1 and two[0]["anchors"].tolist() != first
     two.set_epoch(0)
     assert two[0]["anchors"].tolist() == first
     assert AnswerDataset(ROWS, num_anchors=6, seed=4)[0]["anchors"].tolist() != first

@@ -341,6 +341,11 @@ def test_sampling_depends_on_the_seed_alone(
     assert [row["prompt_ids"] for row in sampled] == [row["prompt_ids"] for row in oracle]
     assert distill(root, tmp_path / "other", *SAMPLED[:-1], "6") == 0
     assert rows_of(tmp_path / "other") != sampled
+    # Each batch has a seed of its own: the same prompt again gets another answer.
+    again = write_prompts(tmp_path / "again.jsonl", [{"prompt": "abc"}] * 3)
+    more = ("--batch-size", "1", "--prompts", str(again))
+    assert distill(root, tmp_path / "again", *SAMPLED, *more) == 0
+    assert len({tuple(row["answer_ids"]) for row in rows_of(tmp_path / "again")}) == 3
     # Neither on interruptions nor on time: leaving out drafts that do not pay would change who
     # draws what.
     with killed_after(1, torn=700):
