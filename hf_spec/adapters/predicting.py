@@ -105,7 +105,7 @@ class PredictingConfig(SpecPeftConfig):
 
 @dataclass
 class FrontConfig(PredictingConfig):
-    """Base of configs of adapters with a learned prefix KV, which has the shape of the KV cache."""
+    """Base of configs of adapters with a prefix KV, which has the shape of the base's KV cache."""
 
     num_layers: int | None = setting(None, "Layers of the base's cache (recorded).")
     num_kv_heads: int | None = setting(None, "Key-value heads of the base (recorded).")

@@ -365,7 +365,7 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
         ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
         ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
         *(("Medusa", {"markov_rank": n}, "markov_rank=") for n in (-1, 1.5, "3", 10**6)),
-        ("Space", {"transition_learning_rate": 1.5}, "transition_learning_rate=1.5"),
+        ("Space", {"markov_learning_rate": 1.5}, "markov_learning_rate=1.5"),
     ],
 )
 def test_bad_fields(config: str, fields: dict[str, Any], message: str) -> None:
