@@ -164,7 +164,6 @@ def test_models(model_type: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("inkling_text", "InklingForCausalLM has a cache layer of type.*Generate without"),
         ("gemma4_text", "Gemma4ForCausalLM has KV of several shapes.*Choose an adapter without it"),
         ("gemma3n_text", r"layers \[2, 3\] of Gemma3nForCausalLM have no KV.*Choose an adapter"),
     ],
@@ -175,12 +174,11 @@ def test_learned_states_for_every_layer(model_type: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.add_adapter(hf_spec.BitaConfig(), "refused")
     assert not getattr(model, "peft_config", None)
-    if model_type != "inkling_text":
-        model.add_adapter(hf_spec.BitaConfig(prompt_depth="none"), "fits")
-        plain = model.generate(prompt(), **GREEDY)
-        ours = model.generate(prompt(), **GREEDY, **drafting("bita"))
-        model.delete_adapter("fits")
-        assert ours.tolist() == plain.tolist()
+    model.add_adapter(hf_spec.BitaConfig(prompt_depth="none"), "fits")
+    plain = model.generate(prompt(), **GREEDY)
+    ours = model.generate(prompt(), **GREEDY, **drafting("bita"))
+    model.delete_adapter("fits")
+    assert ours.tolist() == plain.tolist()
 
 
 def test_encoder_decoder(spec: Spec) -> None:

@@ -99,7 +99,8 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
     old, new = weights(one), weights(two)
     assert all(torch.equal(new[name], old[name]) for name in old)
-    assert new["markov_output"].shape == (4, 32, 128)  # as `hf-spec train` has it by default
+    distances = hf_spec.BitaConfig.from_pretrained(one).num_mask_tokens
+    assert new["markov_output"].shape == (1 + distances, 32, 128)  # 128 is the command's default
     assert (two / "README.md").is_file() and (two / "training.json").is_file()
     assert hf_spec.SpecConfig.from_pretrained(two).assistant_strategy == "bita"
 
