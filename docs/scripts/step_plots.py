@@ -137,7 +137,8 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
     axes.axis("off")
     count = len(step.emitted)
     axes.set_title(
-        f"{tree.num_candidates} candidates, {count} token{'s' * (count != 1)} emitted", fontsize=10
+        f"{tree.num_draft_tokens} draft tokens, {count} token{'s' * (count != 1)} emitted",
+        fontsize=10,
     )
     for parent, node in edges:
         taken = node in accepted

@@ -3,10 +3,10 @@
 They are far above useful values: anything beyond them is a mistake or a malicious file.
 """
 
-#: Candidates of a tree requested by an option or a file.
-MAX_CANDIDATES = 1024
-#: Nodes of any tree, with room for look-up candidates merged into another tree.
-MAX_NODES = 2 * MAX_CANDIDATES
+#: Draft tokens of a tree requested by an option or a file.
+MAX_DRAFT_TOKENS = 1024
+#: Nodes of any tree, with room for lookup draft tokens merged into another tree.
+MAX_NODES = 2 * MAX_DRAFT_TOKENS
 #: Step tokens per batch row: nodes and the probes under them.
 MAX_ROWS = 4096
 #: Future tokens that an adapter predicts: mask tokens, prompt tokens, or heads.

@@ -9,16 +9,16 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
-from hf_spec.core.limits import MAX_CANDIDATES, MAX_NODES
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_NODES
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A static tree of candidates.
+    """A static tree of draft tokens.
 
     Args:
         parents: parent of each node; ``parents[0] == -1`` is the root, and ``parents[i] < i``.
-        ranks: rank of each node among its parent's candidates (0 = most likely); the root's is 0.
+        ranks: rank of each node among its parent's draft tokens (0 = most likely); the root's is 0.
             If omitted, siblings are ranked in order.
 
     Raises:
@@ -64,7 +64,7 @@ class TokenTree:
         the root, ``[0, 1]`` that node's second likeliest child.
 
         Args:
-            paths: one path per candidate, in any order; every nonempty prefix must be a path, too.
+            paths: one path per draft token, in any order; every nonempty prefix must be a path.
 
         Raises:
             ValueError: on an empty path, a negative rank, a duplicate, a missing parent, or too
@@ -84,7 +84,7 @@ class TokenTree:
     @staticmethod
     @lru_cache(maxsize=512)
     def chain(length: int) -> TokenTree:
-        """The root and ``length`` candidates, each the child of the one before."""
+        """The root and ``length`` draft tokens, each the child of the one before."""
         return TokenTree(tuple(range(-1, length)))
 
     def to_json(self) -> str:
@@ -119,7 +119,7 @@ class TokenTree:
         return len(self.parents)
 
     @property
-    def num_candidates(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Nodes besides the root."""
         return len(self.parents) - 1
 
@@ -138,7 +138,7 @@ class TokenTree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Rank path of each candidate, without the root's empty path."""
+        """Rank path of each draft token, without the root's empty path."""
         paths: list[tuple[int, ...]] = [()]
         for node in range(1, len(self.parents)):
             paths.append((*paths[self.parents[node]], self.ranks[node]))
@@ -163,9 +163,9 @@ class TokenTree:
 
 def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
     """Return rank paths as tuples; raise a ValueError if they are invalid."""
-    found = list(islice(paths, MAX_CANDIDATES + 1))
-    if len(found) > MAX_CANDIDATES:
-        raise ValueError(f"a tree with more than {MAX_CANDIDATES} candidates: leave some out.")
+    found = list(islice(paths, MAX_DRAFT_TOKENS + 1))
+    if len(found) > MAX_DRAFT_TOKENS:
+        raise ValueError(f"a tree with more than {MAX_DRAFT_TOKENS} draft tokens: leave some out.")
     return [_checked_path(path) for path in found]
 
 
@@ -173,11 +173,11 @@ def _checked_path(path: Any) -> tuple[int, ...]:
     """Return a rank path as a tuple; raise a ValueError if it is invalid."""
     if isinstance(path, str) or not isinstance(path, Iterable):
         raise ValueError(f"path {path!r}: give a list of ranks.")
-    key = tuple(islice(path, MAX_CANDIDATES + 1))
-    if len(key) > MAX_CANDIDATES:
-        raise ValueError(f"path {list(key[:8])} ...: at most {MAX_CANDIDATES} ranks.")
+    key = tuple(islice(path, MAX_DRAFT_TOKENS + 1))
+    if len(key) > MAX_DRAFT_TOKENS:
+        raise ValueError(f"path {list(key[:8])} ...: at most {MAX_DRAFT_TOKENS} ranks.")
     if not key:
-        raise ValueError("path []: the root is implied; give paths of candidates only.")
+        raise ValueError("path []: the root is implied; give paths of draft tokens only.")
     for rank in key:
         if not isinstance(rank, int) or isinstance(rank, bool):
             raise ValueError(f"path {list(key)}: ranks are whole numbers, {rank!r} is not.")
@@ -196,7 +196,7 @@ def _from_keys(cls: type[TokenTree], keys: Sequence[tuple[int, ...]]) -> TokenTr
         if key[:-1] not in index:
             raise ValueError(
                 f"path {list(key)}: its parent {list(key[:-1])} is missing. Add it, since a "
-                "candidate can only be accepted after its parent."
+                "draft token can only be accepted after its parent."
             )
         index[key] = len(parents)
         parents.append(index[key[:-1]])

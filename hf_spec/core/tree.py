@@ -80,7 +80,7 @@ class Tree:
         tree = Tree(
             torch.cat([row.tokens for row in rows]), torch.cat([row.parents for row in rows]),
             torch.cat([row.depths for row in rows]), torch.cat([row.valid for row in rows]),
-            tuple(shape.num_candidates for shape in shapes),
+            tuple(shape.num_draft_tokens for shape in shapes),
             tuple(shape.max_depth for shape in shapes),
             is_chain=all(shape.is_chain for shape in shapes),
         )  # fmt: skip
@@ -395,6 +395,6 @@ def _single(shape: TokenTree, device: str) -> Tree:
     parents = torch.tensor([shape.parents], device=device)
     return Tree(
         torch.zeros_like(parents), parents, torch.tensor([shape.depths], device=device),
-        torch.ones_like(parents, dtype=torch.bool), (shape.num_candidates,), (shape.max_depth,),
+        torch.ones_like(parents, dtype=torch.bool), (shape.num_draft_tokens,), (shape.max_depth,),
         shape.is_chain,
     )  # fmt: skip

@@ -18,7 +18,7 @@ class TreeState:
     """The tree and probes that a batch row forwards in one state.
 
     Args:
-        tree: the candidates.
+        tree: the draft tokens.
         probes: distances probed under each node: n predicts n tokens after the next one.
 
     Raises:
@@ -76,8 +76,8 @@ class TreeStates:
         for k, state in enumerate(states):
             if state.tree.max_depth > k:
                 raise ValueError(
-                    f"state {k} has candidates at depth {state.tree.max_depth}: {k} future tokens "
-                    "are known in it."
+                    f"state {k} has draft tokens at depth {state.tree.max_depth}: {k} future "
+                    "tokens are known in it."
                 )
             if max(state.probes) > most:
                 raise ValueError(
@@ -111,7 +111,7 @@ class TreeStates:
 
     @property
     def max_rank(self) -> int:
-        """Largest rank of a candidate."""
+        """Largest rank of a draft token."""
         return max(max(state.tree.ranks) for state in self.states)
 
 

@@ -1,1 +1,1 @@
-"""Parts that methods draft with: drafters, options, heads, n-gram look-ups."""
+"""Parts that methods draft with: drafters, options, heads, n-gram lookups."""

@@ -1,8 +1,8 @@
 """A reduced vocabulary for drafting: the most frequent tokens, which make predictions cheaper.
 
 Predictions use the model's output embeddings; with a vocabulary of 128,000 tokens, these are a
-fifth of a model of a billion parameters. Most text uses few distinct tokens, and a candidate may be
-wrong: FR-Spec (Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
+fifth of a model of a billion parameters. Most text uses few distinct tokens, and a draft token may
+be wrong: FR-Spec (Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
 Frequency-Ranked Speculative Sampling", 2025, section 3.2). Verification uses all tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Base class of drafters whose candidates come from heads on the final hidden state."""
+"""Base class of drafters whose draft tokens come from heads on the final hidden state."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SPARSE: tuple[tuple[int, ...], ...] = (
 
 
 def sparse_tree(_: Any, depth: int) -> TokenTree:
-    """15 candidates, most of them under likely ones."""
+    """15 draft tokens, most of them under likely ones."""
     return TokenTree.from_paths(SPARSE).truncate(depth)
 
 
 class HeadDrafter(TreeDrafter):
-    """Candidates are the heads' likeliest tokens; a step forwards only the tree.
+    """Draft tokens are the heads' likeliest tokens; a step forwards only the tree.
 
     All heads predict in every step, so the tree is always that of the last state.
 

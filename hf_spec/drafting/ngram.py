@@ -1,6 +1,6 @@
-"""N-gram look-up: earlier occurrences of a sequence's end, and what followed them.
+"""N-gram lookup: earlier occurrences of a sequence's end, and what followed them.
 
-Each new token is indexed once per n-gram size. The cost of a look-up depends on its result, not on
+Each new token is indexed once per n-gram size. The cost of a lookup depends on its result, not on
 the length of the sequence. Plain lists and dictionaries are fast enough for short sequences.
 """
 
@@ -64,9 +64,9 @@ class NgramIndex:
 
 
 class Confidence:
-    """How often look-ups have been right in this sequence, learned as it grows.
+    """How often lookups have been right in this sequence, learned as it grows.
 
-    Estimates start from one success in two trials, so that the first look-ups are tried.
+    Estimates start from one success in two trials, so that the first lookups are tried.
 
     Args:
         prior: confidence in other sequences; estimates start from it, and it is updated, too.
@@ -90,7 +90,7 @@ class Confidence:
         return self._deeper_hits / self._deeper_trials
 
     def observe(self, size: int, accepted: int, depth: int) -> None:
-        """Learn from a step that accepted ``accepted`` candidates of a tree of this depth."""
+        """Learn from a step that accepted ``accepted`` draft tokens of a tree of this depth."""
         if self._prior is not None:
             self._prior.observe(size, accepted, depth)
         self._trials[size] = self._trials.get(size, 0) + 1
@@ -122,7 +122,7 @@ def continuation_tree(
         matches: from :meth:`NgramIndex.matches`.
         max_depth, max_nodes: limits of the tree.
         confidence: estimates learned so far; None for the initial ones.
-        min_probability: candidates less probable than this are left out.
+        min_probability: draft tokens less probable than this are left out.
 
     Returns:
         The tree, likeliest nodes first; its root has the sequence's last token.
@@ -224,14 +224,14 @@ def continuation_chain(
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a look-up; the defaults are those of ``prompt_lookup``.
+    """Limits of a lookup; the defaults are those of ``prompt_lookup``.
 
     Attributes:
         max_ngram, min_ngram: sizes of n-grams looked up, longest first.
         max_matches: occurrences whose continuations are merged (the tree's width).
         max_depth: tokens taken from each continuation.
-        max_nodes: largest number of candidates in the tree.
-        min_probability: candidates whose estimated probability is lower are left out.
+        max_nodes: largest number of draft tokens in the tree.
+        min_probability: draft tokens whose estimated probability is lower are left out.
     """
 
     max_ngram: int = 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_spec.core.checks import check_choices, check_count, check_range
-from hf_spec.core.limits import MAX_CANDIDATES
+from hf_spec.core.limits import MAX_DRAFT_TOKENS
 
 #: Acceptance rules and whether they keep the target distribution.
 ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
@@ -20,7 +20,7 @@ CHAIN = "chain"
 #: As pays or fits.
 AUTO = "auto"
 #: Number of draft tokens of an adaptive tree if it must not depend on time.
-CANDIDATES = 8
+DEFAULT_DRAFT_TOKENS = 8
 #: Options of trees of predictions.
 TREE_OPTIONS = ("tree", "num_draft_tokens", "max_depth")
 
@@ -33,18 +33,19 @@ class DraftOptions:
         tree: ``adaptive``: the likeliest paths by the step's own probabilities. Or a name of the
             method's, or a list of rank paths, as ``TokenTree.from_paths`` takes it, with all
             probes under each node.
-        num_draft_tokens: of an adaptive tree. ``auto``: as many as pay in each step, by its own
-            probabilities and the time that steps take, 8 with ``drafting="always"``; a number takes
-            exactly so many, with probes under all nodes.
+        num_draft_tokens: of an adaptive tree. ``auto``: as many as are worth their time in each
+            step, by its own probabilities and the time that steps take, 8 with
+            ``drafting="always"``; a number takes exactly so many, with probes under all nodes.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
             predicts.
-        lookup: whether to merge the candidates of ``prompt_lookup`` into the strategy's tree.
-            ``auto``: where the policy chooses candidates by probability.
-        drafting: ``auto``: only as much as pays, and plain steps while nothing does, unless the
-            output depends on which steps draft (sampled candidates, ``typical``). ``always``: every
-            step drafts, and nothing depends on time.
-        acceptance: ``match`` (exact: accepts a candidate if it is the target's own token, greedy or
-            sampled), ``rejection`` (exact, also for sampled candidates) or ``typical`` (lossy).
+        lookup: whether to merge the draft tokens of ``prompt_lookup`` into the strategy's tree.
+            ``auto``: where the policy chooses draft tokens by probability.
+        drafting: ``auto``: only as much as is worth its time, and plain steps while nothing is,
+            unless the output depends on which steps draft (sampled draft tokens, ``typical``).
+            ``always``: every step drafts, and nothing depends on time.
+        acceptance: ``match`` (exact: accepts a draft token if it is the target's own token, greedy
+            or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
+            (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
     """
 
@@ -62,7 +63,7 @@ class DraftOptions:
         if not isinstance(self.lookup, bool) and self.lookup != AUTO:
             raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
         if self.num_draft_tokens != AUTO:
-            check_count("num_draft_tokens", self.num_draft_tokens, high=MAX_CANDIDATES)
+            check_count("num_draft_tokens", self.num_draft_tokens, high=MAX_DRAFT_TOKENS)
         if self.tree != ADAPTIVE:
             refuse(self, ["num_draft_tokens"], f"is of tree={ADAPTIVE!r}. Leave one out.")
         if self.max_depth is not None:

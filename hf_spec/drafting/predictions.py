@@ -174,7 +174,7 @@ class Predictions:
 
 
 def distribution(scores: Tensor) -> Tensor:
-    """Softmax of a draft's scores ``(..., vocab)``, to sample candidates from.
+    """Softmax of a draft's scores ``(..., vocab)``, to sample draft tokens from.
 
     Uniform where values have overflowed: any draft distribution is valid.
     """
@@ -183,7 +183,7 @@ def distribution(scores: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
-    """Index of each candidate's token among ``width`` tokens per depth: (batch, nodes)."""
+    """Index of each draft token's token among ``width`` tokens per depth: (batch, nodes)."""
     most = max(map(len, trees)) - 1
     rows = []
     for tree in trees:

@@ -18,7 +18,7 @@ from hf_spec.model.sequences import probe_sequences
 
 
 class ProbeDrafter(TreeDrafter):
-    """Candidates are predicted by the probes under the last accepted node.
+    """Draft tokens are predicted by the probes under the last accepted node.
 
     Args:
         probe_inputs: the learned inputs; one embedding per probe of the group.

@@ -1,4 +1,4 @@
-"""Base class of drafters whose candidates form trees of predictions of future tokens.
+"""Base class of drafters whose draft tokens form trees of predictions of future tokens.
 
 It says how far a drafter predicts, whether that takes probes, and what it predicts at positions of
 finished sequences.
@@ -69,7 +69,7 @@ class TreeSource:
             drafter: computes predictions and attaches its probes.
             state: the decoding state.
             known: distances that each row has predictions for.
-            depth: deepest candidate that any row can use.
+            depth: deepest draft token that any row can use.
         """
         states = self._states
         trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
@@ -178,9 +178,9 @@ class TreeDrafter(Drafter):
         shapes, empty = self._steps[key]
         if empty.num_tokens == 1:
             return empty.with_tokens(state.root[:, None])
-        return empty.with_tokens(*self.candidates(state, shapes, empty.max_depth))
+        return empty.with_tokens(*self.draft_tokens(state, shapes, empty.max_depth))
 
-    def candidates(
+    def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens of all nodes, ``(batch, nodes)``, and their distributions if they are sampled.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from hf_spec.core.checks import check_choices, check_count
-from hf_spec.core.limits import MAX_CANDIDATES, MAX_SIZE
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_SIZE
 from hf_spec.core.stats import SpecStats
 from hf_spec.drafting.ngram import Confidence, Limits
 from hf_spec.hub.lookups import NO_CHAIN, Chain, EarlierTexts, Lookups
@@ -56,9 +56,9 @@ class LookupOptions:
     drafting: str = "auto"
 
     def __post_init__(self) -> None:
-        check_count("max_ngram", self.max_ngram, high=MAX_CANDIDATES)
+        check_count("max_ngram", self.max_ngram, high=MAX_DRAFT_TOKENS)
         check_count("min_ngram", self.min_ngram, high=self.max_ngram)
-        check_count("max_matches", self.max_matches, high=MAX_CANDIDATES)
+        check_count("max_matches", self.max_matches, high=MAX_DRAFT_TOKENS)
         check_count("shared_tokens", self.shared_tokens, low=0, high=MAX_SIZE)
         check_choices(self, drafting=("auto", "always"))
 

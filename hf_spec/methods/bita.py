@@ -19,7 +19,7 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED, FrontConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count
-from hf_spec.core.limits import MAX_CANDIDATES, MAX_FRONT, MAX_FUTURE
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FRONT, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -173,7 +173,7 @@ class BitaOptions(DraftOptions):
                 "its own chain. Use tree='chain'."
             )
         if self.top_k is not None:
-            check_count("top_k", self.top_k, high=MAX_CANDIDATES)
+            check_count("top_k", self.top_k, high=MAX_DRAFT_TOKENS)
         if self.tree not in ("efficient", "full"):
             refuse(
                 self, ["top_k"],
@@ -190,7 +190,7 @@ def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:
         parents = level if options.tree == "full" else level[:1]
         level = [[*parent, rank] for parent in parents for rank in range(width)]
         paths += level
-        if len(paths) > MAX_CANDIDATES:  # refused below; deeper levels may not fit in memory
+        if len(paths) > MAX_DRAFT_TOKENS:  # refused below; deeper levels may not fit in memory
             break
     return TokenTree.from_paths(paths)
 

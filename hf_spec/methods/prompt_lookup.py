@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.core.limits import MAX_CANDIDATES
+from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
@@ -29,8 +29,8 @@ class PromptLookupOptions(DraftOptions):
         min_ngram: shortest n-gram that is looked up.
         max_matches: most occurrences whose continuations are merged into the tree (its width).
         max_depth: most tokens of each continuation.
-        max_nodes: most candidates in the tree.
-        min_probability: lowest estimated probability of a candidate; 0 keeps all.
+        max_nodes: most draft tokens in the tree.
+        min_probability: lowest estimated probability of a draft token; 0 keeps all.
     """
 
     max_ngram: int = Limits.max_ngram
@@ -43,7 +43,7 @@ class PromptLookupOptions(DraftOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
-            check_count(name, getattr(self, name), high=MAX_CANDIDATES)
+            check_count(name, getattr(self, name), high=MAX_DRAFT_TOKENS)
         check_range("min_probability", self.min_probability, 0.0, 1.0)
         if self.min_ngram > self.max_ngram:
             raise ValueError(

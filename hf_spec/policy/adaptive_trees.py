@@ -19,7 +19,7 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.grow import grow
-from hf_spec.drafting.options import CANDIDATES
+from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
@@ -27,7 +27,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
-#: Number of candidates grown for the policy to choose from: at first, and at most.
+#: Number of draft tokens grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
 
 
@@ -46,21 +46,21 @@ class AdaptiveTrees(TreeSource):
     Args:
         depth: number of predicted distances.
         probes: whether predictions come from probes under the nodes.
-        candidates: exact number in every step; None for the policy's choice, or `CANDIDATES` if
-            nothing may depend on time.
+        num_draft_tokens: exact number in every step; None for the policy's choice, or
+            `DEFAULT_DRAFT_TOKENS` if nothing may depend on time.
         calibrations: learned by earlier calls, greedy and sampled ones; None to use predictions
             uncorrected.
         tempering: learned by earlier calls that sample; None to begin anew.
     """
 
     def __init__(
-        self, depth: int, probes: bool, candidates: int | None = None,
+        self, depth: int, probes: bool, num_draft_tokens: int | None = None,
         calibrations: tuple[Calibration, Calibration] | None = None,
         tempering: Tempering | None = None,
     ):  # fmt: skip
         self.depth, self.probes = depth, probes
-        self.candidates, self.calibrations = candidates, calibrations
-        self.policy_chooses = candidates is None
+        self.num_draft_tokens, self.calibrations = num_draft_tokens, calibrations
+        self.policy_chooses = num_draft_tokens is None
         self.calibration = None if calibrations is None else calibrations[False]
         self.tempering = tempering or Tempering()
         self._most = FEWEST
@@ -115,7 +115,7 @@ class AdaptiveTrees(TreeSource):
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)
             return Proposal(grow(predictions, state.root, count, depth, trust), trust, sample)
-        # Few sizes; candidates that no row can use are removed later.
+        # Few sizes; draft tokens that no row can use are removed later.
         count = self._exactly(state) or (FEWEST if count <= FEWEST else MOST)
         tempered = self._tempered(noise)
         grown = _compiled(graphs, drafter, state, known, count, depth, trust, tempered)
@@ -128,8 +128,8 @@ class AdaptiveTrees(TreeSource):
         return Tempered(sent(learned.sharpness, noise.device), learned.share * noise)
 
     def _exactly(self, state: DecodeState) -> int | None:
-        """Number of candidates in every step; None if the policy chooses it."""
-        return self.candidates or (None if state.timed else CANDIDATES)
+        """Number of draft tokens in every step; None if the policy chooses it."""
+        return self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
 
     def propose(
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
@@ -137,7 +137,7 @@ class AdaptiveTrees(TreeSource):
         if depth == 0:
             self._proposed = ()
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
-            if state.timed and self.candidates is None:
+            if state.timed and self.num_draft_tokens is None:
                 only = np.zeros((state.batch_size, 1), np.int64)
                 root = np.array([row[-1:] for row in state.tokens])
                 return Tree.roots(state.root).changed(host=HostTree(only + 1.0, only, only, root))
@@ -182,8 +182,8 @@ class AdaptiveTrees(TreeSource):
         self._most = min(2 * most, MOST) if num_drafted >= most else max(most - 1, FEWEST)
         if self.calibration is not None:
             trust, *rows = self._proposed
-            for parents, tokens, probs, came in zip(*rows, emitted):
-                walk(self.calibration, parents, tokens, probs, trust, came)
+            for parents, tokens, probs, following in zip(*rows, emitted):
+                walk(self.calibration, parents, tokens, probs, trust, following)
         self._proposed = ()
 
 

@@ -21,35 +21,35 @@ LEAST, MOST = 0.02, 4.0
 class Calibration:
     """Per distance, how often predictions were right, and how often they were expected to be.
 
-    A prediction counts if all tokens before it were right. Its promise is the probability that one
-    of the candidates there follows. The prior stands for some correct predictions.
+    A prediction counts if all tokens before it were right. The expectation is the probability that
+    one of the draft tokens there follows. The prior stands for some correct predictions.
 
     Args:
         depth: number of distances.
     """
 
     depth: int
-    promised: Array = field(init=False)
-    came: Array = field(init=False)
-    tries: Array = field(init=False)
+    expected: Array = field(init=False)
+    hits: Array = field(init=False)
+    trials: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        self.promised, self.came, self.tries = (np.full(self.depth, GUESSED) for _ in range(3))
+        self.expected, self.hits, self.trials = (np.full(self.depth, GUESSED) for _ in range(3))
 
-    def observe(self, distance: int, promised: float, came: bool) -> None:
+    def observe(self, distance: int, expected: float, hit: bool) -> None:
         """Learn from a prediction at a distance, from 1."""
-        news = (self.promised, promised), (self.came, float(came)), (self.tries, 1.0)
+        news = (self.expected, expected), (self.hits, float(hit)), (self.trials, 1.0)
         for sums, value in news:
             sums[distance - 1] += value - ALPHA * sums[distance - 1]
 
     def rate(self, distance: int) -> float:
-        """How often one of the candidates at a distance was right."""
-        return float(self.came[distance - 1] / self.tries[distance - 1])
+        """How often one of the draft tokens at a distance was right."""
+        return float(self.hits[distance - 1] / self.trials[distance - 1])
 
     @property
     def log_factors(self) -> list[float]:
         """Per distance, the term added to the log-probabilities."""
-        factors = (self.came / np.maximum(self.promised, 1e-9)).clip(LEAST, MOST)
+        factors = (self.hits / np.maximum(self.expected, 1e-9)).clip(LEAST, MOST)
         found: list[float] = np.log(factors).tolist()
         return found
 

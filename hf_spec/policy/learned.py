@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_spec.core.memory import locked
-from hf_spec.drafting.options import CANDIDATES
+from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.policy.budget import Budget, Retry
 from hf_spec.policy.step_times import StepTimes
 
@@ -120,7 +120,7 @@ class Learned:
     def first_sizes(self, batch_size: int) -> list[tuple[int, int]]:
         """Draft tokens, and nodes with probes, of two steps whose times give a line. Larger batches
         have fewer, as a step of many tokens may cost several plain ones."""
-        wide = max(CANDIDATES // (1 if self.packed else batch_size), 2)
+        wide = max(DEFAULT_DRAFT_TOKENS // (1 if self.packed else batch_size), 2)
         return [(wide, wide // 2), (wide // 2, 1)]
 
     @locked

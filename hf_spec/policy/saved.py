@@ -139,7 +139,7 @@ class Saved:
         with _named(self.path):
             found = Calibration(depth)
             for name, values in self.entry["calibration"].items():
-                if name not in ("promised", "came", "tries"):
+                if name not in ("expected", "hits", "trials"):
                     raise ValueError(f"calibration has no {name!r}.")
                 for value in values:
                     check_range(f"calibration.{name}", value, 0.0, MAX_SIZE, open_low=True)
@@ -172,7 +172,7 @@ def saved_for(adapter: ActiveAdapter | None, model: Any, options: DraftOptions) 
 def to_entry(learned: Learned, calibration: Calibration | None) -> dict[str, Any]:
     """The part of an entry besides its conditions, as JSON types."""
     sums = {} if calibration is None else {
-        name: getattr(calibration, name).tolist() for name in ("promised", "came", "tries")
+        name: getattr(calibration, name).tolist() for name in ("expected", "hits", "trials")
     }  # fmt: skip
     return {
         "prediction_value": learned.prediction_value,

@@ -5,10 +5,10 @@ and known noise g (:mod:`hf_spec.drafting.noise`). A drafter knows z only roughl
 
     P(y) = softmax(sharpness * z'(y) + share * T * g(y))
 
-with its own logits z'. Both numbers are fitted to the tokens that came, by maximum likelihood; the
-first is temperature scaling (Guo et al., "On Calibration of Modern Neural Networks", 2017, section
-4.2). A drafter that is good at the text wants the whole noise (1); one that is uncertain where the
-model is not wants little of it.
+with its own logits z'. Both numbers are fitted to the tokens that followed, by maximum likelihood;
+the first is temperature scaling (Guo et al., "On Calibration of Modern Neural Networks", 2017,
+section 4.2). A drafter that is good at the text wants the whole noise (1); one that is uncertain
+where the model is not wants little of it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Tempering:
         return step % (OFTEN if self.updates < SETTLED else SELDOM) == 0
 
     def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None:
-        """Learn from the tokens that came, by a step along the gradient of their log-likelihood.
+        """Learn from the tokens that followed: a step along the gradient of their log-likelihood.
 
         Args:
             logits: ``(n, vocab)`` z', given the tokens before.
             noise: ``(n, vocab)`` T g.
-            tokens: ``(n,)`` those that came; arbitrary where not ``valid``.
+            tokens: ``(n,)`` those that followed; arbitrary where not ``valid``.
             valid: ``(n,)`` bool
         """
         logits, noise = logits.float(), noise.float()
@@ -116,11 +116,11 @@ class Sample(NamedTuple):
     known: Sequence[int] | Tensor
     noise: Tensor
 
-    def teach(self, tempering: Tempering, came: Sequence[Sequence[int]]) -> None:
+    def teach(self, tempering: Tempering, emitted: Sequence[Sequence[int]]) -> None:
         """Learn from the tokens of each sequence, at all distances that they reach."""
         drafter, hidden, root, known, noise = self
         depth, device = noise.shape[1], noise.device
-        tokens = sent([[*row, *[-1] * depth][:depth] for row in came], device)
+        tokens = sent([[*row, *[-1] * depth][:depth] for row in emitted], device)
         distances = torch.arange(depth, device=device)
         reached = torch.as_tensor(known, device=device)[:, None] > distances
         valid, place = (tokens >= 0) & reached, tokens.clamp(min=0)

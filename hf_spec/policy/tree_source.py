@@ -113,6 +113,6 @@ def check_states(states: TreeStates, where: str, model: Any, distances: int) -> 
     vocab = model.config.get_text_config(decoder=True).vocab_size
     if states.max_rank >= vocab:
         raise ValueError(
-            f"{where} has a candidate of rank {states.max_rank}: ranks count from 0, and the model "
-            f"has {vocab} tokens. Give another tree, or run hf-spec tune."
+            f"{where} has a draft token of rank {states.max_rank}: ranks count from 0, and the "
+            f"model has {vocab} tokens. Give another tree, or run hf-spec tune."
         )

@@ -23,7 +23,7 @@ def test_from_paths_orders_nodes_by_depth_and_keeps_ranks() -> None:
     assert tree.ranks == (0, 0, 1, 0, 2, 0, 1)
     assert tree.depths == (0, 1, 1, 2, 2, 2, 3)
     assert [list(path) for path in tree.paths] == PATHS
-    assert (len(tree), tree.num_candidates, tree.max_depth) == (7, 6, 3)
+    assert (len(tree), tree.num_draft_tokens, tree.max_depth) == (7, 6, 3)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def simulate(states: TreeStates, accuracies: np.ndarray, draw: random.Random, st
 def test_what_is_never_right_takes_no_step_token() -> None:
     accuracies = np.array([[0.5, 0.0], [0.0, 0.0]])
     states = best_trees(accuracies, 16)
-    assert [one.tree.num_candidates for one in states.states] == [0, 1, 1]
+    assert [one.tree.num_draft_tokens for one in states.states] == [0, 1, 1]
     assert max(max(one.probes) for one in states.states) == 1
     assert Chain.of(states, accuracies).tau == pytest.approx(1.5, abs=1e-5)
 
@@ -268,7 +268,7 @@ def test_the_tree_of_this_device_comes_first(
         (folder / "learned.json").write_text(json.dumps({**data, "entries": entries}))
         assert states() == here
     (folder / "learned.json").write_text(json.dumps({**data, "entries": [other]}))
-    assert [one.tree.num_candidates for one in states().states] == [0, 1, 1, 1]
+    assert [one.tree.num_draft_tokens for one in states().states] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def test_a_forward_must_bring_its_price(
     paths: list[float], rate: float, price: float, pays: bool
 ) -> None:
     one = DraftExit(LayerSkipOptions())
-    one.calibration.came[2] = rate * one.calibration.tries[2]
+    one.calibration.hits[2] = rate * one.calibration.trials[2]
     assert one.is_worth(3, paths, [1.0] * len(paths), price) == pays
 
 
@@ -428,7 +428,7 @@ def test_trees_are_chains_with_the_next_likeliest_tokens(
     setting: Callable[..., Setting], lengths: list[int], factor: float
 ) -> None:
     one, drafter = timed(setting, lengths)
-    drafter.exit.calibration.came[:] = factor * drafter.exit.calibration.promised
+    drafter.exit.calibration.hits[:] = factor * drafter.exit.calibration.expected
     tree = drafter.propose(one.state)
     assert one.state.stats.num_draft_forwards == 4 and tree.q is None
     for row in range(len(lengths)):
@@ -449,7 +449,7 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
 ) -> None:
     for price in (0.001, 0.01, 0.05, 0.2, 0.6, 1.5):  # less than two rows can bring
         one, drafter = timed(setting, [9, 4], price, max_draft=6)
-        drafter.exit.calibration.came *= 0.9
+        drafter.exit.calibration.hits *= 0.9
         rate = 0.9
         trees = [oracle_tree(one, row, 6, [0.9] * 6) for row in (0, 1)]
         best = [[max(c for p, c in t.items() if len(p) == k) for k in range(1, 7)] for t in trees]
@@ -492,22 +492,22 @@ def test_calibration_learns_from_chains_and_alternatives(setting: Callable[..., 
     found, calibration = nodes_of(tree, 0), drafter.exit.calibration
     chain = next(path for path in found if len(path) == 3 and path[:2] in found)
     beside = next(path for path in found if len(path) == 2 and path[1] != chain[1])
-    came, tries = calibration.came.copy(), calibration.tries.copy()
-    promised = calibration.promised.copy()
+    came, tries = calibration.hits.copy(), calibration.trials.copy()
+    promised = calibration.expected.copy()
     path = [0, 1 + list(found).index(beside[:1]), 1 + list(found).index(beside)]
     # The chain's first token, then another one than its second.
     drafter.observe(one.state, tree, HostResult([path], [[*beside, 0]], [0]))
     keep = 1 - 1 / 256
-    assert calibration.came == pytest.approx([keep * came[0] + 1, keep * came[1] + 1, came[2]])
-    assert calibration.tries == pytest.approx([keep * tries[0] + 1, keep * tries[1] + 1, tries[2]])
+    assert calibration.hits == pytest.approx([keep * came[0] + 1, keep * came[1] + 1, came[2]])
+    assert calibration.trials == pytest.approx([keep * tries[0] + 1, keep * tries[1] + 1, tries[2]])
     first = sum(chance for path, chance in found.items() if len(path) == 1)
     second = sum(chance for path, chance in found.items() if len(path) == 2) / found[chain[:1]]
     wanted = [keep * promised[0] + first, keep * promised[1] + second, promised[2]]
-    assert calibration.promised == pytest.approx(wanted, rel=1e-4)
+    assert calibration.expected == pytest.approx(wanted, rel=1e-4)
     gamma = drafter.exit.gamma
     roots = Tree.roots(one.state.root)
     drafter.observe(one.state, roots, chains(1))  # a plain step: nothing was proposed
-    assert calibration.tries[0] == keep * tries[0] + 1 and drafter.exit.gamma == gamma
+    assert calibration.trials[0] == keep * tries[0] + 1 and drafter.exit.gamma == gamma
 
 
 def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
@@ -541,14 +541,14 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
     chain = next(path for path in nodes_of(drafter.propose(one.state), 0) if len(path) == 4)
     for sure, wanted in ((0.6, 0), (0.4, 4)):
         one, drafter = timed(setting, [6], 0.5)
-        drafter.exit.calibration.promised[:] *= 1e-3  # so that paths are as sure as can be
+        drafter.exit.calibration.expected[:] *= 1e-3  # so that paths are as sure as can be
         one.state.looked_up = [Row([-1, 0, 1], [0, *chain[:2]], [1.0, sure, sure])]
         tree = drafter.propose(one.state)
         assert one.state.stats.num_draft_forwards == wanted
         assert tree.max_depth == wanted
     # Where drafts part with what was looked up, that holds nothing.
     one, drafter = timed(setting, [6], 0.5)
-    drafter.exit.calibration.promised[:] *= 1e-3
+    drafter.exit.calibration.expected[:] *= 1e-3
     other = (chain[0] + 1) % 50
     one.state.looked_up = [Row([-1, 0, 1], [0, other, chain[1]], [1.0, 0.4, 0.4])]
     drafter.propose(one.state)

@@ -116,9 +116,9 @@ def test_the_papers_trees() -> None:
     assert len(efficient) == 1 + 4 * 3  # figure 5: four mask tokens, top three
     # Only the likeliest of a level has children.
     assert {path[:-1] for path in efficient.paths} == {(), (0,), (0, 0), (0, 0, 0)}
-    assert tree_of("bita", 3, tree="full", top_k=2).num_candidates == 2 + 4 + 8
+    assert tree_of("bita", 3, tree="full", top_k=2).num_draft_tokens == 2 + 4 + 8
     sparse = tree_of("medusa", 4, tree="sparse")
-    assert sparse.max_depth == 4 and sparse.num_candidates == 15
+    assert sparse.max_depth == 4 and sparse.num_draft_tokens == 15
     with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
         tree_of("bita", 8, tree="full", top_k=1000)  # it would have 10**24: it is never made
     with pytest.raises(ValueError, match="max_depth=4: the adapter predicts 3 future tokens"):

@@ -114,8 +114,8 @@ def test_a_new_process_starts_from_it(made: Path) -> None:
         assert not found.learned.settings[key].tries  # nothing has to be tried first
     drafter: Any = found.drafter
     source = getattr(drafter, "inner", drafter).source
-    assert source.calibrations[False].came.tolist() == entry["calibration"]["came"]
-    assert source.calibrations[True].came.tolist() == Calibration(2).came.tolist()
+    assert source.calibrations[False].hits.tolist() == entry["calibration"]["hits"]
+    assert source.calibrations[True].hits.tolist() == Calibration(2).hits.tolist()
     plain = model.generate(IDS, **NEW)
     for options in ({}, {"tree": "dynamic"}):
         assert torch.equal(model.generate(IDS, **NEW, **drafting("ppd", **options)), plain)
@@ -219,7 +219,7 @@ def entry_with(**changes: Any) -> dict[str, Any]:
         (entry_with(batch_size=0), "batch_size=0: must be a whole number"),
         (entry_with(seconds={"4": float("nan")}), r"seconds\[4\]=nan: must be a number"),
         (entry_with(seconds={"0": 0.1}), "step tokens=0: must be a whole number"),
-        (entry_with(calibration={"came": [-1.0]}), "calibration.came=-1.0: must be a number"),
+        (entry_with(calibration={"hits": [-1.0]}), "calibration.hits=-1.0: must be a number"),
         (entry_with(calibration={"other": [1.0]}), "calibration has no 'other'"),
     ],
 )
@@ -254,8 +254,8 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
     # Fewer distances: the rest is left out; more: they begin anew.
     for depth in (2, 3, 5):
         other = saved.Saved(tmp_path, entry).calibration(depth)
-        assert other.came[:2].tolist() == calibration.came[:2].tolist()
-        assert len(other.came) == depth
+        assert other.hits[:2].tolist() == calibration.hits[:2].tolist()
+        assert len(other.hits) == depth
 
 
 def test_an_adapter_in_memory_has_no_file(made: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.host_tree import Row
-from hf_spec.core.limits import MAX_CANDIDATES
+from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import locked
 from hf_spec.drafting.options import DraftOptions, refuse
 from hf_spec.methods.layer_skip.adapter import layer_indices
@@ -30,11 +30,11 @@ class LayerSkipOptions(DraftOptions):
         skip_attention, skip_mlp: layers whose attention / MLP the draft leaves out. None takes
             those of the active ``LAYER_SKIP`` adapter.
         draft_exit: when to stop drafting. ``policy``: when the next token is not worth the time of
-            its forward; drafts are then trees, of which the policy takes as many candidates as pay.
+            its forward; drafts are then trees, whose size the policy chooses.
             ``adaptive`` and ``threshold`` stop after a token whose draft probability is below
             gamma, which is adapted by eqs. (2)-(4) or fixed. ``fixed`` drafts ``max_draft`` tokens.
             Under ``adaptive``, a call continues with the gamma of the previous one. ``policy`` is
-            ``adaptive`` if nothing may depend on time, or if the call samples its candidates.
+            ``adaptive`` if nothing may depend on time, or if the call samples its draft tokens.
         max_draft: K, most tokens drafted in a step.
         threshold: gamma, its initial value under ``adaptive`` and ``policy``.
         threshold_step: epsilon of eq. (3).
@@ -55,7 +55,7 @@ class LayerSkipOptions(DraftOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, draft_exit=EXITS)
-        check_count("max_draft", self.max_draft, high=MAX_CANDIDATES)
+        check_count("max_draft", self.max_draft, high=MAX_DRAFT_TOKENS)
         for name in ("threshold", *ADAPTING):
             check_range(name, getattr(self, name), 0.0, 1.0)
         unused = f"with draft_exit={self.draft_exit!r}, which does not use it. Leave one out."

@@ -1,8 +1,8 @@
 """Drafts with prompt tokens in the verifying forward: PPD, sections 4.5 and 5.4.
 
 The tree's nodes have prompt tokens. Those under the last accepted node predict the tokens after the
-next one, which are the candidates of the next step. Their number is the sequence's state, and each
-state may have its own tree.
+next one, which are the draft tokens of the next step. Their number is the sequence's state, and
+each state may have its own tree.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class PPDOptions(DraftOptions):
     """Options of ``ppd`` (PPD, chapters 4 and 5).
 
     Attributes:
-        tree: ``static``: ten candidates, all prompt tokens under each node (section 5.3).
+        tree: ``static``: ten draft tokens, all prompt tokens under each node (section 5.3).
             ``chain``: the likeliest ones only. ``dynamic``: the dynamic sparse tree of section
             5.4, which ``hf-spec tune`` has made. All values in :class:`DraftOptions` are allowed,
             too.

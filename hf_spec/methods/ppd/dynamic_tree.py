@@ -1,7 +1,7 @@
 """PPD's dynamic sparse tree (``tree="dynamic"``): sections 5.4 and 5.6 of the thesis.
 
-The prompt tokens under the last accepted node predict the next step's candidates. Their number is
-the sequence's *state*, and each state has its own tree of candidates and prompt tokens. ``hf-spec
+The prompt tokens under the last accepted node predict the next step's draft tokens. Their number is
+the sequence's *state*, and each state has its own tree of draft tokens and prompt tokens. ``hf-spec
 tune`` makes the trees:
 
 1. :func:`measure_accuracies`: how often the token of each rank is right at each distance;
@@ -89,14 +89,14 @@ def measure_accuracies(drafter: TreeDrafter, texts: Sequence[Text]) -> Array:
     return hits / count
 
 
-# -- candidates ----------------------------------------------------------------------------------
+# -- draft tokens ----------------------------------------------------------------------------------
 
 
 def likeliest_paths(accuracies: Array, count: int) -> tuple[list[RankPath], list[float]]:
     """The ``count`` likeliest rank paths, or all of nonzero probability, and their probabilities.
 
-    The first n are the best tree of n candidates (Prop. 5.6.1): a path's probability is the product
-    of its accuracies and never exceeds its parent's, so the likeliest n form a tree.
+    The first n are the best tree of n draft tokens (Prop. 5.6.1): a path's probability is the
+    product of its accuracies and never exceeds its parent's, so the likeliest n form a tree.
 
     Args:
         accuracies: ``(distances, ranks)``
@@ -195,7 +195,7 @@ def best_trees(accuracies: Array, size: int, num_ept: int = 1) -> TreeStates:
 
     A state's value is computed over the whole chain instead of the thesis' two steps (Prop. 5.6.2),
     which makes this Howard's policy iteration: tau rises from round to round until no state has a
-    better split into candidates and prompt tokens.
+    better split into draft tokens and prompt tokens.
 
     Args:
         accuracies: ``(m, ranks)`` for m prompt tokens.
@@ -203,17 +203,17 @@ def best_trees(accuracies: Array, size: int, num_ept: int = 1) -> TreeStates:
         num_ept: EPTs per prompt token.
     """
     most = len(accuracies)
-    candidates = [likeliest_paths(accuracies[:k], size - 1) for k in range(most + 1)]
-    worth = np.array([1.0 + sum(chances) for _, chances in candidates])
+    paths = [likeliest_paths(accuracies[:k], size - 1) for k in range(most + 1)]
+    worth = np.array([1.0 + sum(chances) for _, chances in paths])
 
     def value(state: TreeState) -> float:
         reach, ends = reach_and_ends(state.tree, accuracies)
         return float(reach.sum() + ends @ worth[list(state.probes)])
 
-    states = tuple(_best_state(*one, worth, size, num_ept) for one in candidates)
+    states = tuple(_best_state(*one, worth, size, num_ept) for one in paths)
     for _ in range(ROUNDS):
         worth = Chain.of(TreeStates(states), accuracies).worth
-        found = tuple(_best_state(*one, worth, size, num_ept) for one in candidates)
+        found = tuple(_best_state(*one, worth, size, num_ept) for one in paths)
         # Equally good trees do not change, or rounds could cycle.
         better = tuple(
             new if value(new) > value(old) + 1e-10 else old for old, new in zip(states, found)
@@ -227,9 +227,9 @@ def best_trees(accuracies: Array, size: int, num_ept: int = 1) -> TreeStates:
 def _best_state(
     paths: list[RankPath], chances: list[float], worth: Array, size: int, num_ept: int
 ) -> TreeState:
-    """The best split of ``size`` step tokens into the likeliest candidates and prompt tokens.
+    """The best split of ``size`` step tokens into the likeliest draft tokens and prompt tokens.
 
-    For each number of candidates, the prompt tokens of the largest gains are taken (Prop. 5.6.3).
+    For each number of draft tokens, the prompt tokens of the largest gains are taken (Prop. 5.6.3).
     """
     gains = _gains(worth)
     index = {(): 0, **{path: node for node, path in enumerate(paths, 1)}}

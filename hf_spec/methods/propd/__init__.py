@@ -1,4 +1,4 @@
-"""``propd``: trees whose unlikely candidates are pruned after the first layers (ProPD)."""
+"""``propd``: trees whose unlikely draft tokens are pruned after the first layers (ProPD)."""
 
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.propd.adapter import ProPDAdapter, ProPDConfig, loss
@@ -7,7 +7,7 @@ from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="propd",
-    summary="heads predict the next tokens; unlikely candidates are dropped after the first layers",
+    summary="heads predict the next tokens; unlikely ones are dropped after the first layers",
     options=ProPDOptions,
     drafter=ProPDDrafter,
     adapter_config=ProPDConfig,

@@ -40,10 +40,10 @@ class ProPDOptions(DraftOptions):
         drafter: ``heads``, the adapter's own; or another strategy with one forward per step, whose
             trees are pruned. Its adapter must be active, too.
         drafter_kwargs: options of that strategy.
-        prune: whether to drop unlikely candidates after the adapter's ``prune_layer``. ``auto``
+        prune: whether to drop unlikely draft tokens after the adapter's ``prune_layer``. ``auto``
             tries steps with and without pruning, and continues with those that emit more tokens per
             second; where nothing may depend on time, it always prunes.
-        prune_top_k: k, from 1: candidates that are not among the k likeliest tokens after their
+        prune_top_k: k, from 1: draft tokens that are not among the k likeliest tokens after their
             parent are dropped; None for the adapter's value. In a batch all rows keep equally many:
             as many as are among them in all rows together.
     """
@@ -102,7 +102,7 @@ def drafting_method(options: ProPDOptions) -> Method:
 
 
 class EarlyPruning:
-    """Drops candidates that are unlikely by the early head, and their subtrees.
+    """Drops draft tokens that are unlikely by the early head, and their subtrees.
 
     Args:
         model: the base model.
@@ -161,7 +161,7 @@ def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
 class ProPDDrafter(WrappedDrafter):
     """The trees of the heads, or of another strategy, with early pruning.
 
-    Candidates are never sampled, as pruning depends on their tokens.
+    Draft tokens are never sampled, as pruning depends on their tokens.
     """
 
     trees = {**HeadDrafter.trees, ONLINE: None}
@@ -190,14 +190,14 @@ class ProPDDrafter(WrappedDrafter):
             )
 
     def _check_exits(self, layer: int) -> None:
-        """Raise a ValueError if prompt tokens leave the model before candidates are pruned."""
+        """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned."""
         exits = 1 if self.probe_inputs is None else self.probe_inputs.exits
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
         if layers - exits < layer:
             raise ValueError(
                 f"the drafter's adapter averages the last {exits} of {layers} layers, and "
-                f"candidates are pruned behind layer {layer}: give prune=False, or train an early "
-                "head for fewer layers."
+                f"draft tokens are pruned after layer {layer}: give prune=False, or train an "
+                "early head for fewer layers."
             )
 
     def start(self, state: DecodeState) -> None:

@@ -2,7 +2,7 @@
 
 While decoding, it counts how often the k likeliest tokens of each distance contain the right one; a
 path's probability follows from its ranks (section 4.2.2). The policy chooses the number of
-candidates, by the step times that it learns (sections 4.2.1 and 4.2.3).
+draft tokens, by the step times that it learns (sections 4.2.1 and 4.2.3).
 """
 
 from __future__ import annotations

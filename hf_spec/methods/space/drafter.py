@@ -1,7 +1,7 @@
 """Auto-correct decoding: SPACE, section 3.2, algorithm 1.
 
-A step forwards k candidates with a group of k mask tokens after the last token and after each
-candidate, eqs. (5)-(7). The group after the last accepted token gives the next k candidates.
+A step forwards k draft tokens with a group of k mask tokens after the last token and after each
+draft token, eqs. (5)-(7). The group after the last accepted token gives the next k draft tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ class SpaceOptions(DraftOptions):
     """Options of ``space`` (SPACE, section 3.2).
 
     Attributes:
-        tree: ``chain``: one candidate for each mask token, as in the paper. All values in
-            :class:`DraftOptions` are allowed, too. Only candidates of a chain can be sampled, so
+        tree: ``chain``: one draft token for each mask token, as in the paper. All values in
+            :class:`DraftOptions` are allowed, too. Only draft tokens of a chain can be sampled, so
             ``acceptance="rejection"`` uses a chain instead of an adaptive tree.
         max_depth: number of mask tokens used; None for all that the adapter has.
     """
@@ -39,7 +39,7 @@ class SpaceOptions(DraftOptions):
             return
         if self.tree != ADAPTIVE or self.num_draft_tokens != AUTO:
             raise ValueError(
-                f"acceptance='rejection' with tree={self.tree!r}, whose candidates are not "
+                f"acceptance='rejection' with tree={self.tree!r}, whose draft tokens are not "
                 "sampled. Use tree='chain', or acceptance='match', which is exact for them."
             )
 
@@ -66,16 +66,16 @@ class SpaceDrafter(ProbeDrafter):
             return super().logits(states)
         return model_logits(self.model, states, head=self.vocabulary)
 
-    def candidates(
+    def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         """A token from each mask position (line 23), with its distribution q (line 24) if sampled.
 
-        q is the whole distribution after the call's processors, which see the earlier candidates.
+        q is the whole distribution after the call's processors, which see the earlier draft tokens.
         """
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.tree != CHAIN or (not samples and state.process.trivial):
-            return super().candidates(state, trees, depth)
+            return super().draft_tokens(state, trees, depth)
         assert self.hidden is not None
         states = self.given_root(self.hidden[:, :depth], state.root)
         logits = model_logits(self.model, states)  # (batch, depth, vocab)
