@@ -113,7 +113,7 @@ def layer_skip() -> Scheme:
 
 
 def tree_with_probes(scheme: Scheme, x: float, groups: Sequence[int], name: str) -> None:
-    """Root and three candidates, with so many probes under each."""
+    """Root and three draft tokens, with so many probes under each."""
     places = [(x, 3.2), (x + 3.1, 4.1), (x + 3.1, 2.3), (x + 6.2, 4.1)]
     texts = ["root", "c1", "c2", "c3"]
     nodes = []

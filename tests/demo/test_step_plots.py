@@ -90,7 +90,7 @@ def boxes(axes) -> dict[str, tuple]:
 
 def test_nodes_have_token_probability_and_colour() -> None:
     (axes,) = plot_tree(TOKENIZER, step()).get_axes()
-    assert axes.get_title() == "4 candidates, 3 tokens emitted"
+    assert axes.get_title() == "4 draft tokens, 3 tokens emitted"
     assert boxes(axes) == {
         "a": to_rgba(ROOT), "b\n0.50": to_rgba(ACCEPTED), "c\n0.25": to_rgba(REJECTED),
         "·\n0.12": to_rgba(ACCEPTED), "↵\n0.10": to_rgba(REJECTED), "z": to_rgba(OWN),
@@ -109,7 +109,7 @@ def test_without_probabilities_and_with_nothing_accepted() -> None:
     (axes,) = plot_tree(
         TOKENIZER, step(probabilities=None, accepted=[0], emitted=ids("z"))
     ).get_axes()
-    assert axes.get_title() == "4 candidates, 1 token emitted"
+    assert axes.get_title() == "4 draft tokens, 1 token emitted"
     found = boxes(axes)
     assert list(found) == ["a", "b", "c", "·", "↵", "z"]
     assert to_rgba(ACCEPTED) not in found.values()

@@ -119,7 +119,7 @@ def test_the_papers_trees() -> None:
     assert tree_of("bita", 3, tree="full", top_k=2).num_draft_tokens == 2 + 4 + 8
     sparse = tree_of("medusa", 4, tree="sparse")
     assert sparse.max_depth == 4 and sparse.num_draft_tokens == 15
-    with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
+    with pytest.raises(ValueError, match="a tree with more than 1024 draft tokens"):
         tree_of("bita", 8, tree="full", top_k=1000)  # it would have 10**24: it is never made
     with pytest.raises(ValueError, match="max_depth=4: the adapter predicts 3 future tokens"):
         tree_of("medusa", 3, tree="chain", max_depth=4)
