@@ -432,11 +432,10 @@ def _token_by_token(kept: Kept, state: Tensor, step: Step, earlier: Kept | None)
 def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
     """S_e = exp(A t_e) S + sum over j of exp(A (t_e - t_j)) d_j x_j B_j', t the sums of d."""
     within = (torch.arange(path.shape[1], device=path.device) < counts[:, None])[..., None]
-    d, x, b = (_at(kept[name], path, 1) for name in ("d", "x", "b"))
-    # Time from before each token to the end.
-    left = torch.where(within, d, 0).flip(1).cumsum(1).flip(1)
+    d, x, b = (torch.where(within, _at(kept[name], path, 1), 0) for name in ("d", "x", "b"))
+    left = d.flip(1).cumsum(1).flip(1)  # time from before each token to the end
     weights = ((left - d)[..., None] * kept["a"][:, None]).exp()
-    new = (weights * torch.where(within, x, 0)[..., None] * b[:, :, None]).sum(1)
+    new = (weights * x[..., None] * b[:, :, None]).sum(1)
     return (state.float() * (left[:, 0, :, None] * kept["a"]).exp() + new).to(state.dtype)
 
 
