@@ -65,6 +65,11 @@ class RecurrentModule(NamedTuple):
     functions: frozenset[str]
 
 
+def keeps_states(module: nn.Module) -> bool:
+    """Whether a module keeps recurrent states in the cache."""
+    return bool(_names(type(module)) & _UPDATES)
+
+
 def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
     """The modules of a model that keep states in its cache.
 
@@ -72,11 +77,8 @@ def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
         ValueError: the forward of one of them updates a state by code of its own.
     """
     found = []
-    for module in model.modules():
+    for module in filter(keeps_states, model.modules()):
         names = _names(type(module))
-        updates = names & _UPDATES
-        if not updates:
-            continue
         functions = frozenset(names & set(RULES))
         convolves, recurs = _CONV in functions, bool(functions - {_CONV})
         if ("update_conv_state" in names, "update_recurrent_state" in names) != (

@@ -195,13 +195,17 @@ class _Trial:
                 if not error <= self.tolerance:
                     return _NO_STATES, error
             errors = [_error(output.logits[:, node], plain[node]) for node in range(len(_TREE))]
+            path = _PATH
             if drafter is not None and drafter.prune_layer is not None:
-                left = target(tree, pruning=_Pruning(drafter.prune_layer))
+                output = target(tree, pruning=_Pruning(drafter.prune_layer))
+                path = [*range(len(_PATH))]
                 errors += [
-                    _error(left.logits[:, place], plain[node]) for place, node in enumerate(_PATH)
+                    _error(output.logits[:, place], plain[node])
+                    for place, node in zip(path, _PATH)
                 ]
             # The cache must then hold the accepted path as if it had been forwarded alone.
-            target.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
+            accepted = torch.tensor([path] * 2, device=self.device)
+            target.cache.commit([len(path)] * 2, accepted, output.tree.slots)
             root = target(Tree.roots(self.nodes[:, 0]))
             errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
