@@ -200,8 +200,7 @@ class _Trial:
                 output = target(tree, pruning=_Pruning(drafter.prune_layer))
                 path = [*range(len(_PATH))]
                 errors += [
-                    _error(output.logits[:, place], plain[node])
-                    for place, node in zip(path, _PATH)
+                    _error(output.logits[:, place], plain[node]) for place, node in zip(path, _PATH)
                 ]
             # The cache must then hold the accepted path as if it had been forwarded alone.
             accepted = torch.tensor([path] * 2, device=self.device)
