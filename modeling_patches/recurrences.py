@@ -467,7 +467,7 @@ def lightning_run(
     logs = _joined(earlier, "g", logs, 2)
     own = step.sums(logs)
     cum = _joined(earlier, "c", own, 2)
-    keys, values = _joined(earlier, "k", k.float(), 2), _joined(earlier, "u", v.float(), 2)
+    keys, values = _joined(earlier, "k", _finite(k), 2), _joined(earlier, "u", _finite(v), 2)
     out = (q.float() * own.exp()[..., None]) @ state.float()
     out = out + (q.float() @ keys.transpose(-1, -2) * step.pairs(own, cum)) @ values
     return out.to(v.dtype), {"g": logs, "c": cum, "k": keys, "u": values}

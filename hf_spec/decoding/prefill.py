@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from hf_spec.cache.convert import check_packable
-from hf_spec.cache.recurrent import stock_states
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.transfer import sent
@@ -228,7 +227,8 @@ def _check_state_stays(
     if not loses_state(model):
         return
     width = input_ids.shape[1]
-    continued = any(True for _ in stock_states(given.layers))
+    known = (getattr(layer, "has_previous_state", {}).values() for layer in given.layers)
+    continued = any(map(any, known))
     whole = mask is None or mask.shape[1] == width
     keyed = any(getattr(layer, "keys", None) is not None for layer in given.layers)
     new = width - given.get_seq_length() if continued and whole and keyed else width
@@ -236,9 +236,7 @@ def _check_state_stays(
     # The first forward may be of any size if no state is there before it.
     sizes = [min(chunk, new - start) for start in range(0, new, chunk)][0 if continued else 1 :]
     if any(size > 1 for size in sizes):
-        what = (
-            f"prefill_chunk_size={chunk}" if chunk < new else f"a continued DynamicCache ({CACHE})"
-        )
+        what = f"prefill_chunk_size={chunk}" if chunk < new else f"a DynamicCache as {CACHE}"
         raise ValueError(
             f"{what}: {type(model).__name__} loses its recurrent state where a forward of several "
             "tokens continues it, in plain generation, too. Give the whole prompt at once without "
