@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import PAD, STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, prompt, ragged
 from peft import PromptTuningConfig, get_peft_model
 from running import drafting
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
     PreTrainedModel,
