@@ -1,9 +1,10 @@
 """Skips chosen attention and MLP sublayers of a causal language model in some of its forwards.
 
-A skipped sublayer computes nothing, writes nothing to the KV cache and adds nothing to the residual
-stream: the model behaves as if the sublayer's output projection were zero. That is the drafting
-model of self-speculative decoding (Draft & Verify, Zhang et al., 2023). The modelling code is not
-changed, and other forwards of the model, also in other threads, run in full.
+A recurrence, such as Mamba or linear attention, counts as attention, alone or beside it. A skipped
+sublayer computes nothing, writes nothing to the KV cache and adds nothing to the residual stream:
+the model behaves as if the sublayer's output projection were zero. That is the drafting model of
+self-speculative decoding (Draft & Verify, Zhang et al., 2023). The modelling code is not changed,
+and other forwards of the model, also in other threads, run in full.
 
 This module knows neither caches nor decoding. Transformers takes a cache's length from its first
 layer, so callers that skip the attention of layer 0 must pass `position_ids` and masks that do not
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modeling_patches.linear_attention import keeps_states
 from modeling_patches.modules import (
-    ATTENTION_NAMES,
     INLINE_MLP,
+    MIXER_NAMES,
     MLP_NAMES,
-    child_of,
     decoder_layers,
+    mixers,
+    mlps,
     unwrapped,
 )
 from modeling_patches.per_call import Changes, step_aside
@@ -40,7 +43,7 @@ class LayerSkipper:
 
     Args:
         model: a decoder-only model of Transformers, or a `PeftModel` around one.
-        skip_attention: indices of the layers whose attention is skipped.
+        skip_attention: indices of the layers whose attention or recurrence is skipped.
         skip_mlp: indices of the layers whose MLP is skipped.
 
     Attributes:
@@ -98,16 +101,17 @@ def _refuse_shared_cache(model: Any) -> None:
 
 
 def _attention(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., Any]]:
-    attention = child_of(layer, ATTENTION_NAMES)
-    if attention is None:
-        raise _missing(layer, index, "attention", ATTENTION_NAMES)
-    return {attention: _nothing(attention, pair=True)}  # (output, attention weights)
+    found = mixers(layer)
+    if not found:
+        raise _missing(layer, index, "attention", MIXER_NAMES)
+    # Attention returns its weights, too; a recurrence has none.
+    return {module: _nothing(module, pair=not keeps_states(module)) for module in found}
 
 
 def _mlp(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., Any]]:
-    mlps = [mlp for name in MLP_NAMES if (mlp := getattr(layer, name, None)) is not None]
-    if mlps:
-        return {m: _nothing(m, pair=type(m).__name__ in _PAIR_RETURNING_MLPS) for m in mlps}
+    found = mlps(layer)
+    if found:
+        return {m: _nothing(m, pair=type(m).__name__ in _PAIR_RETURNING_MLPS) for m in found}
     first, last = (getattr(layer, name, None) for name in INLINE_MLP)
     if first is None or last is None:
         raise _missing(layer, index, "MLP", (*MLP_NAMES, *INLINE_MLP))

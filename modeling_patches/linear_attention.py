@@ -31,8 +31,8 @@ RULES: dict[str, Rule] = {
     "mamba2_chunk_scan": rules.MAMBA2,
     "mamba_selective_scan": rules.MAMBA1,
 }
-#: Those of them that ignore the state before their first token in Transformers.
-FORGETFUL = frozenset({"mamba_selective_scan"})
+#: Those of them that take no state before their first token, in Transformers and in its kernels.
+WITHOUT_STATE = frozenset({"mamba_selective_scan"})
 #: Methods of a cache with which a layer changes its states.
 _UPDATES = {"update_conv_state", "update_recurrent_state", "get_linear_cache"}
 
@@ -65,6 +65,11 @@ class RecurrentModule(NamedTuple):
     functions: frozenset[str]
 
 
+def keeps_states(module: nn.Module) -> bool:
+    """Whether a module keeps recurrent states in the cache."""
+    return bool(_names(type(module)) & _UPDATES)
+
+
 def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
     """The modules of a model that keep states in its cache.
 
@@ -72,16 +77,12 @@ def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
         ValueError: the forward of one of them updates a state by code of its own.
     """
     found = []
-    for module in model.modules():
+    for module in filter(keeps_states, model.modules()):
         names = _names(type(module))
-        updates = names & _UPDATES
-        if not updates:
-            continue
         functions = frozenset(names & set(RULES))
         convolves, recurs = _CONV in functions, bool(functions - {_CONV})
-        if ("update_conv_state" in names, "update_recurrent_state" in names) != (
-            convolves, recurs,
-        ) or "get_linear_cache" in names:  # fmt: skip
+        # Every rule follows a convolution, whose update tells which layer runs.
+        if not (convolves and recurs == ("update_recurrent_state" in names)):
             raise ValueError(
                 f"{type(module).__name__} updates a recurrent state by code of its own, which is "
                 "not written for trees"
@@ -102,6 +103,11 @@ def recurrent_rules(model: nn.Module) -> dict[int, Rule]:
         index: Any = module.layer_idx
         found[index] = RULES[next(iter(functions - {_CONV}), _CONV)]
     return found
+
+
+def loses_state(model: nn.Module) -> bool:
+    """Whether a recurrent state is lost where a forward of several tokens continues it."""
+    return any(WITHOUT_STATE & functions for _, _, functions in recurrent_modules(model))
 
 
 def _names(kind: type) -> set[str]:

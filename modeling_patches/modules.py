@@ -19,10 +19,11 @@ from modeling_patches.weights import features, in_use
 ALL_LINEAR = "all-linear"
 #: Most characters of a pattern of names, and most seconds for matching all names of a model.
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
-#: Names of a layer's attention, and of its MLP. Several MLPs in one layer (shared experts beside
-#: routed ones) form one sublayer.
+#: Names of a layer's attention or recurrence, and of its MLP. ``mixer`` is either. Several in one
+#: layer (Mamba beside attention, shared experts beside routed ones) form one sublayer.
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
-MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
+MIXER_NAMES = (*ATTENTION_NAMES, "linear_attn", "mamba", "conv", "mixer")
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "mixer")
 #: Layers without an MLP module: the calls it consists of, in order. OPT's family.
 INLINE_MLP = ("fc1", "fc2")
 
@@ -32,7 +33,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
     Raises:
         ValueError: the model has an encoder, or no unique list of `num_hidden_layers` modules with
-            an attention submodule.
+            an attention or recurrent submodule.
     """
     model = unwrapped(model)
     name = type(model).__name__
@@ -49,14 +50,14 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         for path, module in decoder.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == expected
-        and any(child_of(layer, ATTENTION_NAMES) is not None for layer in module)
+        and any(mixers(layer) for layer in module)
     }
     if len(found) != 1:
         what = f"several ({', '.join(found)})" if found else "none"
         raise ValueError(
             f"cannot find the decoder layers of {name}: wanted one nn.ModuleList of "
-            f"num_hidden_layers={expected} modules with an attention submodule "
-            f"({', '.join(ATTENTION_NAMES)}), found {what}. Choose a method that needs none."
+            f"num_hidden_layers={expected} modules with an attention or recurrent submodule "
+            f"({', '.join(MIXER_NAMES)}), found {what}. Choose a method that needs none."
         )
     return next(iter(found.values()))
 
@@ -72,9 +73,20 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def child_of(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    """The first of these attributes that is there."""
-    return next((m for m in (getattr(layer, n, None) for n in names) if m is not None), None)
+def mixers(layer: nn.Module) -> list[nn.Module]:
+    """A layer's attention or recurrence, or both where they run side by side."""
+    found = (getattr(layer, name, None) for name in MIXER_NAMES)
+    return [m for m in found if m is not None and _mixes_tokens(m)]
+
+
+def mlps(layer: nn.Module) -> list[nn.Module]:
+    """A layer's MLPs."""
+    found = (getattr(layer, name, None) for name in MLP_NAMES)
+    return [m for m in found if m is not None and not _mixes_tokens(m)]
+
+
+def _mixes_tokens(sublayer: nn.Module) -> bool:
+    return "attention_mask" in inspect.signature(type(in_use(sublayer)).forward).parameters
 
 
 def linear_modules(
@@ -116,7 +128,7 @@ def linear_modules(
 def output_projections(model: nn.Module) -> dict[str, nn.Module]:
     """The last linear module of each decoder layer, which writes to the residual stream.
 
-    That of its MLP; of its attention where the MLP has none, as with routed experts.
+    That of its MLP; of its attention or recurrence where the MLP has none, as with routed experts.
 
     Args:
         model: a causal language model.
@@ -131,14 +143,13 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
     names = {id(module): name for name, module in walk(model)}
     found: dict[str, nn.Module] = {}
     for layer in decoder_layers(model):
-        mlp = child_of(layer, MLP_NAMES)
         # Routed experts are left out, as each of them sees only some of the tokens.
-        dense = [] if mlp is None else [m for n, m in mlp.named_children() if "expert" not in n]
+        children = (pair for mlp in mlps(layer) for pair in mlp.named_children())
+        dense = [module for name, module in children if "expert" not in name]
         inline = [getattr(layer, name) for name in INLINE_MLP if hasattr(layer, name)]
         inside = [
             module
-            for part in (child_of(layer, ATTENTION_NAMES), *(dense or inline))
-            if part is not None
+            for part in (*mixers(layer), *(dense or inline))
             for _, module in walk(part)
             if _is_linear(module) and (features(module) or (0, 0))[1] == width
         ]

@@ -150,9 +150,19 @@ def _at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 def _decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """``state * decay + left @ right``, in the state's dtype."""
     new = state.float() * decay
-    return torch.baddbmm(
-        new.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1)
-    ).view_as(new).to(state.dtype)  # fmt: skip
+    new.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+    return new.to(state.dtype)
+
+
+def _logs(decay: Tensor) -> Tensor:
+    """Log decays in float32 whose sums and differences are finite; see :data:`LEAST`."""
+    return decay.float().nan_to_num(0.0, 0.0, LEAST).clamp(min=LEAST)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """In float32, without the infinities and NaN that a rejected token may have: other tokens give
+    it a weight of 0, and 0 times these is NaN."""
+    return tensor.float().nan_to_num(0.0, 0.0, 0.0)
 
 
 # -- short convolutions --------------------------------------------------------------------------
@@ -207,7 +217,7 @@ def _delta_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Float32 tensors ``(batch, heads, n, ...)``; the query is scaled."""
     heads = value.shape[2]
-    q, k, v, b = (part.transpose(1, 2).float() for part in (query, key, value, beta))
+    q, k, v, b = (_finite(part).transpose(1, 2) for part in (query, key, value, beta))
     if normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     if k.shape[1] != heads:  # a key head serves several value heads
@@ -250,7 +260,7 @@ def delta_run(
         ``(batch, n, heads, d_v)``
     """
     q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
-    logs = _joined(earlier, "g", g.transpose(1, 2).float().clamp(min=LEAST), 2)
+    logs = _joined(earlier, "g", _logs(g).transpose(1, 2), 2)
     own = step.sums(logs)
     keys, cum = _joined(earlier, "k", k, 2), _joined(earlier, "c", own, 2)
     pairs, decay, n = step.pairs(own, cum), own.exp()[..., None], step.new
@@ -279,7 +289,7 @@ def kda_run(
     exp(-c_j) overflows.
     """
     q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
-    logs = _joined(earlier, "g", g.transpose(1, 2).float().clamp(min=LEAST), 2)
+    logs = _joined(earlier, "g", _logs(g).transpose(1, 2), 2)
     own = step.sums(logs.transpose(2, 3)).transpose(2, 3).contiguous()
     keys, cum = _joined(earlier, "k", k, 2), _joined(earlier, "c", own, 2)
     both = torch.stack([k * b, q], 3)  # (batch, heads, n, 2, d)
@@ -333,11 +343,11 @@ def mamba2_run(
         state: ``(batch, heads, p, states)``
     """
     d = _time_step(dt, dt_bias, softplus)
-    logs = _joined(earlier, "g", (A.float() * d).transpose(1, 2).clamp(min=LEAST), 2)
+    logs = _joined(earlier, "g", _logs(A.float() * d).transpose(1, 2), 2)
     own = step.sums(logs)
     cum = _joined(earlier, "c", own, 2)
-    values = _joined(earlier, "x", (x.float() * d[..., None]).transpose(1, 2), 2)
-    keys, c = _joined(earlier, "b", B.float().transpose(1, 2), 2), C.float().transpose(1, 2)
+    values = _joined(earlier, "x", _finite(x * d[..., None]).transpose(1, 2), 2)
+    keys, c = _joined(earlier, "b", _finite(B).transpose(1, 2), 2), C.float().transpose(1, 2)
     gram, each = c @ keys.transpose(-1, -2), x.shape[2] // B.shape[2]
     if each > 1:  # a group serves several heads
         gram, c = gram.repeat_interleave(each, 1), c.repeat_interleave(each, 1)
@@ -432,11 +442,10 @@ def _token_by_token(kept: Kept, state: Tensor, step: Step, earlier: Kept | None)
 def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
     """S_e = exp(A t_e) S + sum over j of exp(A (t_e - t_j)) d_j x_j B_j', t the sums of d."""
     within = (torch.arange(path.shape[1], device=path.device) < counts[:, None])[..., None]
-    d, x, b = (_at(kept[name], path, 1) for name in ("d", "x", "b"))
-    # Time from before each token to the end.
-    left = torch.where(within, d, 0).flip(1).cumsum(1).flip(1)
+    d, x, b = (torch.where(within, _at(kept[name], path, 1), 0) for name in ("d", "x", "b"))
+    left = d.flip(1).cumsum(1).flip(1)  # time from before each token to the end
     weights = ((left - d)[..., None] * kept["a"][:, None]).exp()
-    new = (weights * torch.where(within, x, 0)[..., None] * b[:, :, None]).sum(1)
+    new = (weights * x[..., None] * b[:, :, None]).sum(1)
     return (state.float() * (left[:, 0, :, None] * kept["a"]).exp() + new).to(state.dtype)
 
 
@@ -458,7 +467,7 @@ def lightning_run(
     logs = _joined(earlier, "g", logs, 2)
     own = step.sums(logs)
     cum = _joined(earlier, "c", own, 2)
-    keys, values = _joined(earlier, "k", k.float(), 2), _joined(earlier, "u", v.float(), 2)
+    keys, values = _joined(earlier, "k", _finite(k), 2), _joined(earlier, "u", _finite(v), 2)
     out = (q.float() * own.exp()[..., None]) @ state.float()
     out = out + (q.float() @ keys.transpose(-1, -2) * step.pairs(own, cum)) @ values
     return out.to(v.dtype), {"g": logs, "c": cum, "k": keys, "u": values}

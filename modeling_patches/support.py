@@ -29,6 +29,12 @@ LAYERS = frozenset(
 )  # fmt: skip
 
 
+_OTHER_ADAPTERS = (
+    "Choose an adapter without it: prompt_depth='none' for BITA, num_prefix_tokens=0 for PPD, or "
+    "another type."
+)
+
+
 def context_ends(model: Any) -> list[int]:
     """Positions after which a model may compute differently: context lengths in its config.
 
@@ -167,13 +173,13 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     if without:
         raise ValueError(
             f"layers {without} of {name} have no KV of their own, and prefix KV is for every "
-            "layer. Choose an adapter without it."
+            f"layer. {_OTHER_ADAPTERS}"
         )
     shapes = {part.shape for layer in cache.layers for part in (layer.keys, layer.values)}
     if len(shapes) != 1:
         raise ValueError(
             f"{name} has KV of several shapes ({sorted(map(tuple, shapes))}), and prefix KV is of "
-            "one. Choose an adapter without it."
+            f"one. {_OTHER_ADAPTERS}"
         )
     _, heads, _, dim = shapes.pop()
     return len(cache.layers), heads * tensor_parallel_size(model), dim

@@ -16,13 +16,15 @@ class AttentionLayer(CacheLayerMixin):
 
     Args:
         cache: the ``TreeCache`` that it belongs to.
+        index: the layer's.
     """
 
     is_croppable = True
+    record_past = False
 
-    def __init__(self, cache: Any):
+    def __init__(self, cache: Any, index: int):
         super().__init__()
-        self.cache = cache
+        self.cache, self.index = cache, index
         self.appended = 0  # tokens appended outside a block, not yet counted in cache.lengths
         self.with_front: dict[str, Tensor] = {}
 
@@ -84,6 +86,16 @@ class AttentionLayer(CacheLayerMixin):
             have = self.with_front[name].dtype
             if have != dtype and (wider := torch.promote_types(have, dtype)) != have:
                 self.cache.states.widen(self, name, wider)
+
+    # Before Transformers 5.21, modules with recurrent states read these of a layer.
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        return {0: self.cache.get_conv_state(self.index)}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        return {0: self.cache.get_recurrent_state(self.index)}
 
     def get_seq_length(self) -> int:
         return self.cache.max_length + self.appended

@@ -34,11 +34,20 @@ class Version(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The last step: what it began with, what it kept, and what was accepted."""
+    """The last step.
+
+    Attributes:
+        before: the states that it began with.
+        kept: what it kept of its nodes.
+        path: ``(batch, depth)`` accepted nodes.
+        narrow: the states of layers that ran on some of the nodes only.
+        narrowed: the accepted nodes as these layers number them.
+    """
 
     before: Version
     kept: dict[Place, list[Kept]]
     path: Tensor
+    narrow: set[Place]
     narrowed: Tensor
 
 
@@ -47,6 +56,7 @@ class RecurrentStates:
 
     Args:
         rules: the rule of each layer besides its convolution.
+        batch_size: number of rows.
 
     Attributes:
         visible: which nodes each node of the open block sees; None outside a block.
@@ -54,14 +64,15 @@ class RecurrentStates:
             code on copies of the states.
     """
 
-    def __init__(self, rules: dict[int, Rule]):
+    def __init__(self, rules: dict[int, Rule], batch_size: int):
         self.rules = rules
         self.groups: list[list[Place]] = []
-        self.version = Version([], [])
+        self.version = Version([0] * batch_size, [])
         self.visible: Tensor | None = None
         self.plain = False
         self._steps: dict[torch.device, Step] = {}
         self._kept: dict[Place, list[Kept]] = {}
+        self._index: dict[Place, tuple[int, int]] = {}
         self._narrowed: set[Place] = set()
         self._running, self._calls = (0, 0), 0
         self._device = torch.device("cpu")
@@ -75,10 +86,14 @@ class RecurrentStates:
         """Take over the states of Transformers' cache layers, which keep none of them."""
         found: dict[Hashable, list[tuple[Place, Tensor]]] = {}
         for place, state in stock_states(layers):
-            signature = place[0], state.shape[1:], state.dtype, state.device
-            rule = CONV if place[0] == "conv" else self.rules[place[1]]
-            found.setdefault((*signature, rule), []).append((place, state))
+            kind = self._rule(place), state.shape[1:], state.dtype, state.device
+            found.setdefault(kind, []).append((place, state))
         self.groups = [[place for place, _ in members] for members in found.values()]
+        self._index = {
+            place: (group, index)
+            for group, places in enumerate(self.groups)
+            for index, place in enumerate(places)
+        }
         stacked = [torch.stack([state for _, state in members]) for members in found.values()]
         self.version = Version(lengths, stacked)
 
@@ -119,19 +134,19 @@ class RecurrentStates:
         some = self.visible.gather(1, rows[:, :, None].expand(-1, -1, self.visible.shape[2]))
         self.visible = some.gather(2, rows[:, None].expand(-1, rows.shape[1], -1))
         self._steps = {}
-        self._narrowed = {place for places in self.groups for place in places} - set(self._kept)
+        self._narrowed = set(self._index) - set(self._kept)
 
     def run_next(self, layer: int, number: int) -> None:
         """The rules that run next are those of this layer and state."""
         self._running, self._calls = (layer, number), 0
 
     def copy(self, kind: str, layer: int, number: int) -> Tensor | None:
-        """A copy of a state for a plain step, which may change it; None if there is none."""
+        """A copy of a state, which the running layer's own code may change; None if the layer has
+        no such state, or runs by a rule instead."""
         place = kind, layer, number
-        view = dict(self.states()).get(place)
-        if view is None:
+        if not self.plain or place not in self._index:
             return None
-        state = view.clone()
+        state = self._state(place).clone()
         self._kept[place] = [{"state": state}]
         return state
 
@@ -143,7 +158,7 @@ class RecurrentStates:
         """See :class:`modeling_patches.linear_attention.States`."""
         place = self._place(rule)
         kept = self._kept.get(place, ())
-        state = self._view(place)
+        state = self._state(place)
         self._device = state.device
         if state.ndim > rule.state_ndim:  # a call per head
             state = state[:, self._calls]
@@ -161,11 +176,14 @@ class RecurrentStates:
     def _place(self, rule: Rule) -> Place:
         return ("conv" if rule is CONV else "rule", *self._running)
 
-    def _view(self, place: Place) -> Tensor:
-        for places, tensor in zip(self.groups, self.version.tensors):
-            if place in places:
-                return tensor[places.index(place)]
-        raise RuntimeError(f"no state of layer {place[1]} was taken over from the prompt.")
+    def _rule(self, place: Place) -> Rule:
+        return CONV if place[0] == "conv" else self.rules[place[1]]
+
+    def _state(self, place: Place) -> Tensor:
+        if place not in self._index:
+            raise RuntimeError(f"no state of layer {place[1]} was taken over from the prompt.")
+        group, index = self._index[place]
+        return self.version.tensors[group][index]
 
     # -- after a step --------------------------------------------------------------------------
 
@@ -180,13 +198,14 @@ class RecurrentStates:
             path: ``(batch, depth)`` accepted nodes.
             narrowed: the same among the nodes that deeper layers have kept.
         """
-        missing = [p for places in self.groups for p in places if p not in self._kept]
+        missing = [place for place in self._index if place not in self._kept]
         if missing and any(counts):
             raise RuntimeError(
                 f"layer {missing[0][1]} has a state that this step did not advance: it runs code "
                 "that is not known."
             )
-        last = Committed(Version(before, self.version.tensors), self._kept, path, narrowed)
+        start = Version(before, self.version.tensors)
+        last = Committed(start, self._kept, path, self._narrowed, narrowed)
         lengths = [length + count for length, count in zip(before, counts)]
         self._last, self.version = last, Version(lengths, self._advanced(last, counts))
         self.visible = None
@@ -195,36 +214,31 @@ class RecurrentStates:
         """The states after so many nodes of each row's path."""
         if not any(counts):
             return last.before.tensors
-        most = max(counts)
         found = []
         for places, states in zip(self.groups, last.before.tensors):
             count = sent(list(counts), states.device)
-            parts: dict[int, Tensor] = {}
-            # Layers after those where nodes were dropped number them anew.
-            for path, narrowed in ((last.path, False), (last.narrowed, True)):
-                some = [
-                    i for i, place in enumerate(places) if (place in self._narrowed) == narrowed
-                ]
-                if some:
-                    kept = [last.kept[places[i]] for i in some]
-                    some_states = states if len(some) == len(places) else states[some]
-                    new = self._advance(
-                        places[0], some_states, kept, path[:, :most].to(states.device), count
-                    )
-                    parts |= dict(zip(some, new)) if len(some) < len(places) else {-1: new}
-            found.append(
-                parts[-1] if -1 in parts else torch.stack([parts[i] for i in sorted(parts)])
+            whole, narrowed = (
+                path[:, : max(counts)].to(states.device) for path in (last.path, last.narrowed)
             )
+            # Layers behind the one where nodes were dropped number them anew; they come last.
+            first = sum(place not in last.narrow for place in places)
+            parts = [
+                self._advance(places[some], states[some], last, path, count)
+                for some, path in ((slice(first), whole), (slice(first, None), narrowed))
+                if places[some]
+            ]
+            found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         return found
 
     def _advance(
-        self, place: Place, states: Tensor, kept: list[list[Kept]], path: Tensor, count: Tensor
+        self, places: list[Place], states: Tensor, last: Committed, path: Tensor, count: Tensor
     ) -> Tensor:
-        """Advance the states ``(layers, batch, ...)`` of layers that are alike."""
+        """Advance the states ``(places, batch, ...)`` of layers that are alike."""
+        kept = [last.kept[place] for place in places]
         if "state" in kept[0][0]:
             ends = torch.stack([calls[0]["state"] for calls in kept]).to(states.dtype)
             return torch.where((count > 0).view(1, -1, *[1] * (states.ndim - 2)), ends, states)
-        rule = CONV if place[0] == "conv" else self.rules[place[1]]
+        rule = self._rule(places[0])
         # Layers become rows of the batch.
         paths, counts = path.repeat(len(kept), 1), count.repeat(len(kept))
         split = states.ndim - 1 > rule.state_ndim  # a call per head
@@ -241,48 +255,61 @@ class RecurrentStates:
         """Close the block; the states stay."""
         self.visible = None
 
-    def repair(self, lengths: list[int]) -> None:
-        """Make the states those of these lengths, after an exception between two lines."""
+    def repair(self, lengths: list[int]) -> list[int]:
+        """Close the block, and make the states those of these lengths after an exception, which
+        may have left the keys' lengths behind.
+
+        Returns:
+            The lengths that keys and states have then.
+        """
         self.visible = None
         last = self._last
-        if self.version.lengths != lengths and last is not None and last.before.lengths == lengths:
+        if not self.groups or self.version.lengths == lengths:
+            return lengths
+        if last is not None and last.before.lengths == lengths:  # in a commit
             self.version, self._last = last.before, None
+        return self.version.lengths
 
     def remember(self) -> None:
         """Remember these states, so that rows can be cut to their present lengths later."""
-        self._prompt = Version(self.version.lengths, [t.clone() for t in self.version.tensors])
+        self._prompt = self.version  # whose tensors never change
 
-    def reachable(self, row: int, length: int) -> int:
-        """The longest length up to ``length`` that a row can be cut to."""
-        if length >= self.version.lengths[row]:
-            return self.version.lengths[row]
-        if self._last is not None and length >= self._last.before.lengths[row]:
-            return length
-        if self._prompt is not None and length >= self._prompt.lengths[row]:
-            return self._prompt.lengths[row]
-        return 0
+    def reachable(self, lengths: list[int]) -> list[int]:
+        """The greatest lengths up to these that rows can be cut to."""
+        if not self.groups:
+            return lengths
+        last = self.version if self._last is None else self._last.before
+        prompt = [0] * len(lengths) if self._prompt is None else self._prompt.lengths
+        return [
+            min(length, now) if length >= start else end if length >= end else 0
+            for length, now, start, end in zip(lengths, self.version.lengths, last.lengths, prompt)
+        ]
 
     def cut(self, lengths: list[int]) -> None:
         """Cut rows to lengths that are reachable."""
         have, last, prompt = self.version.lengths, self._last, self._prompt
-        if lengths == have:
+        if not self.groups or lengths == have:
             return
-        tensors = self.version.tensors
-        if last is not None:
-            inside = [old <= n < now for old, n, now in zip(last.before.lengths, lengths, have)]
-            if any(inside):
-                counts = [
-                    n - old if within else now - old
-                    for within, old, n, now in zip(inside, last.before.lengths, lengths, have)
-                ]
-                tensors = self._advanced(last, counts)
-        for row, (length, now) in enumerate(zip(lengths, have)):
-            if length == now or (last is not None and length >= last.before.lengths[row]):
-                continue
+        tensors, known = self.version.tensors, have
+        if last is not None and any(
+            old <= new < now for old, new, now in zip(last.before.lengths, lengths, have)
+        ):
+            known = [
+                new if new >= old else now
+                for old, new, now in zip(last.before.lengths, lengths, have)
+            ]
+            counts = [new - old for new, old in zip(known, last.before.lengths)]
+            tensors = self._advanced(last, counts)
+        rows = [row for row, (new, now) in enumerate(zip(lengths, known)) if new < now]
+        if rows:
             tensors = [tensor.clone() for tensor in tensors]
+        for row in rows:
             for index, tensor in enumerate(tensors):
-                at_prompt = length and prompt is not None
-                tensor[:, row] = prompt.tensors[index][:, row] if at_prompt and prompt else 0
+                given = prompt.tensors[index][:, row] if lengths[row] and prompt else 0
+                tensor[:, row] = given
+        if prompt is not None:  # what comes after a shorter start is another prompt
+            ends = [end if new >= end else 0 for new, end in zip(lengths, prompt.lengths)]
+            self._prompt = Version(ends, prompt.tensors)
         self.version, self._last = Version(list(lengths), tensors), None
 
     # -- rows ----------------------------------------------------------------------------------
@@ -292,6 +319,9 @@ class RecurrentStates:
         self.version = _selected(self.version, rows)
         self._prompt = None if self._prompt is None else _selected(self._prompt, rows)
         self._last, self._kept = None, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_steps": {}}
 
     # -- as inputs of a graph ------------------------------------------------------------------
 
@@ -328,7 +358,7 @@ class RecurrentStates:
     def _names(self) -> Iterator[tuple[Place, int, str]]:
         for places, tensor in zip(self.groups, self.version.tensors):
             for place in places:
-                rule = CONV if place[0] == "conv" else self.rules[place[1]]
+                rule = self._rule(place)
                 split = tensor.ndim - 1 > rule.state_ndim and not self.plain
                 names = ("state",) if self.plain else rule.keeps
                 for call in range(tensor.shape[2] if split else 1):

@@ -76,13 +76,13 @@ class TreeCache(Cache):
         self, num_layers: int, batch_size: int, device: torch.device | str,
         allocate: Allocate = zeros, rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
-        super().__init__(layers=[AttentionLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[AttentionLayer(self, index) for index in range(num_layers)])
         self.states = AttentionStates(self.layers, batch_size, allocate)
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.tokens: list[list[int]] | None = None
         self.block: OpenBlock | None = None
-        self.recurrent = RecurrentStates(rules) if rules else None
+        self.recurrent = RecurrentStates(rules, batch_size) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
         self._floor = [0] * batch_size
 
@@ -235,10 +235,11 @@ class TreeCache(Cache):
 
     def repair(self) -> None:
         """Close the block, and rebuild what an exception may have left half done."""
-        self.rollback()
+        self.block = None
+        lengths = self.host_lengths
         if self.recurrent is not None:
-            self.recurrent.repair(self.host_lengths)
-        self.set_lengths(self.host_lengths)
+            lengths = self.recurrent.repair(lengths)
+        self.set_lengths(lengths)
         self.states.attach()
 
     # -- as inputs of a graph ----------------------------------------------------------------
@@ -330,7 +331,7 @@ class TreeCache(Cache):
                 "shortest row) to 0, the tokens to remove."
             )
         lengths = [length + tokens_to_remove for length in self.host_lengths]
-        if self.recurrent is not None and self._reachable(lengths) != lengths:
+        if self.recurrent is not None and self.recurrent.reachable(lengths) != lengths:
             raise ValueError(
                 f"crop({tokens_to_remove}): a recurrent state holds all tokens at once and can be "
                 "taken back to the end of the prompt, or into the last step. Start without a cache."
@@ -350,19 +351,20 @@ class TreeCache(Cache):
         short as the last of its lengths of which a recurrent state is known.
         """
         self.count_appended()
-        kept = [min(have, keep) for have, keep in zip(self.host_lengths, lengths)]
-        kept = [n if n >= floor else 0 for n, floor in zip(kept, self._floor)]
+        kept = self.reachable(lengths)
         if self.recurrent is not None:
-            kept = self._reachable(kept)
             self.recurrent.cut(kept)
         tokens = self.tokens
         self.set_lengths(kept)
         if tokens is not None:
             self.tokens = [row[:n] for row, n in zip(tokens, kept)]
 
-    def _reachable(self, lengths: list[int]) -> list[int]:
-        assert self.recurrent is not None
-        return [self.recurrent.reachable(row, length) for row, length in enumerate(lengths)]
+    def reachable(self, lengths: Sequence[int]) -> list[int]:
+        """The lengths that :meth:`truncate` makes of these."""
+        kept = [min(have, keep) for have, keep in zip(self.host_lengths, lengths)]
+        if self.recurrent is not None:
+            kept = self.recurrent.reachable(kept)
+        return [n if n >= floor else 0 for n, floor in zip(kept, self._floor)]
 
     def reset(self) -> None:
         """Empty every row; keep the buffers."""
@@ -383,29 +385,20 @@ class TreeCache(Cache):
         return self._state("rule", layer_idx, state_idx)
 
     def _state(self, kind: str, layer: int, number: int) -> Tensor | None:
-        states = self.recurrent
-        if states is None:
-            return None
-        if self.block is None:
-            raise ValueError(
-                "TreeCache: a model with recurrent layers continues it in "
-                "generate(assistant_strategy=...). Elsewhere start without a cache."
-            )
-        return states.copy(kind, layer, number) if states.plain else None
+        return self._in_block().copy(kind, layer, number)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        assert self.recurrent is not None
-        self.recurrent.run_next(layer_idx, state_idx)
+        self._in_block().run_next(layer_idx, state_idx)
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        assert self.recurrent is not None
-        if self.recurrent.plain:
-            self.recurrent.replace(layer_idx, state_idx, recurrent_states)
+        states = self._in_block()
+        if states.plain:
+            states.replace(layer_idx, state_idx, recurrent_states)
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -414,7 +407,15 @@ class TreeCache(Cache):
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        return True
+        return self._in_block().plain
+
+    def _in_block(self) -> RecurrentStates:
+        if self.recurrent is None or self.block is None:
+            raise ValueError(
+                "TreeCache: recurrent layers continue what generate(assistant_strategy=...) "
+                "returned, and only in another such call. Elsewhere start without a cache."
+            )
+        return self.recurrent
 
     def row(self, row: int, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
@@ -429,7 +430,7 @@ class TreeCache(Cache):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         packed = state.pop("states")
-        self.layers = [AttentionLayer(self) for _ in range(state.pop("num_layers"))]
+        self.layers = [AttentionLayer(self, index) for index in range(state.pop("num_layers"))]
         self.__dict__.update(state)
         self.states = AttentionStates(self.layers, len(self.host_lengths))
         self.states.unpack(packed)

@@ -58,7 +58,8 @@ class Handover:
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self._target: DynamicCache | None = given if callers else None
         self._wanted = returned or callers or isinstance(given, TreeCache)
-        #: The layers before the prompt. Layers replace their keys, so these stay valid.
+        #: The layers before the prompt. Layers replace their keys, so these stay valid; recurrent
+        #: states are copied.
         self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
         self._mask: Tensor | None = None
         self._done = False
@@ -83,8 +84,6 @@ class Handover:
         # Adopted before it takes over anything, as taking over empties ``source``.
         self.adopt(cache, mask)
         take_over(cache, source, mask, capacity, front, self.sequences.width)
-        if cache.recurrent is not None and self._wanted:
-            cache.recurrent.remember()
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
@@ -100,6 +99,12 @@ class Handover:
         self.cache, self._mask, self._before = cache, mask, None
         if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
+
+    def begin(self, cache: TreeCache) -> None:
+        """Note that the call's cache holds the prompt, to which it may be cut later."""
+        if cache.recurrent is not None and self._wanted:
+            cache.recurrent.remember()
+        self.start = cache.host_lengths
 
     def ends(self, rows: Sequence[int]) -> list[int]:
         """For each of these rows of the cache: 1 if its last token should be cached, else 0.
@@ -154,7 +159,11 @@ class Handover:
             if on or have < min(count - behind, most)
         ]
         cached = [min(have, *unfinished) for have in cached] if unfinished else cached
-        cache.truncate([begin + have for begin, have in zip(start, cached)])
+        lengths = [begin + have for begin, have in zip(start, cached)]
+        if cache.reachable(lengths) != lengths:
+            # A recurrent state in the middle of the tokens is not known: give back the prompt.
+            lengths, cached = start, [0] * len(start)
+        cache.truncate(lengths)
         if self.history is not None:
             rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
@@ -174,16 +183,14 @@ class Handover:
 
 
 def _state_of(layer: Any) -> dict[str, Any]:
-    """A layer's attributes; recurrent states, which are changed in place, are copied."""
-    state = dict(vars(layer))
-    for name in ("conv_states", "recurrent_states"):
-        if name in state:
-            state[name] = {
-                number: None if tensor is None else tensor.clone()
-                for number, tensor in state[name].items()
+    """A layer's attributes; recurrent states, which it changes in place, are copied."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                number: one.clone() if isinstance(one, Tensor) else one
+                for number, one in value.items()
             }
-    for name in ("has_previous_state", "is_conv_states_initialized",
-                 "is_recurrent_states_initialized", "conv_kernel_size"):  # fmt: skip
-        if isinstance(state.get(name), dict):
-            state[name] = dict(state[name])
-    return state
+        return value
+
+    return {name: own(value) for name, value in vars(layer).items()}

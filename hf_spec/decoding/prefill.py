@@ -32,12 +32,16 @@ from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
+from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
 from modeling_patches.positions import needs_positions
 from modeling_patches.weights import device_of
 
 #: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
 CHUNK = 256
+
+#: The same with recurrent layers, some of whose rules hold a vector for each pair of tokens.
+RECURRENT_CHUNK = 64
 
 #: Longest new prompt, in columns, that is forwarded together with probes. That takes an explicit
 #: mask, which does not skip masked scores as causal attention does. Up to this length it costs no
@@ -158,6 +162,7 @@ def prefill(
     else:
         if given is not None:
             check_packable(given)
+            _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
         chunks = captured(model, changes, reads.layers) if reads.nodes else []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
@@ -171,7 +176,7 @@ def prefill(
         front = 0 if probe_inputs is None else probe_inputs.num_front
         cache = handover.take_over(source, real, capacity, front, end[0])
         target = make_target(cache, cache.lengths, None if positions is None else positions[:, -1])
-    handover.start = cache.host_lengths
+    handover.begin(cache)
     target.reach = _reach(target, input_ids.shape[1])
     return Prefilled(target, *end)
 
@@ -208,6 +213,35 @@ def _rides(
         and not needs_positions(model)
         and len(devices) == 1  # what is on the host else stands where the prompt's logits are
     )
+
+
+def _check_state_stays(
+    model: Any, given: DynamicCache, input_ids: Tensor, config: GenerationConfig,
+    mask: Tensor | None,
+) -> None:  # fmt: skip
+    """Refuse prompts in which Transformers loses a recurrent state.
+
+    Raises:
+        ValueError: naming the argument that splits the conversation.
+    """
+    if not loses_state(model):
+        return
+    width = input_ids.shape[1]
+    known = (getattr(layer, "has_previous_state", {}).values() for layer in given.layers)
+    continued = any(map(any, known))
+    whole = mask is None or mask.shape[1] == width
+    keyed = any(getattr(layer, "keys", None) is not None for layer in given.layers)
+    new = width - given.get_seq_length() if continued and whole and keyed else width
+    chunk = config.prefill_chunk_size or max(new, 1)
+    # The first forward may be of any size if no state is there before it.
+    sizes = [min(chunk, new - start) for start in range(0, new, chunk)][0 if continued else 1 :]
+    if any(size > 1 for size in sizes):
+        what = f"prefill_chunk_size={chunk}" if chunk < new else f"a DynamicCache as {CACHE}"
+        raise ValueError(
+            f"{what}: {type(model).__name__} loses its recurrent state where a forward of several "
+            "tokens continues it, in plain generation, too. Give the whole prompt at once without "
+            "a cache, or with the TreeCache that a call with assistant_strategy returned."
+        )
 
 
 def _new_tokens(
@@ -293,7 +327,7 @@ def _extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> 
     if followers(target.model):
         target.reach = Reach(target.model, [1] * len(rows))
         target.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
-    return _append(target, rows, CHUNK, group)
+    return _append(target, rows, CHUNK if cache.recurrent is None else RECURRENT_CHUNK, group)
 
 
 def _append(

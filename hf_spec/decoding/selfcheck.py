@@ -181,11 +181,14 @@ class _Trial:
                 if not error <= tolerance(self.dtypes):
                     return _NO_STATES, error
             errors = [_error(output.logits, torch.stack([root, first, second, third], 1))]
+            path = _PATH
             if drafter is not None and drafter.prune_layer is not None:
-                left = target(tree, pruning=_Pruning(drafter.prune_layer))
-                errors.append(_error(left.logits, torch.stack([root, second, third], 1)))
+                output = target(tree, pruning=_Pruning(drafter.prune_layer))
+                path = [*range(len(_PATH))]
+                errors.append(_error(output.logits, torch.stack([root, second, third], 1)))
             # The cache must then hold the accepted path as if it had been forwarded alone.
-            target.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=device))
+            accepted = torch.tensor([path] * 2, device=device)
+            target.cache.commit([len(path)] * 2, accepted, output.tree.slots)
             errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 

@@ -147,11 +147,13 @@ def test_right_padding(tiny: Tiny, spec: Spec) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("rwkv", "Rwkv.*Generate without"),
-        ("recurrent_gemma", "RecurrentGemma.*without"),
         ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
         ("whisper", "WhisperForCausalLM.forward takes no position_ids.*Generate without"),
         ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state.*Generate without"),
+        ("rwkv", "RwkvForCausalLM keeps a recurrent state.*Generate without"),
+        ("minimax", "MiniMaxLightningAttention updates a recurrent state by code of its own.*with"),
+        ("zaya", "ZayaCCAProjection updates a recurrent state by code of its own.*Generate with"),
     ],
 )  # fmt: skip
 def test_models(model_type: str, message: str) -> None:
@@ -164,6 +166,7 @@ def test_models(model_type: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
+        ("jamba", r"layers \[0, .* of JambaForCausalLM have no KV.*prompt_depth='none' for BITA"),
         ("gemma4_text", "Gemma4ForCausalLM has KV of several shapes.*Choose an adapter without it"),
         ("gemma3n_text", r"layers \[2, 3\] of Gemma3nForCausalLM have no KV.*Choose an adapter"),
     ],

@@ -11,6 +11,7 @@ import torch
 from conftest import ARCHITECTURES as KNOWN
 from conftest import VOCAB
 from covering import covering
+from recurrent_models import recurrent
 from running import fingerprint, running
 from torch import nn
 from transformers import (
@@ -25,7 +26,7 @@ from transformers import (
 
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.modules import ATTENTION_NAMES, MLP_NAMES, child_of, decoder_layers
+from modeling_patches.modules import decoder_layers, mixers, mlps
 
 LAYERS = 4
 
@@ -47,7 +48,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Last weights before the residual stream, inside an attention or an MLP module (or the layer).
 OUTPUTS = re.compile(
-    r"(^|\.)(o_proj|c_proj|out_proj|dense|down_proj|dense_4h_to_h|fc2|fc_out)(\.weight|\.bias|_bias)?$"
+    r"(^|\.)(o_proj|c_proj|out_proj|dense|down_proj|dense_4h_to_h|fc2|fc_out|w2|output_linear)(\.weight|\.bias|_bias)?$"
 )
 
 
@@ -85,12 +86,12 @@ def reference(model: nn.Module, skip_attention: list[int], skip_mlp: list[int]) 
     model = copy.deepcopy(model)
     layers = decoder_layers(model)
     for index in skip_attention:
-        zero_outputs(child_of(layers[index], ATTENTION_NAMES))
+        for mixer in mixers(layers[index]):
+            zero_outputs(mixer)
     for index in skip_mlp:
-        mlp = child_of(layers[index], MLP_NAMES)
-        if mlp is not None:
+        for mlp in mlps(layers[index]):
             zero_outputs(mlp)
-        else:
+        if not mlps(layers[index]):
             for parameter in layers[index].fc2.parameters():
                 parameter.data.zero_()
     return model
@@ -245,15 +246,42 @@ def test_what_cannot_be_skipped(skip, change, message):
 
 
 def test_unknown_architectures_are_refused():
-    mamba = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **mamba))
-    with pytest.raises(ValueError, match="decoder layers of MambaForCausalLM.*found none"):
+    rwkv = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("rwkv", **rwkv))
+    with pytest.raises(ValueError, match="decoder layers of RwkvForCausalLM.*found none"):
         LayerSkipper(model, [0], [])
     with pytest.raises(ValueError, match="decoder layers of Linear"):
         decoder_layers(nn.Linear(2, 2))
     t5 = AutoConfig.for_model("t5", vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=2)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
         decoder_layers(AutoModelForSeq2SeqLM.from_config(t5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "skip_attention", "skip_mlp"),
+    [
+        ("qwen3_5_text", [0, 2], [2]), ("kimi_linear", [0, 2, 3], [1]), ("lfm2", [1, 2], [1]),
+        ("falcon_h1", [1, 3], [3]), ("zamba2", [0, 2], []), ("granitemoehybrid", [0, 1], [0]),
+        ("mamba2", [1], []), ("nemotron_h", [0, 1], [2]),
+    ],
+)  # fmt: skip
+@torch.inference_mode()
+def test_recurrences_are_skipped_as_attention_is(kind, skip_attention, skip_mlp):
+    """Side by side with it, too; what is named alike and is an MLP is skipped as such."""
+    model = recurrent(kind)
+    plain = model(tokens()).logits
+    expected = reference(model, skip_attention, skip_mlp)(tokens()).logits
+    skipper = LayerSkipper(model, skip_attention, skip_mlp)
+    for _ in range(2):
+        torch.testing.assert_close(skipper.changes.run(model, tokens()).logits, expected)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+
+
+def test_layers_without_one_of_the_two():
+    for kind, skip, what in (("mamba2", ([], [1]), "MLP"), ("nemotron_h", ([2], []), "attention"),
+                             ("zamba2", ([1], []), "attention")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"has no {what} submodule to skip"):
+            LayerSkipper(recurrent(kind), *skip)
 
 
 @torch.inference_mode()
