@@ -125,7 +125,7 @@ class LaterInputs(NamedTuple):
         for key, value in others.items():
             if not isinstance(value, Tensor) or value.ndim < 2:
                 continue
-            before = model_kwargs.get(key)
+            before: Any = model_kwargs.get(key)
             known = isinstance(before, Tensor) and before.shape[1:2] != value.shape[1:2]
             if known and before.shape[1] in widths and value.shape[1] == 1:
                 per_token[key] = value
