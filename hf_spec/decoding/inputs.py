@@ -115,6 +115,12 @@ class LaterInputs(NamedTuple):
             given = model._update_model_kwargs_for_generation(outputs, given)
         given = {key: value for key, value in given.items() if key not in _STATES}
         positions, others = _asked(model, ids, given, first=False)
+        if positions is None and given.get("position_ids") is not None:
+            raise ValueError(
+                f"{type(model).__name__} drops position_ids and counts the slots of its cache "
+                "instead, so siblings in a tree cannot share a position. Generate without "
+                "assistant_strategy."
+            )
         if positions is not None:
             # Without the prompt's outputs, the last position is still that of the prompt.
             positions = positions[..., -1] + int(outputs is None)
