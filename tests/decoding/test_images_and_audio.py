@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import lent
 from conftest import prompt, ragged
 from multimodal import IMAGE, KINDS, prompts
 from multimodal import build as built
@@ -21,7 +20,6 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-import hf_spec
 from modeling_patches.cache_name import CACHE
 
 #: A mask over the image, one position more, three positions and a recurrent state, sounds.
@@ -90,7 +88,7 @@ def test_text_alone(kind: str) -> None:
     for call in (ragged(), {"input_ids": ragged()["input_ids"][:1]}):
         wanted = tokens(kind, call)
         assert tokens(kind, call, **drafting("prompt_lookup")) == wanted
-        with lent(model, hf_spec.PpdConfig(), random=True):
+        with adapted(model, "ppd"):
             assert tokens(kind, call, **drafting("ppd")) == wanted
 
 
@@ -117,7 +115,6 @@ def test_the_callers_dynamic_cache(kind: str) -> None:
     model, call, found = built(kind), given(kind, 0), []
     for spec in ({}, drafting("prompt_lookup")):
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        cache._is_user_defined = True
         first = model.generate(**call, max_new_tokens=6, do_sample=False, **{CACHE: cache}, **spec)
         more = torch.cat([first, prompt(5)], dim=1)
         found.append(tokens(kind, {"input_ids": more, CACHE: cache}, **spec))
