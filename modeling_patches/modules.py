@@ -62,6 +62,20 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return next(iter(found.values()))
 
 
+def decoder_of(model: Any) -> Any:
+    """The module whose output the model computes its logits from.
+
+    Some models call their head "decoder" (ModernBERT), or do not define one (Mllama).
+    """
+    found = model.get_decoder()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if found is model or not any(module is embeddings for module in found.modules()):
+        children = [child for child in model.children() if child is not head]
+        inside = [c for c in children if any(module is embeddings for module in c.modules())]
+        found = inside[0] if inside else found
+    return found
+
+
 def num_layers(model: nn.Module) -> int:
     """Number of decoder layers; raises the errors of `decoder_layers`."""
     return len(decoder_layers(model))
@@ -92,7 +106,8 @@ def _mixes_tokens(sublayer: nn.Module) -> bool:
 def linear_modules(
     model: nn.Module, targets: str | Sequence[str] | None = None
 ) -> dict[str, nn.Module]:
-    """Linear modules of a causal language model, by name.
+    """Linear modules of a causal language model, by name: those of its decoder and its head, not of
+    an encoder for images or sounds.
 
     Args:
         model: the model itself, not a `PeftModel` around it.
@@ -104,7 +119,9 @@ def linear_modules(
         ValueError: nothing matches, a name in the list matches nothing, or the regular expression
             is invalid or takes too long.
     """
-    everything = {name: m for name, m in walk(model) if _is_linear(m)}
+    roots = decoder_of(model), model.get_output_embeddings()  # type: ignore[operator]
+    text = {id(module) for root in roots if root is not None for _, module in walk(root)}
+    everything = {name: m for name, m in walk(model) if _is_linear(m) and id(m) in text}
     if targets is None or targets == ALL_LINEAR:
         inside = {id(module) for module in decoder_layers(model).modules()}
         matches = {"the decoder layers": [n for n, m in everything.items() if id(m) in inside]}

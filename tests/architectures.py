@@ -173,15 +173,20 @@ def model_types() -> list[str]:
 
 
 def tiny_config(model_type: str) -> Any:
-    kind = CONFIG_MAPPING[model_type]
-    return _tiny(kind, OVERRIDES.get(model_type, {}))
+    return tiny_of(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
 
 
-def _tiny(kind: Any, given: dict[str, Any]) -> Any:
+def tiny_of(kind: Any, given: dict[str, Any], sizes: dict[str, Any] = FIELDS) -> Any:
+    """A config of a class.
+
+    Args:
+        given: fields of this class alone; those of a part in a dictionary.
+        sizes: fields of every class that has them.
+    """
     preset = kind()
     default = preset.to_dict()
     known = {*default, *getattr(kind, "attribute_map", {})}
-    fields = {name: value for name, value in FIELDS.items() if name in known}
+    fields = {name: value for name, value in sizes.items() if name in known}
     for name in ("sliding_window", "sliding_window_size"):
         if default.get(name, ...) is None:
             fields.pop(name, None)
@@ -195,7 +200,9 @@ def _tiny(kind: Any, given: dict[str, Any]) -> Any:
     for name in subs:
         part = getattr(preset, name, None)
         if part is not None:
-            fields[name] = _tiny(type(part), given.get(name, {})).to_dict()
+            fields[name] = tiny_of(type(part), given.get(name, {}), sizes).to_dict()
+        elif name in given:  # a part that is left out by default
+            fields[name] = given[name]
     fields.update({name: value for name, value in given.items() if name not in subs})
     return kind(**fields)
 
@@ -205,6 +212,14 @@ def build(model_type: str) -> PreTrainedModel:
     """A random model whose outputs wander; tests must leave it as they found it."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    randomise_all(model)
+    if hasattr(model.config, "image_token_id"):  # text models never say these
+        model.generation_config.suppress_tokens = list(PLACEHOLDERS.values())
+    return model
+
+
+def randomise_all(model: Any) -> None:
+    """Give all parameters values with which outputs wander, and outputs their full length."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -212,6 +227,4 @@ def build(model_type: str) -> PreTrainedModel:
         parameter.data = 0.2 * noise if parameter.ndim > 1 else parameter.data + 0.1 * noise
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    if hasattr(model.config, "image_token_id"):  # text models never say these
-        model.generation_config.suppress_tokens = list(PLACEHOLDERS.values())
-    return model.eval()
+    model.eval()

@@ -62,6 +62,10 @@ class TreeCache(Cache):
         host_lengths: the same as a list, which needs no device synchronization.
         tokens: the tokens whose states each row holds, if the owner recorded them. A later call
             uses them to find how much of its prompt is cached.
+        shift: ``(axes, batch)`` position of each row's next token minus the row's length, on each
+            axis that the model rotates by; None for 0.
+        inputs: names of what the states depend on besides tokens, such as an image: rows cannot be
+            computed again from their tokens.
         block: the open block, if one is open.
         recurrent: what its recurrent layers hold; None if there are none.
 
@@ -81,9 +85,12 @@ class TreeCache(Cache):
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.tokens: list[list[int]] | None = None
+        self.shift: Tensor | None = None
+        self.inputs: list[str] = []
         self.block: OpenBlock | None = None
         self.recurrent = RecurrentStates(rules, batch_size) if rules else None
-        #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
+        #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states,
+        #: or they depend on more than tokens.
         self._floor = [0] * batch_size
 
     # -- lengths -----------------------------------------------------------------------------
@@ -131,6 +138,13 @@ class TreeCache(Cache):
         self.host_lengths = lengths
         self.lengths = sent(lengths, self.lengths.device)
         self._floor = self._floor if floor is None else floor
+
+    def depend_on(self, inputs: list[str]) -> None:
+        """Note that the states of all tokens so far depend on these inputs, too: rows cannot be cut
+        among them."""
+        if inputs:
+            self.inputs = list(dict.fromkeys(self.inputs + inputs))
+            self._floor = self.host_lengths
 
     @property
     def _appended(self) -> int:
@@ -294,6 +308,8 @@ class TreeCache(Cache):
     def _keep_rows(self, rows: Sequence[int]) -> None:
         if self.recurrent is not None:
             self.recurrent.select(rows)
+        if self.shift is not None:
+            self.shift = self.shift[:, torch.tensor(rows, device=self.shift.device)]
         tokens, floor = self.tokens, [self._floor[row] for row in rows]
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
@@ -338,7 +354,8 @@ class TreeCache(Cache):
             )
         if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
             raise ValueError(
-                f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, so "
+                f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, or "
+                f"its states depend on more than tokens ({', '.join(self.inputs) or 'no'}), so "
                 f"that rows of {self.host_lengths} tokens cannot be cut below {self._floor}. "
                 "Remove fewer, or start without a cache."
             )
@@ -347,13 +364,16 @@ class TreeCache(Cache):
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep at most ``lengths[row]`` tokens of each row.
 
-        A row becomes empty where a sliding window would need tokens that it has dropped, and as
-        short as the last of its lengths of which a recurrent state is known.
+        A row becomes empty where a sliding window would need tokens that it has dropped, or among
+        tokens whose states depend on other :attr:`inputs`, and as short as the last of its lengths
+        of which a recurrent state is known.
         """
         self.count_appended()
         kept = self.reachable(lengths)
         if self.recurrent is not None:
             self.recurrent.cut(kept)
+        if self.shift is not None and 0 in kept:
+            self.shift = self.shift * sent([n > 0 for n in kept], self.shift.device)
         tokens = self.tokens
         self.set_lengths(kept)
         if tokens is not None:
@@ -373,6 +393,7 @@ class TreeCache(Cache):
             self.recurrent.cut([0] * self.batch_size)
         for layer in self.layers:
             layer.appended = 0
+        self.shift, self.inputs = None, []
         self.set_lengths([0] * self.batch_size, [0] * self.batch_size)
 
     # -- recurrent layers ----------------------------------------------------------------------

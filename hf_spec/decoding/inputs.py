@@ -8,70 +8,169 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from modeling_patches.cache_name import CACHE
 
 #: Inputs that the loop provides.
 _MADE = (
-    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "inputs_embeds",
+    "input_ids", "attention_mask", "position_ids", "cache_position", CACHE, "use_cache",
+    "logits_to_keep", "inputs_embeds",
 )  # fmt: skip
+#: What is left out of the question which inputs a forward gets; from a cache and a mask, models
+#: would make masks.
+_STATES = (CACHE, "attention_mask")
 
 
-class OtherInputs(NamedTuple):
-    """The caller's further inputs, by name.
+class PromptInputs(NamedTuple):
+    """What the prompt's forward gets.
 
     Attributes:
-        first: those of the prompt's forward.
-        later: those of the forwards after it.
+        positions: ``(batch, width)``, or ``(axes, batch, width)`` of a model that rotates by
+            several; None if it takes none.
+        others: what the loop does not provide, by name.
     """
 
-    first: dict[str, Any]
-    later: dict[str, Any]
+    positions: Tensor | None
+    others: dict[str, Any]
 
     @classmethod
-    def of(cls, model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> OtherInputs:
-        """Sort the inputs of a call.
+    def of(cls, model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> PromptInputs:
+        """Ask the model.
 
         Args:
             model: a causal language model.
             input_ids: ``(batch, width)`` the prompt; empty where it is given as embeddings.
             model_kwargs: as ``generate`` passes them to a decoding method.
+        """
+        given = {key: value for key, value in model_kwargs.items() if key not in _STATES}
+        return cls(*_asked(model, input_ids, given, first=True))
+
+    def once(self, later: LaterInputs) -> list[str]:
+        """Names of the inputs of the prompt's forward alone."""
+        return [key for key in self.others if key not in later.others | later.per_token]
+
+    def check_tokens_alone(self, later: LaterInputs, counts: list[int]) -> None:
+        """Check that a continued TreeCache needs no more than tokens.
+
+        Args:
+            counts: new tokens of each row, the last of the prompt. An input of the prompt that has
+                a value per token, such as its type, may be 0 for all of them: text.
 
         Raises:
-            ValueError: a forward after the prompt's gets an input with one value per prompt token.
+            ValueError: naming the inputs that it lacks.
         """
-        given = {key: value for key, value in model_kwargs.items() if key not in _MADE}
-        if not given:
-            return cls({}, {})
 
-        def passed(first: bool) -> dict[str, Any]:
-            prepared = model.prepare_inputs_for_generation(
-                input_ids.new_zeros(len(input_ids), 1), next_sequence_length=1, use_cache=True,
-                is_first_iteration=first, **given,
-            )  # fmt: skip
-            return {key: value for key, value in given.items() if prepared.get(key) is not None}
+        def is_text(value: Any) -> bool:
+            return (
+                isinstance(value, Tensor)
+                and value.ndim == 2
+                and value.shape[1] >= max(counts)
+                and len(value) == len(counts)
+                and not any(row[len(row) - n :].any() for row, n in zip(value, counts))
+            )
 
-        found = cls(passed(True), passed(False))
+        missing = [key for key in self.once(later) if not is_text(self.others[key])]
+        if missing:
+            raise ValueError(
+                f"an image or the like ({', '.join(missing)}) with a TreeCache as {CACHE}: it is "
+                f"continued by tokens alone. Leave out what it has seen, or leave {CACHE} out."
+            )
+
+
+class LaterInputs(NamedTuple):
+    """What the forwards after the prompt's get.
+
+    Attributes:
+        positions: ``(axes, batch)``, or one column for all rows, of the token after the prompt;
+            one axis for most models. None if the model takes none.
+        per_token: ``(batch, 1, ...)`` tensors by name with one value for each token: that of the
+            token after the prompt, which plain generation repeats from there on.
+        others: what each forward gets as it is.
+    """
+
+    positions: Tensor | None
+    per_token: dict[str, Tensor]
+    others: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], outputs: Any = None
+    ) -> LaterInputs:
+        """Ask the model for the inputs of the token after the prompt.
+
+        Args:
+            model, input_ids, model_kwargs: as for :meth:`PromptInputs.of`.
+            outputs: of Transformers' forward of the prompt, of which some models pass on a part;
+                None if it did not run.
+
+        Raises:
+            ValueError: a forward after the prompt's gets an input with one value per prompt token,
+                or one that differs from token to token.
+        """
+        given = dict(model_kwargs)
+        ids = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
+        if outputs is not None:
+            given = model._update_model_kwargs_for_generation(outputs, given)
+        given = {key: value for key, value in given.items() if key not in _STATES}
+        positions, others = _asked(model, ids, given, first=False)
+        if positions is None and given.get("position_ids") is not None:
+            raise ValueError(
+                f"{type(model).__name__} drops position_ids and counts the slots of its cache "
+                "instead, so siblings in a tree cannot share a position. Generate without "
+                "assistant_strategy."
+            )
+        if positions is not None:
+            # Without the prompt's outputs, the last position is still that of the prompt.
+            positions = positions[..., -1] + int(outputs is None)
+            positions = positions.reshape(-1, positions.shape[-1])
         prompts = (input_ids, model_kwargs.get("inputs_embeds"))
         widths = {prompt.shape[1] for prompt in prompts if prompt is not None}
-        for key, value in found.later.items():
-            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] in widths:
+        per_token: dict[str, Tensor] = {}
+        for key, value in others.items():
+            if not isinstance(value, Tensor) or value.ndim < 2:
+                continue
+            before: Any = model_kwargs.get(key)
+            known = isinstance(before, Tensor) and before.shape[1:2] != value.shape[1:2]
+            if known and before.shape[1] in widths and value.shape[1] == 1:
+                per_token[key] = value
+            elif known or value.shape[1] in widths:
                 raise ValueError(
                     f"model input {key!r} has one value per prompt token: strategies don't know "
                     "its values for draft tokens. Generate without assistant_strategy."
                 )
-        return found
+        shared = {key: value for key, value in others.items() if key not in per_token}
+        return cls(positions, per_token, shared)
 
-    def refuse_once(self) -> None:
-        """Raise on inputs of the prompt's forward alone, which a continued TreeCache lacks.
+    @property
+    def axes(self) -> int:
+        """Positions of each token."""
+        return 1 if self.positions is None else len(self.positions)
 
-        Raises:
-            ValueError: naming them.
+    def shift(self, lengths: Tensor) -> Tensor:
+        """``(axes, batch)`` position of the next token minus the row's length.
+
+        Args:
+            lengths: ``(batch,)`` tokens of the prompts.
         """
-        once = [key for key in self.first if key not in self.later]
-        if once:
-            raise ValueError(
-                f"an image or the like ({', '.join(once)}) with a TreeCache as {CACHE}: it is "
-                f"continued by tokens alone. Leave {CACHE} out."
-            )
+        if self.positions is None:
+            return torch.zeros_like(lengths)[None]
+        return self.positions.to(lengths.device) - lengths
+
+
+def _asked(
+    model: Any, ids: Tensor, given: dict[str, Any], first: bool
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The positions and the other inputs that a model prepares for the prompt, or for one token."""
+    inputs = model.prepare_inputs_for_generation(
+        ids, **{"next_sequence_length": None if first else 1, "use_cache": True,
+                "is_first_iteration": first, **given},
+    )  # fmt: skip
+    # ``generate`` adds an empty dictionary of encoders' outputs to calls that have no image.
+    others = {k: value for k, value in inputs.items() if k not in _MADE and not _is_empty(value)}
+    return inputs.get("position_ids"), others
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and not value)

@@ -24,7 +24,7 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.decoding.handover import Handover
-from hf_spec.decoding.inputs import OtherInputs
+from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
@@ -124,39 +124,39 @@ def prefill(
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
     given, sequences = handover.given, handover.sequences
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2:
-        raise ValueError(
-            f"position_ids of shape {tuple(positions.shape)}: strategies know one position per "
-            "token. Generate without assistant_strategy."
-        )
     budget = sequences.max_length - sequences.width
-    others = OtherInputs.of(model, input_ids, model_kwargs)
+    first = PromptInputs.of(model, input_ids, model_kwargs)
 
     probe_inputs = None if drafter is None else drafter.probe_inputs
     group = None if drafter is None else drafter.group
 
-    def make_target(cache: TreeCache, lengths: Tensor, last: Tensor | None = None) -> Target:
-        """A tree forward after prompts of these lengths whose last positions are ``last``."""
-        shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
+    def make_target(cache: TreeCache, lengths: Tensor, later: LaterInputs) -> Target:
+        """A tree forward after prompts of these lengths."""
+        shift = cache.shift
+        if shift is None:
+            shift = cache.shift = lengths.new_zeros(later.axes, len(lengths))
         # The last emitted token is never forwarded, hence - 2 and not - 1.
-        limit = lengths + shift + max(budget - 2, 0)
-        return Target(model, cache, limit, shift, others.later, probe_inputs, reads, graphs)
+        limit = lengths + shift[0] + max(budget - 2, 0)
+        return Target(
+            model, cache, limit, shift if len(shift) > 1 else shift[0], later.others,
+            later.per_token, probe_inputs, reads, graphs,
+        )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
     if isinstance(given, TreeCache):
-        others.refuse_once()
         cache, rows = given, _new_tokens(handover, mask, config, model)
+        later = LaterInputs.of(model, input_ids, model_kwargs)
+        first.check_tokens_alone(later, [len(row) for row in rows])
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
-        target = make_target(cache, cache.lengths + counts)
+        target = make_target(cache, cache.lengths + counts, later)
         end = _extend(target, rows, group)
-    elif group is not None and not others.first and _rides(model, config, model_kwargs, handover):
+    elif group is not None and _rides(model, config, model_kwargs, handover, first):
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
         cache.states.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
-        target = make_target(cache, lengths)
+        target = make_target(cache, lengths, LaterInputs.of(model, input_ids, model_kwargs))
         end = _append(target, rows, RIDING, group)
         handover.adopt(cache, real)
     else:
@@ -175,29 +175,33 @@ def prefill(
         capacity = max(width, sequences.width) + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
         cache = handover.take_over(source, real, capacity, front, end[0])
-        target = make_target(cache, cache.lengths, None if positions is None else positions[:, -1])
+        later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
+        cache.shift = later.shift(cache.lengths)
+        cache.depend_on(first.once(later))
+        target = make_target(cache, cache.lengths, later)
     handover.begin(cache)
     target.reach = _reach(target, input_ids.shape[1])
     return Prefilled(target, *end)
 
 
 def _rides(
-    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover
-) -> bool:
+    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover,
+    first: PromptInputs,
+) -> bool:  # fmt: skip
     """Whether we forward a prompt without other inputs ourselves, together with probes.
 
     The result must equal plain generation: the prompt is short and complete, consists of tokens at
     the usual positions, runs in one forward, and the model's attention takes masks.
     """
     given, sequences = handover.given, handover.sequences
-    if not isinstance(given, DynamicCache) or not given.layers or handover.rules:
+    if first.others or not isinstance(given, DynamicCache) or not given.layers or handover.rules:
         return False
     if given.get_seq_length():
         return False
     check_packable(given)
-    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    positions, mask = first.positions, model_kwargs.get("attention_mask")
     if positions is not None:
-        real = torch.ones_like(positions) if mask is None else mask
+        real = torch.ones_like(positions[..., :1, :]) if mask is None else mask
         if not bool(((positions == real.cumsum(-1) - 1) | (real == 0)).all()):
             return False
     embeddings = model.get_input_embeddings(), model.get_output_embeddings()
@@ -269,6 +273,11 @@ def _new_tokens(
         return [list(row) for row in rows]
     if cache.tokens is not None:  # the last token is needed for its logits
         cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
+        if cache.inputs and 0 in cache.host_lengths:
+            raise ValueError(
+                f"the prompt departs from what {CACHE} holds within a part that depends on more "
+                f"than tokens ({', '.join(cache.inputs)}). Leave {CACHE} out."
+            )
     elif any(len(row) <= length for row, length in zip(rows, cache.host_lengths)):
         raise ValueError(
             f"the prompt has {[len(row) for row in rows]} tokens per row and {CACHE} "

@@ -30,10 +30,11 @@ from hf_spec.decoding.prefill import prefill
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.graphs import tolerance
-from hf_spec.model.hidden_states import Reads, decoder_of, output_logits, taken
+from hf_spec.model.hidden_states import Reads, output_logits, taken
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.linear_attention import recurrent_rules
+from modeling_patches.modules import decoder_of
 from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
 from modeling_patches.weights import placement

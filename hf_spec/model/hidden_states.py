@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.memory import memory
 from modeling_patches.early_pruning import layer_input
-from modeling_patches.modules import num_layers
+from modeling_patches.modules import decoder_of, num_layers
 from modeling_patches.per_call import Changes, step_aside
 from modeling_patches.weights import (
     features,
@@ -59,20 +59,6 @@ def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
     """``hidden`` (batch, tokens, hidden) at the indices ``rows`` (batch, n) of each batch row."""
     index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])
     return hidden.gather(1, index)
-
-
-def decoder_of(model: Any) -> Any:
-    """The module whose output the model computes its logits from.
-
-    Some models call their head "decoder" (ModernBERT), or do not define one (Mllama).
-    """
-    found = model.get_decoder()
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if found is model or not any(module is embeddings for module in found.modules()):
-        children = [child for child in model.children() if child is not head]
-        inside = [c for c in children if any(module is embeddings for module in c.modules())]
-        found = inside[0] if inside else found
-    return found
 
 
 class _DecoderOutput(BaseModelOutput):

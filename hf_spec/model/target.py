@@ -40,7 +40,9 @@ from modeling_patches.recurrences import Kept, Rule, Step
 from modeling_patches.weights import placement
 
 #: Names of a forward's own variables; see :meth:`Target.variables`.
-_SHIFT, _LAST, _PROBES, _SEEN = "/shift", "/last", "/probes", "/front_seen"
+_SHIFT, _LAST, _AXES, _PROBES, _SEEN = "/shift", "/last", "/axes", "/probes", "/front_seen"
+#: Before the names of inputs with one value per token.
+_TOKEN = "/token/"
 
 
 class Output(NamedTuple):
@@ -112,9 +114,12 @@ class Target:
         cache: the KV cache.
         last_position: ``(batch,)`` larger positions are clamped to this one: deeper nodes exceed
             the call's budget and are never accepted, but learned position tables are finite.
-        position_shift: ``(batch,)`` position of a row's first cached token; None for 0, the value
-            unless the caller passed position ids.
+        position_shift: ``(batch,)`` position of a new token minus the number of tokens before it;
+            None for 0, the value unless the caller passed position ids. ``(axes, batch)`` for a
+            model that rotates by several positions per token, which differ after an image; the
+            first one counts for windows.
         model_kwargs: further arguments for the model's forward.
+        per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
         graphs: compiled code for its forwards; None to run them uncompiled.
@@ -127,6 +132,7 @@ class Target:
         last_position: Tensor,
         position_shift: Tensor | None = None,
         model_kwargs: dict[str, Any] | None = None,
+        per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
         graphs: Graphs | None = None,
@@ -141,8 +147,13 @@ class Target:
         self.last_position = last_position[:, None]
         if position_shift is None:
             position_shift = torch.zeros_like(last_position)
+        #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
+        self.axes: Tensor | None = None
+        if position_shift.ndim == 2:
+            self.axes = (position_shift - position_shift[0])[:, :, None]
+            position_shift = position_shift[0]
         self.position_shift = position_shift[:, None]
-        self.model_kwargs = model_kwargs or {}
+        self.model_kwargs, self.per_token = model_kwargs or {}, per_token or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
         self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs
@@ -244,7 +255,10 @@ class Target:
         given = self.model_kwargs
         named = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         others = tuple((name, repr(given[name])) for name in given if name not in named)
+        named |= {_TOKEN + name: value for name, value in self.per_token.items()}
         named |= {_SHIFT: self.position_shift, _LAST: self.last_position}
+        if self.axes is not None:
+            named[_AXES] = self.axes
         if probes and self.probe_inputs is not None and self.probe_embeddings is not None:
             named[_PROBES] = self.probe_embeddings
             if self.probe_inputs.front_seen is not None:
@@ -257,6 +271,8 @@ class Target:
         own._watching, own._prunes, own._pass = None, False, _Pass()
         own.cache = cache
         own.position_shift, own.last_position = given.pop(_SHIFT), given.pop(_LAST)
+        own.axes = given.pop(_AXES, None)
+        own.per_token = {name: given.pop(_TOKEN + name) for name in self.per_token}
         own.probe_embeddings = given.pop(_PROBES, own.probe_embeddings)
         if own.probe_inputs is not None:
             seen = given.pop(_SEEN, own.probe_inputs.front_seen)
@@ -273,6 +289,10 @@ class Target:
         recurrent_only = self.cache.recurrent is not None and self.cache.states.is_empty
         inputs: dict[str, Any] = {
             **self.model_kwargs,
+            **{
+                name: value.expand(-1, positions.shape[1], *value.shape[2:])
+                for name, value in self.per_token.items()
+            },
             "attention_mask": None
             if recurrent_only
             else tree_mask(
@@ -289,7 +309,8 @@ class Target:
             "return_dict": True,
         }
         if self.takes_positions:
-            inputs["position_ids"] = positions.to(self.device)
+            on_axes = positions if self.axes is None else positions + self.axes
+            inputs["position_ids"] = on_axes.to(self.device)
         ids = block.ids.to(self.device)
         if not block.num_probes:
             return inputs | {"input_ids": ids}
@@ -327,6 +348,9 @@ class Target:
         if self.reach is not None:
             self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
+        self.per_token = {name: own(value) for name, value in self.per_token.items()}
+        if self.axes is not None:
+            self.axes = own(self.axes.transpose(0, 1)).transpose(0, 1)
 
     def _pruned(self, call: Callable[..., Any], tree: Tree, keys: int, pruning: Pruning) -> Output:
         """The forward with early pruning."""

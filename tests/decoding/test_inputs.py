@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,15 @@ def test_an_image_reaches_the_prompt_alone(seeing: PreTrainedModel, spec: Spec) 
     call = {"input_ids": ids, "pixel_values": image, **GREEDY, **never, **spec}
     out = seeing.generate(**call, return_dict_in_generate=True)
     assert out.sequences.tolist() == plain.tolist()
+    cached = {CACHE: copy.deepcopy(out[CACHE])}
+    with pytest.raises(ValueError, match=f"departs from what {CACHE} holds within.*Leave"):
+        seeing.generate(**call, **cached)
+    call["input_ids"] = torch.cat([out.sequences, prompt(5)], dim=1)  # the next turn
     with pytest.raises(ValueError, match=f"an image or .* TreeCache as {CACHE}.*Leave"):
         seeing.generate(**call, **{CACHE: out[CACHE]})
+    plain = seeing.generate(**{**call, "assistant_strategy": None, "assistant_kwargs": None})
+    del call["pixel_values"]
+    assert torch.equal(seeing.generate(**call, **{CACHE: out[CACHE]}), plain)
 
 
 def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:
@@ -115,9 +123,19 @@ def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:
     assert len(found) > 1 and set(found) == {3}
 
 
-def test_values_per_token(tiny: Tiny, spec: Spec) -> None:
+@pytest.mark.parametrize("embedded", [False, True])
+def test_values_per_token(tiny: Tiny, spec: Spec, embedded: bool) -> None:
+    """Plain generation repeats the last one for new tokens."""
     model, types = tiny("gpt2"), torch.ones_like(prompt())
-    embeds = model.get_input_embeddings()(prompt())
-    for given in ({"input_ids": prompt()}, {"inputs_embeds": embeds}):
-        with pytest.raises(ValueError, match="'token_type_ids' has one value per"):
-            model.generate(**given, token_type_ids=types, **GREEDY, **spec)
+    given = {"inputs_embeds": model.get_input_embeddings()(prompt())} if embedded else {}
+    given = given or {"input_ids": prompt()}
+    plain = model.generate(**given, token_type_ids=types, **GREEDY)
+    assert not torch.equal(model.generate(**given, **GREEDY), plain)
+    assert torch.equal(model.generate(**given, token_type_ids=types, **GREEDY, **spec), plain)
+
+
+def test_values_of_prompt_tokens_in_each_forward(tiny: Tiny, spec: Spec) -> None:
+    """They are not cut to the token that a step runs: nobody knows which one is its own."""
+    model = tiny()
+    with pytest.raises(ValueError, match="'num_items_in_batch' has one value per prompt token"):
+        model.generate(prompt(), num_items_in_batch=torch.ones(1, 12), **GREEDY, **spec)

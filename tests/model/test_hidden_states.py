@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from hf_spec.model.hidden_states import (
     captured,
-    decoder_of,
     model_logits,
     output_logits,
     shapes_logits,
 )
+from modeling_patches.modules import decoder_of
 from modeling_patches.per_call import Changes
 
 

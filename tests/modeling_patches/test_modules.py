@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import multimodal
 import pytest
 from architectures import build
 from peft import LoraConfig, get_peft_model
@@ -69,6 +70,19 @@ def test_targets_that_match_nothing(
             linear_modules(model, targets)
     finally:
         sys.setrecursionlimit(limit)
+
+
+def test_encoders_have_no_targets() -> None:
+    """Their layers have the same names."""
+    model, names = multimodal.build("smolvlm"), ["q_proj", "fc1"]
+    assert any(name.endswith("vision_model.encoder.layers.0.self_attn.q_proj")
+               for name, _ in model.named_modules())  # fmt: skip
+    found = linear_modules(model, ["q_proj"])
+    assert found and all(name.startswith("model.text_model.layers") for name in found)
+    assert linear_modules(model, r".*q_proj") == found
+    assert list(linear_modules(model, ["lm_head"])) == ["lm_head"]
+    with pytest.raises(ValueError, match="matches 'fc1'"):
+        linear_modules(model, names)
 
 
 def test_routers_of_experts_are_no_linear_modules() -> None:

@@ -1,0 +1,158 @@
+"""Prompts with images or sounds: the same tokens and logits as plain generation.
+
+A run takes one model type of each kind; all of them: ``--every-architecture``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conftest import prompt, ragged
+from multimodal import IMAGE, KINDS, prompts
+from multimodal import build as built
+from running import drafting
+from test_every_architecture import adapted
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+from modeling_patches.cache_name import CACHE
+
+#: A mask over the image, one position more, three positions and a recurrent state, sounds.
+ALWAYS = ("gemma3", "paligemma", "qwen2_vl", "qwen3_5", "qwen2_audio", "smolvlm")
+GREEDY = {
+    "max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True,
+    "output_logits": True,
+}  # fmt: skip
+#: Of each row, images and length.
+BATCHES = ([(1, 8)], [(1, 8), (2, 5), (1, 11)])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model_type" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-architecture")
+        # Older versions of Transformers know fewer.
+        types = [one for one in KINDS if one in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]
+        metafunc.parametrize("model_type", types if every else ALWAYS)
+
+
+@cache
+def given(model_type: str, size: int) -> dict[str, Tensor]:
+    return prompts(model_type, BATCHES[size])
+
+
+@cache
+def plain(model_type: str, size: int) -> Any:
+    return built(model_type).generate(**given(model_type, size), **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa"])
+def test_exact(model_type: str, name: str) -> None:
+    model, drafted = built(model_type), 0
+    for size in range(len(BATCHES)):
+        call, wanted = given(model_type, size), plain(model_type, size)
+        with adapted(model, name):
+            found = model.generate(**call, **GREEDY, **drafting(name))
+        assert found.sequences.tolist() == wanted.sequences.tolist()
+        for ours, theirs in zip(found.logits, wanted.logits):
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-4  # fp32, in other orders
+        drafted += found.spec_stats.num_drafted_tokens
+    assert drafted
+
+
+def test_what_is_seen_matters(model_type: str) -> None:
+    """Otherwise the other tests would show nothing."""
+    call = dict(given(model_type, 0))
+    name = "pixel_values" if "pixel_values" in call else "input_features"
+    call[name] = -call[name]
+    other = built(model_type).generate(**call, **GREEDY).logits[0]
+    assert not torch.allclose(other, plain(model_type, 0).logits[0], atol=1e-2)
+
+
+# -- what else a call may have ---------------------------------------------------------------------
+
+
+def tokens(model_type: str, call: dict[str, Any], **options: Any) -> list[list[int]]:
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    return built(model_type).generate(**call, **greedy, **options).tolist()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen3_5", "smolvlm"])
+def test_text_alone(kind: str) -> None:
+    """Also with probes under the prompt, as none of its inputs is its own."""
+    model = built(kind)
+    for call in (ragged(), {"input_ids": ragged()["input_ids"][:1]}):
+        wanted = tokens(kind, call)
+        assert tokens(kind, call, **drafting("prompt_lookup")) == wanted
+        with adapted(model, "ppd"):
+            assert tokens(kind, call, **drafting("ppd")) == wanted
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen3_5"])
+@pytest.mark.parametrize("size", [0, 1], ids=["one", "batch"])
+def test_the_next_turn(kind: str, size: int) -> None:
+    """With the ``TreeCache`` of the turn with the image, positions go on from there."""
+    model, call = built(kind), given(kind, size)
+    spec = drafting("prompt_lookup")
+    first = model.generate(
+        **call, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, **spec
+    )
+    more = torch.cat([first.sequences, prompt(5, batch=len(first.sequences))], dim=1)
+    wider = [0, more.shape[1] - call["input_ids"].shape[1]]
+    turn = {"input_ids": more, "attention_mask": pad(call["attention_mask"], wider, value=1)}
+    types = {name: pad(call[name], wider) for name in call if name.endswith("type_ids")}
+    wanted = tokens(kind, {**call, **turn, **types})
+    assert tokens(kind, {**turn, **types, CACHE: first[CACHE]}, **spec) == wanted
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
+def test_the_callers_dynamic_cache(kind: str) -> None:
+    """It is left as plain generation leaves it, and continued."""
+    model, call, found = built(kind), given(kind, 0), []
+    for spec in ({}, drafting("prompt_lookup")):
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        first = model.generate(**call, max_new_tokens=6, do_sample=False, **{CACHE: cache}, **spec)
+        more = torch.cat([first, prompt(5)], dim=1)
+        found.append(tokens(kind, {"input_ids": more, CACHE: cache}, **spec))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
+def test_several_sequences(kind: str) -> None:
+    options = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 8, "top_k": 1}
+    model, call = built(kind), given(kind, 0)
+    wanted = model.generate(**call, **options)
+    assert torch.equal(model.generate(**call, **options, **drafting("prompt_lookup")), wanted)
+
+
+def test_compiled_steps() -> None:
+    """Positions on several axes are inputs of the code."""
+    call = given("qwen2_vl", 1)
+    spec = drafting("prompt_lookup") | {"cache_implementation": "static"}
+    assert tokens("qwen2_vl", call, **spec) == tokens("qwen2_vl", call)
+
+
+def test_a_prompt_that_ends_with_an_image() -> None:
+    """Each axis then goes on from its own last position."""
+    call = {**given("qwen2_vl", 0)}
+    end = int((call["input_ids"][0] == IMAGE).nonzero().max()) + 1
+    call |= {
+        name: call[name][:, :end] for name in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
+    assert tokens("qwen2_vl", call, **drafting("prompt_lookup")) == tokens("qwen2_vl", call)
+
+
+def test_models_that_count_for_themselves(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    prepare = type(model).prepare_inputs_for_generation
+
+    def without_positions(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**prepare(*args, **kwargs), "position_ids": None}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", without_positions)
+    with pytest.raises(ValueError, match="LlamaForCausalLM drops position_ids"):
+        model.generate(prompt(), max_new_tokens=4, **drafting("prompt_lookup"))
