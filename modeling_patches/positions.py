@@ -1,4 +1,4 @@
-"""ALiBi and local attention by token positions, for forwards with a 4-D mask.
+"""Positions of tokens where a model takes none, for forwards with a 4-D mask.
 
 These architectures compute positions from a 2-D padding mask or from slots of the KV cache, which
 siblings of a draft tree make wrong. Here the caller gives the position of every query and key, and
@@ -8,10 +8,16 @@ the mask determines which slots a query sees. Forwards without a 4-D mask are no
   attention scores ``slope[head] * key position``. Bloom and Falcon raise an error for a 4-D mask,
   MPT takes slots for positions.
 * GPT-Neo: a triangle over slots hides keys, and in local layers also those outside of a window.
+* Llama 4: queries of layers without RoPE are scaled by their position.
+* Decoders of encoder-decoder models (BART, Marian, ...): a table of positions.
+* A model that takes no positions around a decoder that does (MOSS-Transcribe, Whisper).
+
+The last three count padding, so that a position there is a column of the batch.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -27,13 +33,49 @@ from modeling_patches.per_call import Changes, plain
 
 def needs_positions(model: PreTrainedModel) -> bool:
     """Whether a model takes 4-D masks only with :func:`tree_positions`."""
-    kind = model.config.model_type
-    return kind in _PATCHES and (kind != "falcon" or bool(model.config.alibi))
+    return _patch(model) is not None
+
+
+def counts_padding(model: PreTrainedModel) -> bool:
+    """Whether all states of a token depend on the padding before it."""
+    return _patch(model) in (_table, _inside)
 
 
 def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
     """Let forwards with a 4-D mask go by ``positions``, within ``changes``."""
-    _PATCHES[model.config.model_type](model.get_decoder(), positions, changes)
+    patch = _patch(model)
+    assert patch is not None
+    patch(_decoder(model), positions, changes)
+
+
+_Patch = Callable[[Any, "Positions", Changes], None]
+
+
+def _patch(model: PreTrainedModel) -> _Patch | None:
+    text = model.config.get_text_config(decoder=True)
+    if text.model_type == "falcon" and not text.alibi:
+        return None
+    if text.model_type == "llama4_text" and not text.attn_temperature_tuning:
+        return None
+    if not _takes_positions(model):
+        decoder = _decoder(model)
+        if _takes_positions(decoder):
+            return _inside
+        if _takes_positions(getattr(decoder, "embed_positions", None)):
+            return _table
+    return _PATCHES.get(text.model_type)
+
+
+def _takes_positions(module: Any) -> bool:
+    return isinstance(module, nn.Module) and (
+        "position_ids" in inspect.signature(module.forward).parameters
+    )
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    decoder = model.get_decoder()
+    # BartDecoderWrapper and its like hold a decoder, Llama4ForCausalLM a model.
+    return getattr(decoder, "decoder", getattr(decoder, "model", decoder))
 
 
 class Positions:
@@ -42,12 +84,19 @@ class Positions:
     def __init__(self) -> None:
         self._last: tuple[Tensor, ...] = ()
 
-    def set(self, query_positions: Tensor, key_positions: Tensor) -> None:
-        """To be called with ``(batch, query)`` and ``(batch, key)`` before each forward whose mask
-        is 4-D: additive ``(batch, 1, query, key)``, 0 or negative, in the model's dtype.
+    def set(
+        self, query_positions: Tensor, key_positions: Tensor, padding: Tensor | int = 0
+    ) -> None:
+        """To be called before each forward whose mask is 4-D: additive ``(batch, 1, query, key)``,
+        0 or negative, in the model's dtype.
 
-        Keys that no query attends may have any position."""
+        Args:
+            query_positions: ``(batch, query)`` counted from each row's first token.
+            key_positions: ``(batch, key)`` likewise; any where no query attends.
+            padding: ``(batch, 1)`` columns before each row's first token.
+        """
         self._last = query_positions, key_positions
+        self.columns = query_positions + padding  # (batch, query)
 
     def of(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (batch, query) and (batch, key) for a forward with this 4-D mask.
@@ -224,4 +273,66 @@ def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
         changes.instead(attention, "_attn", without_triangle(attention))
 
 
-_PATCHES = {"bloom": _bloom, "falcon": _falcon, "mpt": _mpt, "gpt_neo": _gpt_neo}
+# -- columns of the batch ------------------------------------------------------------------------
+
+
+def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
+    """Scales queries (https://huggingface.co/papers/2501.19399) by the columns of their tokens."""
+    name = "tree_columns"  # passed from layer to layer, so that what drops tokens drops theirs
+
+    def before_model(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {name: positions.columns}
+
+    changes.before(decoder, before_model)
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        if not attention.use_rope:
+            _scale_queries(attention, name, changes)
+
+
+def _scale_queries(attention: Any, name: str, changes: Changes) -> None:
+    ratio: Tensor | None = None  # of the running forward
+
+    def scale(columns: Tensor) -> Tensor:
+        steps = torch.floor((columns.float() + 1.0) / attention.floor_scale)
+        return torch.log1p(steps) * attention.attn_scale + 1.0
+
+    def before(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        nonlocal ratio
+        columns = kwargs[name]
+        cache = cache_in(kwargs)
+        start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
+        stock = torch.arange(columns.shape[1], device=columns.device) + start
+        ratio = scale(columns) / scale(stock)  # what the module multiplies with is divided out
+        return args, {key: value for key, value in kwargs.items() if key != name}
+
+    def rescale(args: tuple, kwargs: dict, queries: Tensor) -> Tensor:
+        assert ratio is not None
+        return (queries * ratio.to(queries.device)[:, :, None]).to(queries.dtype)
+
+    changes.before(attention, before)
+    changes.after(attention.q_proj, rescale)
+
+
+def _table(decoder: Any, positions: Positions, changes: Changes) -> None:
+    table = decoder.embed_positions
+    stock = plain(table, "forward")
+
+    def forward(given: Any, *args: Any, **kwargs: Any) -> Tensor:
+        columns = positions.columns.to(table.weight.device)
+        found: Tensor = stock(given, 0, position_ids=columns)
+        return found.view(*columns.shape, -1)  # some add a dimension to position_ids
+
+    changes.instead(table, "forward", forward)
+
+
+def _inside(decoder: Any, positions: Positions, changes: Changes) -> None:
+    def before_decoder(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {"position_ids": positions.columns}
+
+    changes.before(decoder, before_decoder)
+
+
+_PATCHES: dict[str, _Patch] = {
+    "bloom": _bloom, "falcon": _falcon, "mpt": _mpt, "gpt_neo": _gpt_neo, "llama4_text": _llama4,
+}  # fmt: skip

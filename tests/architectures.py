@@ -25,7 +25,7 @@ def _same(value: Any, *names: str) -> dict[str, Any]:
 
 #: Taken by every config that has the field.
 FIELDS: dict[str, Any] = {
-    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB,
+    **_same(VOCAB, "vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"),
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
     **_same(32, "hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size"),
     **_same(48, "intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "dff", "dim_ff"),
@@ -34,7 +34,9 @@ FIELDS: dict[str, Any] = {
             "dense_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"),
     **_same(LAYERS, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
     **_same(4, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
-            "linear_num_value_heads", "linear_num_heads", "index_n_heads"),
+            "linear_num_value_heads", "linear_num_heads"),
+    # So many that no two scores are 0: which of equal keys plain generation takes is open.
+    "index_n_heads": 16,
     **_same(2, "num_key_value_heads", "num_kv_heads", "linear_num_key_heads"),
     **_same(8, "head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim",
             "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
@@ -68,6 +70,11 @@ _DOTS3 = {
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
             "indexer_budget": 4, "indexer_compress_ratio": 2, "hc_lowrank": 8}  # fmt: skip
 
+#: Short chunks, and a temperature that changes.
+_LLAMA4 = {
+    "attention_chunk_size": 5, "floor_scale": 6, "attn_scale": 2.0, "no_rope_layers": [1, 0] * 2,
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
+}  # fmt: skip
 _INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -95,13 +102,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
     "inkling_text": _INKLING,
     "inkling2_text": _INKLING,
-    "inkling2_loop_text": {**_INKLING, "unpadded_vocab_size": VOCAB},
+    "inkling2_loop_text": _INKLING,
     "dory": {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
         "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2, "n_recurrent_loops": 2,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4": {"text_config": _LLAMA4},
+    "llama4_text": _LLAMA4,
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 4, "n_groups": 1},
@@ -203,8 +212,13 @@ def _tiny(kind: Any, given: dict[str, Any]) -> Any:
 @cache
 def build(model_type: str) -> PreTrainedModel:
     """A random model whose outputs wander; tests must leave it as they found it."""
+    return random_model(tiny_config(model_type))
+
+
+def random_model(config: Any) -> PreTrainedModel:
+    """As :func:`build` makes it."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

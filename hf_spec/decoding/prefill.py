@@ -33,7 +33,7 @@ from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
-from modeling_patches.positions import needs_positions
+from modeling_patches.positions import counts_padding, needs_positions
 from modeling_patches.weights import device_of
 
 #: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
@@ -137,7 +137,11 @@ def prefill(
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return Target(model, cache, limit, shift, others.later, probe_inputs, reads, graphs)
+        columns = lengths if mask is None else mask.shape[1]
+        padding = (columns - lengths).clamp(min=0)  # a mask may be of the new tokens alone
+        return Target(
+            model, cache, limit, shift, padding, others.later, probe_inputs, reads, graphs
+        )
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
@@ -231,9 +235,17 @@ def _new_tokens(
         getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
     )
     if seen not in (-1, width):  # the new tokens alone
+        if counts_padding(model):
+            raise ValueError(
+                f"the prompt continues {CACHE} with its new tokens alone: {type(model).__name__} "
+                "counts padding as positions, so its states depend on the padding of the whole "
+                "conversation. Give all of it."
+            )
         handover.cache, handover.history = cache, cache.tokens
         return [list(row) for row in rows]
-    if cache.tokens is not None:  # the last token is needed for its logits
+    if counts_padding(model):  # the earlier prompts may have had more or less of it
+        cache.truncate([0] * len(rows))
+    elif cache.tokens is not None:  # the last token is needed for its logits
         cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
     elif any(len(row) <= length for row, length in zip(rows, cache.host_lengths)):
         raise ValueError(

@@ -40,7 +40,8 @@ from modeling_patches.recurrences import Kept, Rule, Step
 from modeling_patches.weights import placement
 
 #: Names of a forward's own variables; see :meth:`Target.variables`.
-_SHIFT, _LAST, _PROBES, _SEEN = "/shift", "/last", "/probes", "/front_seen"
+_SHIFT, _LAST, _PADDING = "/shift", "/last", "/padding"
+_PROBES, _SEEN = "/probes", "/front_seen"
 
 
 class Output(NamedTuple):
@@ -114,6 +115,8 @@ class Target:
             the call's budget and are never accepted, but learned position tables are finite.
         position_shift: ``(batch,)`` position of a row's first cached token; None for 0, the value
             unless the caller passed position ids.
+        padding: ``(batch,)`` columns of padding before a row's first token, which some models count
+            as positions; None for 0.
         model_kwargs: further arguments for the model's forward.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
@@ -126,6 +129,7 @@ class Target:
         cache: TreeCache,
         last_position: Tensor,
         position_shift: Tensor | None = None,
+        padding: Tensor | None = None,
         model_kwargs: dict[str, Any] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
@@ -139,9 +143,9 @@ class Target:
         if cache.recurrent is not None:
             tree_recurrences(model, self.attention.changes, self._running)
         self.last_position = last_position[:, None]
-        if position_shift is None:
-            position_shift = torch.zeros_like(last_position)
-        self.position_shift = position_shift[:, None]
+        none = torch.zeros_like(last_position)
+        self.position_shift = (none if position_shift is None else position_shift)[:, None]
+        self.padding = (none if padding is None else padding)[:, None]
         self.model_kwargs = model_kwargs or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
         self.device, self.dtype = placement(model)
@@ -245,6 +249,7 @@ class Target:
         named = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         others = tuple((name, repr(given[name])) for name in given if name not in named)
         named |= {_SHIFT: self.position_shift, _LAST: self.last_position}
+        named[_PADDING] = self.padding
         if probes and self.probe_inputs is not None and self.probe_embeddings is not None:
             named[_PROBES] = self.probe_embeddings
             if self.probe_inputs.front_seen is not None:
@@ -257,6 +262,7 @@ class Target:
         own._watching, own._prunes, own._pass = None, False, _Pass()
         own.cache = cache
         own.position_shift, own.last_position = given.pop(_SHIFT), given.pop(_LAST)
+        own.padding = given.pop(_PADDING)
         own.probe_embeddings = given.pop(_PROBES, own.probe_embeddings)
         if own.probe_inputs is not None:
             seen = given.pop(_SEEN, own.probe_inputs.front_seen)
@@ -280,7 +286,7 @@ class Target:
                 block,
                 keys,
                 positions,
-                Slots(self.cache, self.position_shift, self.last_position),
+                Slots(self.cache, self.position_shift, self.last_position, self.padding),
                 self.probe_inputs,
                 self.dtype,
             ),
@@ -324,6 +330,7 @@ class Target:
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        self.padding = own(self.padding)
         if self.reach is not None:
             self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}

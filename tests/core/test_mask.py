@@ -58,6 +58,18 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
     assert torch.equal(built, double_loop(*shape, rule))
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_a_chunk_equals_the_double_loop(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    queries, keys = (torch.randint(12, (2, n), generator=generator) for n in (4, 9))
+    built = masks.build(masks.chunk(size, queries, keys), 2, 4, 9, torch.device("cpu"))
+
+    def rule(b: int, q: int, k: int) -> bool:
+        return int(queries[b, q]) // size == int(keys[b, k]) // size
+
+    assert torch.equal(built, double_loop(2, 4, 9, rule))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_and_is_all_and_or_is_any(count: int, seed: int) -> None:
