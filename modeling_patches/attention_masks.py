@@ -72,6 +72,10 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
 RECURRENT = ("linear_attention", "conv", "mamba")
 
 
+#: Attention beside a recurrent state, and what its masks are called.
+BESIDE_STATES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+
+
 class Local(NamedTuple):
     """What a layer of local attention sees.
 
@@ -209,6 +213,7 @@ def local_attention(model: Any) -> dict[str, Local | None]:
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
     found: dict[str, Local | None] = {}
     for kind, layer in zip(kinds, layers):
+        kind = BESIDE_STATES.get(kind, kind)
         if kind in RECURRENT or type(layer).__name__ == "DummyLayer":
             continue  # no attention, or that to the KV of an earlier layer of its type
         local = None

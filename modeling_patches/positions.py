@@ -8,11 +8,12 @@ the mask determines which slots a query sees. Forwards without a 4-D mask are no
   attention scores ``slope[head] * key position``. Bloom and Falcon raise an error for a 4-D mask,
   MPT takes slots for positions.
 * GPT-Neo: a triangle over slots hides keys, and in local layers also those outside of a window.
-* Llama 4: queries of layers without RoPE are scaled by their position.
-* Decoders of encoder-decoder models (BART, Marian, ...): a table of positions.
+* Llama 4: queries of layers without RoPE are scaled by their position. Inkling: likewise with full
+  attention, and biases depend on distances.
+* Decoders of encoder-decoder models (BART, Marian, ...), RoFormer: a table of positions.
 * A model that takes no positions around a decoder that does (MOSS-Transcribe, Whisper).
 
-The last three count padding, so that a position there is a column of the batch.
+The last four count padding, so that a position there is a column of the batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def needs_positions(model: PreTrainedModel) -> bool:
 
 def counts_padding(model: PreTrainedModel) -> bool:
     """Whether all states of a token depend on the padding before it."""
-    return _patch(model) in (_table, _inside)
+    return _patch(model) in (_table, _inside, _roformer)
 
 
 def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
@@ -97,6 +98,7 @@ class Positions:
         """
         self._last = query_positions, key_positions
         self.columns = query_positions + padding  # (batch, query)
+        self.key_columns = key_positions + padding  # (batch, key)
 
     def of(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (batch, query) and (batch, key) for a forward with this 4-D mask.
@@ -276,42 +278,110 @@ def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
 # -- columns of the batch ------------------------------------------------------------------------
 
 
-def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
-    """Scales queries (https://huggingface.co/papers/2501.19399) by the columns of their tokens."""
-    name = "tree_columns"  # passed from layer to layer, so that what drops tokens drops theirs
-
-    def before_model(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | {name: positions.columns}
-
-    changes.before(decoder, before_model)
-    for layer in decoder.layers:
-        attention = layer.self_attn
-        if not attention.use_rope:
-            _scale_queries(attention, name, changes)
+#: Columns of the tokens, passed from layer to layer, so that what drops tokens drops theirs.
+_COLUMNS = "tree_columns"
 
 
-def _scale_queries(attention: Any, name: str, changes: Changes) -> None:
-    ratio: Tensor | None = None  # of the running forward
+def _pass_columns(decoder: Any, positions: Positions, changes: Changes) -> None:
+    def before_decoder(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {_COLUMNS: positions.columns}
 
-    def scale(columns: Tensor) -> Tensor:
-        steps = torch.floor((columns.float() + 1.0) / attention.floor_scale)
-        return torch.log1p(steps) * attention.attn_scale + 1.0
+    changes.before(decoder, before_decoder)
+
+
+def _columns_in(attention: Any, changes: Changes) -> dict[str, Tensor]:
+    """What parts of an attention module find while it runs: ``tree``, the columns ``(batch, n)``
+    of its tokens, and ``stock``, those ``(n,)`` that the module itself takes them to have."""
+    found: dict[str, Tensor] = {}
 
     def before(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        nonlocal ratio
-        columns = kwargs[name]
+        columns = kwargs[_COLUMNS]
         cache = cache_in(kwargs)
         start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
         stock = torch.arange(columns.shape[1], device=columns.device) + start
-        ratio = scale(columns) / scale(stock)  # what the module multiplies with is divided out
-        return args, {key: value for key, value in kwargs.items() if key != name}
-
-    def rescale(args: tuple, kwargs: dict, queries: Tensor) -> Tensor:
-        assert ratio is not None
-        return (queries * ratio.to(queries.device)[:, :, None]).to(queries.dtype)
+        found.update(tree=columns, stock=stock)
+        return args, {key: value for key, value in kwargs.items() if key != _COLUMNS}
 
     changes.before(attention, before)
-    changes.after(attention.q_proj, rescale)
+    return found
+
+
+def _rescale(
+    module: Any, found: dict[str, Tensor], scale: Callable[[Tensor], Tensor], changes: Changes
+) -> None:
+    """Divide a module's output ``(batch, n, ...)`` by the scale of the columns that attention will
+    multiply it by, and multiply it by that of its tokens."""
+
+    def after(args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        ratio = (scale(found["tree"]) / scale(found["stock"])).to(output.device)
+        return (output * ratio.view(*ratio.shape, *[1] * (output.ndim - 2))).to(output.dtype)
+
+    changes.after(module, after)
+
+
+def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
+    """The temperature (https://huggingface.co/papers/2501.19399) of layers without RoPE."""
+    config = decoder.config
+
+    def scale(columns: Tensor) -> Tensor:
+        steps = torch.floor((columns.float() + 1.0) / config.floor_scale)
+        return torch.log1p(steps) * config.attn_scale + 1.0
+
+    _pass_columns(decoder, positions, changes)
+    for layer in decoder.layers:
+        if not layer.self_attn.use_rope:
+            found = _columns_in(layer.self_attn, changes)
+            _rescale(layer.self_attn.q_proj, found, scale, changes)
+
+
+def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
+    """Biases by relative positions, and the scale of full attention."""
+    config = decoder.config
+
+    def scale(columns: Tensor) -> Tensor:
+        length = (columns + 1).float() / config.log_scaling_n_floor
+        return 1.0 + config.log_scaling_alpha * torch.log(length.clamp(min=1.0))
+
+    _pass_columns(decoder, positions, changes)
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        found = _columns_in(attention, changes)
+        scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
+        if scaled:
+            _rescale(attention.q_norm, found, scale, changes)
+        bias = _relative_bias(
+            attention.rel_logits_proj, found, positions, scale if scaled else None
+        )
+        changes.instead(attention.rel_logits_proj, "forward", bias)
+
+
+def _relative_bias(
+    module: Any, found: dict[str, Tensor], positions: Positions,
+    scale: Callable[[Tensor], Tensor] | None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    stock = plain(module, "forward")
+
+    def forward(relative_states: Tensor, *args: Any) -> Tensor:
+        device = relative_states.device
+        queries, keys = found["tree"].to(device), positions.key_columns.to(device)
+        rows = zip(relative_states.split(1), queries, keys)
+        bias = torch.cat([stock(states, query, key) for states, query, key in rows])
+        if scale is None:
+            return bias
+        ratio = (scale(found["tree"]) / scale(found["stock"])).to(device)
+        return (bias * ratio[:, None, :, None]).to(bias.dtype)  # (batch, heads, query, key)
+
+    return forward
+
+
+def _roformer(decoder: Any, positions: Positions, changes: Changes) -> None:
+    def before_attention(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        angles = kwargs["sinusoidal_pos"].flatten(0, 2)[:, None]  # (batch, 1, query, dim)
+        return args, kwargs | {"sinusoidal_pos": angles}
+
+    _table(decoder.encoder, positions, changes)
+    for layer in decoder.encoder.layer:
+        changes.before(layer.attention, before_attention)
 
 
 def _table(decoder: Any, positions: Positions, changes: Changes) -> None:
@@ -335,4 +405,5 @@ def _inside(decoder: Any, positions: Positions, changes: Changes) -> None:
 
 _PATCHES: dict[str, _Patch] = {
     "bloom": _bloom, "falcon": _falcon, "mpt": _mpt, "gpt_neo": _gpt_neo, "llama4_text": _llama4,
+    "inkling_text": _inkling, "roformer": _roformer,
 }  # fmt: skip

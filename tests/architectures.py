@@ -100,7 +100,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
-    "inkling_text": _INKLING,
+    "inkling_text": {**_INKLING, "log_scaling_n_floor": 6, "log_scaling_alpha": 2.0,
+                     "rel_extent": 8},
     "inkling2_text": _INKLING,
     "inkling2_loop_text": _INKLING,
     "dory": {
@@ -112,7 +113,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4": {"text_config": _LLAMA4},
     "llama4_text": _LLAMA4,
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 4,
+    },
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 4, "n_groups": 1},
     "qwen4_exp_text": _INDEXER,
     "qwen4_exp": {"text_config": _INDEXER},
@@ -142,39 +145,38 @@ _NO_LAYERS = "layer_skip propd space"  # not in one list, or with attention of a
 _KEYS = "bita"  # keys and values of several shapes, or not in every layer
 _ALL = "bita layer_skip medusa ppd prompt_lookup propd space"
 
-#: Strategies that are refused, in transformers 5.23.
+#: Strategies that are refused, in transformers 5.24.
 REFUSED: dict[str, str] = {
-    # Recurrent states.
-    **_same(_ALL, "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba",
-            "granitemoehybrid", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba",
-            "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-            "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet",
-            "xlstm", "zamba", "zamba2", "zaya"),
-    # Keys are looked up in an index.
-    **_same(_ALL, "axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4",
-            "minimax_m3_vl_text"),
-    # No position_ids: decoders of encoder-decoder models, most of them.
-    **_same(_ALL, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian",
-            "mbart", "moss_transcribe_diarize", "mvp", "pegasus", "plbart", "prophetnet",
-            "roformer", "trocr", "whisper"),
-    # No cache of keys; chunked attention; a mask that is wrong where a batch is padded.
-    **_same(_ALL, "openai-gpt", "xlm", "llama4", "llama4_text", "git"),
+    # Recurrent states by code of their own, or outside the cache.
+    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "minimax", "qwen4_exp",
+            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm", "zaya"),
+    # Blocks of slots in the cache; positions that are made in several places; no cache of keys; a
+    # mask that is wrong where a batch is padded.
+    **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
     **_same(f"{_NO_MLP} {_TRANSFORM}", "bert", "big_bird", "camembert", "data2vec-text", "electra",
-            "ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
-            "xlm-roberta", "xlm-roberta-xl", "xmod"),
+            "ernie", "megatron-bert", "modernbert-decoder", "rembert", "roberta",
+            "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+            "xlm-roberta-xl", "xmod"),
     "bert-generation": _NO_MLP,
-    "modernbert-decoder": _TRANSFORM,
     **_same(_NO_LAYERS, "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
-    "longcat_flash": f"{_NO_LAYERS} {_KEYS}",
-    **_same(_KEYS, "axk1", "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "gemma4_unified",
-            "gemma4_unified_text", "glm4_moe_lite", "mimo_v2_flash", "minicpm3", "youtu"),
-    "gemma3n_text": "bita layer_skip propd",  # layers that share keys, and four streams of states
-    "mllama": "bita propd",  # layers that wait for an image
-    "moshi": "bita ppd space",  # a full mask beside a sliding window
-    **_same("layer_skip", "gpt_neox_japanese", "jetmoe"),  # attention that returns more
+    **_same(f"{_NO_LAYERS} {_KEYS}", "falcon_mamba", "longcat_flash", "mamba", "mamba2",
+            "nemotron_h", "zamba", "zamba2"),
+    **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
+            "deepseek_v32", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified",
+            "gemma4_unified_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_linear",
+            "lfm2", "lfm2_moe", "mimo_v2_flash", "minicpm3", "olmo_hybrid", "qwen3_5",
+            "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "sarvam_mla", "youtu"),
+    # Layers that share keys, and several streams of states.
+    **_same(f"{_KEYS} layer_skip propd", "gemma3n_text", "hy_v4"),
+    "glm_moe_dsa": f"{_KEYS} layer_skip",  # attention that returns more
+    **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
+    **_same(f"{_KEYS} propd", "lara_mini", "lfm3", "mllama"),  # layers that wait for an image
+    **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
+    **_same("propd", "falcon_h1", "inkling_text"),  # states and keys in one layer
 }  # fmt: skip
+
+#: Of these, only where a batch is padded: plain generation then masks the wrong tokens.
+PADDED = ("git",)
 
 
 def model_types() -> list[str]:
