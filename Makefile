@@ -5,7 +5,7 @@
 #                 servers, wheels and programs of others (lm-eval, TRL, DeepSpeed, xgrammar, outlines),
 #                 which it installs
 #   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
-#   make sweep     every causal language model of Transformers with every strategy, and a table
+#   make sweep     every causal language model of Transformers with every strategy, and docs/guides/models.md
 #   make docs      the documentation site, in site/
 #   make figures   its figures, and docs/tour.ipynb with its outputs
 #   make dist      wheel and sdist, in dist/; make dist-check also runs the demo from each of them
@@ -66,7 +66,7 @@ test-latest:
 	$(PYTEST) $(ARGS)
 
 sweep: $(STAMP)
-	$(PYTEST) -q tests/test_every_architecture.py --every-architecture
+	$(PYTEST) -q tests/test_every_architecture.py --every-architecture --models-page
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

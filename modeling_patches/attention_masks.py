@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,23 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
 RECURRENT = ("linear_attention", "conv", "mamba")
 
 
+#: Attention beside a recurrent state, and what its masks are called.
+BESIDE_STATES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+
+
+class Local(NamedTuple):
+    """What a layer of local attention sees.
+
+    Attributes:
+        size: number of positions.
+        chunked: whether they are the query's own chunk of a sequence that is cut into such chunks;
+            otherwise the query's own and those right before it, a sliding window.
+    """
+
+    size: int
+    chunked: bool = False
+
+
 class _Attention:
     """An attention function of Transformers that runs the call's own one instead, if any."""
 
@@ -94,9 +111,9 @@ class TreeAttention:
             ``sdpa`` then stays, too.
 
     Attributes:
-        windows: sliding-window size of each kind of layer (None = full attention), keyed as the
-            model's forward wants its masks; a single entry "" where it wants one mask.
-        set_positions: takes ``(batch, query)`` and ``(batch, key)`` positions of the next forward.
+        locals: what each kind of layer sees (None = all), keyed as the model's forward wants its
+            masks; a single entry "" where it wants one mask.
+        set_positions: see :meth:`Positions.set`.
         wants_positions: whether it must be called before each forward.
         changes: the changes that forwards run with.
 
@@ -106,7 +123,7 @@ class TreeAttention:
 
     def __init__(self, model: Any, checkpointing: bool = False) -> None:
         step_aside(model)
-        self.windows = mask_windows(model)
+        self.locals = local_attention(model)
         self.changes = Changes()
         current = model.config.get_text_config(decoder=True)._attn_implementation
         self._flex = current == "flex_attention"
@@ -144,7 +161,7 @@ class TreeAttention:
             )
 
     def convert(self, masks: dict[str, Tensor], dtype: torch.dtype) -> Any:
-        """Boolean masks (True = attend), keyed like ``windows`` -> the forward's attention_mask."""
+        """Boolean masks (True = attend), keyed like ``locals`` -> the forward's attention_mask."""
         made: dict[int, Any] = {}
         for mask in masks.values():
             if id(mask) not in made:
@@ -185,8 +202,8 @@ def narrowed_block_mask(mask: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     return _block_mask(pick(mask.tree_mask))
 
 
-def mask_windows(model: Any) -> dict[str, int | None]:
-    """The masks that the model's forward expects: see :attr:`TreeAttention.windows`.
+def local_attention(model: Any) -> dict[str, Local | None]:
+    """The masks that the model's forward expects: see :attr:`TreeAttention.locals`.
 
     Raises:
         ValueError: for a mixture of layers that the model does not name in its config.
@@ -194,19 +211,22 @@ def mask_windows(model: Any) -> dict[str, int | None]:
     text = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=text).layers
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
-    windows: dict[str, int | None] = {}
+    found: dict[str, Local | None] = {}
     for kind, layer in zip(kinds, layers):
+        kind = BESIDE_STATES.get(kind, kind)
         if kind in RECURRENT or type(layer).__name__ == "DummyLayer":
             continue  # no attention, or that to the KV of an earlier layer of its type
-        window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-        if windows.setdefault(kind, window) != window:
+        local = None
+        if getattr(layer, "is_sliding", False):  # so is the cache layer of chunked attention
+            local = Local(layer.sliding_window, kind == "chunked_attention")
+        if found.setdefault(kind, local) != local:
             raise ValueError(
                 f"{type(model).__name__}: layers of type {kind!r} (layer_types in its config) "
                 "differ in attention window: masks cannot be assigned to layers. Generate without "
                 "a strategy."
             )
-    distinct = set(windows.values())
-    return {"": distinct.pop() if distinct else None} if len(distinct) <= 1 else windows
+    distinct = set(found.values())
+    return {"": distinct.pop() if distinct else None} if len(distinct) <= 1 else found
 
 
 @functools.cache  # once for each

@@ -1,4 +1,4 @@
-"""ALiBi and local attention by token positions, for forwards with a 4-D mask.
+"""Positions of tokens where a model takes none, for forwards with a 4-D mask.
 
 These architectures compute positions from a 2-D padding mask or from slots of the KV cache, which
 siblings of a draft tree make wrong. Here the caller gives the position of every query and key, and
@@ -8,10 +8,17 @@ the mask determines which slots a query sees. Forwards without a 4-D mask are no
   attention scores ``slope[head] * key position``. Bloom and Falcon raise an error for a 4-D mask,
   MPT takes slots for positions.
 * GPT-Neo: a triangle over slots hides keys, and in local layers also those outside of a window.
+* Llama 4: queries of layers without RoPE are scaled by their position. Inkling: likewise with full
+  attention, and biases depend on distances.
+* Decoders of encoder-decoder models (BART, Marian, ...), RoFormer: a table of positions.
+* A model that takes no positions around a decoder that does (MOSS-Transcribe, Whisper).
+
+The last four count padding, so that a position there is a column of the batch.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -27,13 +34,49 @@ from modeling_patches.per_call import Changes, plain
 
 def needs_positions(model: PreTrainedModel) -> bool:
     """Whether a model takes 4-D masks only with :func:`tree_positions`."""
-    kind = model.config.model_type
-    return kind in _PATCHES and (kind != "falcon" or bool(model.config.alibi))
+    return _patch(model) is not None
+
+
+def counts_padding(model: PreTrainedModel) -> bool:
+    """Whether all states of a token depend on the padding before it."""
+    return _patch(model) in (_table, _inside, _roformer)
 
 
 def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
     """Let forwards with a 4-D mask go by ``positions``, within ``changes``."""
-    _PATCHES[model.config.model_type](model.get_decoder(), positions, changes)
+    patch = _patch(model)
+    assert patch is not None
+    patch(_decoder(model), positions, changes)
+
+
+_Patch = Callable[[Any, "Positions", Changes], None]
+
+
+def _patch(model: PreTrainedModel) -> _Patch | None:
+    text = model.config.get_text_config(decoder=True)
+    if text.model_type == "falcon" and not text.alibi:
+        return None
+    if text.model_type == "llama4_text" and not text.attn_temperature_tuning:
+        return None
+    if not _takes_positions(model):
+        decoder = _decoder(model)
+        if _takes_positions(decoder):
+            return _inside
+        if _takes_positions(getattr(decoder, "embed_positions", None)):
+            return _table
+    return _PATCHES.get(text.model_type)
+
+
+def _takes_positions(module: Any) -> bool:
+    return isinstance(module, nn.Module) and (
+        "position_ids" in inspect.signature(module.forward).parameters
+    )
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    decoder = model.get_decoder()
+    # BartDecoderWrapper and its like hold a decoder, Llama4ForCausalLM a model.
+    return getattr(decoder, "decoder", getattr(decoder, "model", decoder))
 
 
 class Positions:
@@ -42,12 +85,20 @@ class Positions:
     def __init__(self) -> None:
         self._last: tuple[Tensor, ...] = ()
 
-    def set(self, query_positions: Tensor, key_positions: Tensor) -> None:
-        """To be called with ``(batch, query)`` and ``(batch, key)`` before each forward whose mask
-        is 4-D: additive ``(batch, 1, query, key)``, 0 or negative, in the model's dtype.
+    def set(
+        self, query_positions: Tensor, key_positions: Tensor, padding: Tensor | int = 0
+    ) -> None:
+        """To be called before each forward whose mask is 4-D: additive ``(batch, 1, query, key)``,
+        0 or negative, in the model's dtype.
 
-        Keys that no query attends may have any position."""
+        Args:
+            query_positions: ``(batch, query)`` counted from each row's first token.
+            key_positions: ``(batch, key)`` likewise; any where no query attends.
+            padding: ``(batch, 1)`` columns before each row's first token.
+        """
         self._last = query_positions, key_positions
+        self.columns = query_positions + padding  # (batch, query)
+        self.key_columns = key_positions + padding  # (batch, key)
 
     def of(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (batch, query) and (batch, key) for a forward with this 4-D mask.
@@ -224,4 +275,135 @@ def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
         changes.instead(attention, "_attn", without_triangle(attention))
 
 
-_PATCHES = {"bloom": _bloom, "falcon": _falcon, "mpt": _mpt, "gpt_neo": _gpt_neo}
+# -- columns of the batch ------------------------------------------------------------------------
+
+
+#: Columns of the tokens, passed from layer to layer, so that what drops tokens drops theirs.
+_COLUMNS = "tree_columns"
+
+
+def _pass_columns(decoder: Any, positions: Positions, changes: Changes) -> None:
+    def before_decoder(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {_COLUMNS: positions.columns}
+
+    changes.before(decoder, before_decoder)
+
+
+def _columns_in(attention: Any, changes: Changes) -> dict[str, Tensor]:
+    """What parts of an attention module find while it runs: ``tree``, the columns ``(batch, n)``
+    of its tokens, and ``stock``, those ``(n,)`` that the module itself takes them to have."""
+    found: dict[str, Tensor] = {}
+
+    def before(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        columns = kwargs[_COLUMNS]
+        cache = cache_in(kwargs)
+        start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
+        stock = torch.arange(columns.shape[1], device=columns.device) + start
+        found.update(tree=columns, stock=stock)
+        return args, {key: value for key, value in kwargs.items() if key != _COLUMNS}
+
+    changes.before(attention, before)
+    return found
+
+
+def _rescale(
+    module: Any, found: dict[str, Tensor], scale: Callable[[Tensor], Tensor], changes: Changes
+) -> None:
+    """Divide a module's output ``(batch, n, ...)`` by the scale of the columns that attention will
+    multiply it by, and multiply it by that of its tokens."""
+
+    def after(args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        ratio = (scale(found["tree"]) / scale(found["stock"])).to(output.device)
+        return (output * ratio.view(*ratio.shape, *[1] * (output.ndim - 2))).to(output.dtype)
+
+    changes.after(module, after)
+
+
+def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
+    """The temperature (https://huggingface.co/papers/2501.19399) of layers without RoPE."""
+    config = decoder.config
+
+    def scale(columns: Tensor) -> Tensor:
+        steps = torch.floor((columns.float() + 1.0) / config.floor_scale)
+        return torch.log1p(steps) * config.attn_scale + 1.0
+
+    _pass_columns(decoder, positions, changes)
+    for layer in decoder.layers:
+        if not layer.self_attn.use_rope:
+            found = _columns_in(layer.self_attn, changes)
+            _rescale(layer.self_attn.q_proj, found, scale, changes)
+
+
+def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
+    """Biases by relative positions, and the scale of full attention."""
+    config = decoder.config
+
+    def scale(columns: Tensor) -> Tensor:
+        length = (columns + 1).float() / config.log_scaling_n_floor
+        return 1.0 + config.log_scaling_alpha * torch.log(length.clamp(min=1.0))
+
+    _pass_columns(decoder, positions, changes)
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        found = _columns_in(attention, changes)
+        scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
+        if scaled:
+            _rescale(attention.q_norm, found, scale, changes)
+        bias = _relative_bias(
+            attention.rel_logits_proj, found, positions, scale if scaled else None
+        )
+        changes.instead(attention.rel_logits_proj, "forward", bias)
+
+
+def _relative_bias(
+    module: Any, found: dict[str, Tensor], positions: Positions,
+    scale: Callable[[Tensor], Tensor] | None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    stock = plain(module, "forward")
+
+    def forward(relative_states: Tensor, *args: Any) -> Tensor:
+        device = relative_states.device
+        queries, keys = found["tree"].to(device), positions.key_columns.to(device)
+        rows = zip(relative_states.split(1), queries, keys)
+        bias = torch.cat([stock(states, query, key) for states, query, key in rows])
+        if scale is None:
+            return bias
+        ratio = (scale(found["tree"]) / scale(found["stock"])).to(device)
+        return (bias * ratio[:, None, :, None]).to(bias.dtype)  # (batch, heads, query, key)
+
+    return forward
+
+
+def _roformer(decoder: Any, positions: Positions, changes: Changes) -> None:
+    def before_attention(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        angles = kwargs["sinusoidal_pos"].flatten(0, 2)[:, None]  # (batch, 1, query, dim)
+        return args, kwargs | {"sinusoidal_pos": angles}
+
+    _table(decoder.encoder, positions, changes)
+    for layer in decoder.encoder.layer:
+        changes.before(layer.attention, before_attention)
+
+
+def _table(decoder: Any, positions: Positions, changes: Changes) -> None:
+    table = decoder.embed_positions
+    stock = plain(table, "forward")
+
+    def forward(given: Any, *args: Any, **kwargs: Any) -> Tensor:
+        columns = positions.columns.to(table.weight.device)
+        found: Tensor = stock(given, 0, position_ids=columns)
+        return found.view(*columns.shape, -1)  # some add a dimension to position_ids
+
+    changes.instead(table, "forward", forward)
+
+
+def _inside(decoder: Any, positions: Positions, changes: Changes) -> None:
+    def before_decoder(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {"position_ids": positions.columns}
+
+    changes.before(decoder, before_decoder)
+
+
+_PATCHES: dict[str, _Patch] = {
+    "bloom": _bloom, "falcon": _falcon, "mpt": _mpt, "gpt_neo": _gpt_neo, "llama4_text": _llama4,
+    "inkling_text": _inkling, "roformer": _roformer,
+}  # fmt: skip

@@ -24,8 +24,9 @@ VERIFIED = frozenset(
 
 #: Kinds of cache layers that a tree runs through.
 LAYERS = frozenset(
-    {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer", "LinearAttentionLayer",
-     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+    {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer",
+     "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
+     "LinearAttentionAndSlidingWindowAttentionLayer"}
 )  # fmt: skip
 
 
@@ -94,8 +95,9 @@ def _obstacles(model: Any) -> Iterator[str]:
                 f" has a cache layer of type {kind}, which cannot forget rejected tokens or takes "
                 "no tree mask"
             )
-    if getattr(text, "attention_chunk_size", None) is not None:
-        yield " uses chunked attention, which takes no tree mask"
+    chunked = getattr(text, "attention_chunk_size", None) is not None
+    if chunked and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
+        yield " has chunked attention in layers that its config does not name in layer_types"
     forward = inspect.signature(model.forward).parameters
     if CACHE not in forward:
         yield f".forward takes no {CACHE}: it has no KV cache"

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import models_page
 import pytest
 import torch
 from covering import EVERY_CASE
@@ -119,6 +120,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Every causal language model with every strategy, and a table of what came out.",
     )
     parser.addoption(
+        "--models-page",
+        action="store_true",
+        help="With --every-architecture: write the tables of docs/guides/models.md.",
+    )
+    parser.addoption(
         "--every-case",
         action="store_true",
         help="Every combination of parameters, not only every pair of them.",
@@ -160,19 +166,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    outcomes: dict[str, dict[str, list[str]]] = {}
+    outcomes: models_page.Outcomes = {}
     reports = [report for some in terminalreporter.stats.values() for report in some]
     for report in reports:
         outcome = dict(getattr(report, "user_properties", ())).get("outcome")
         if outcome is not None and report.when == "call":
             model_type, _, name = report.nodeid.partition("[")[2].rstrip("]").rpartition("-")
-            outcomes.setdefault(model_type, {}).setdefault(outcome, []).append(name)
+            outcomes.setdefault(model_type, {})[name] = outcome
+    if config.getoption("--models-page"):
+        models_page.write(outcomes)
     if not config.getoption("--every-architecture"):
         return
     terminalreporter.section("architectures")
     for model_type, found in sorted(outcomes.items()):
-        for outcome, names in found.items():
-            terminalreporter.line(f"{model_type}: {', '.join(sorted(names))}: {outcome}")
+        for outcome in dict.fromkeys(found.values()):
+            names = sorted(name for name, same in found.items() if same == outcome)
+            terminalreporter.line(f"{model_type}: {', '.join(names)}: {outcome}")
 
 
 _shared: list[PreTrainedModel] = []

@@ -1,4 +1,4 @@
-"""A layer of attention: its keys and values, as the model sees them."""
+"""A layer of attention: its keys and values, and its index, as the model sees them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 class AttentionLayer(CacheLayerMixin):
     """Keys and values of one layer: views ``(batch, kv_heads, capacity, head_dim)`` of a buffer.
 
-    ``with_front`` holds the same keys and values, preceded by the front slots.
+    ``with_front`` holds the same keys and values, preceded by the front slots. A layer of indexed
+    attention has ``indexer_keys`` ``(batch, 1, capacity, index_head_dim)``, too, by which it
+    chooses the keys that each query sees.
 
     Args:
         cache: the ``TreeCache`` that it belongs to.
@@ -30,20 +32,23 @@ class AttentionLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots for the first block of an empty cache."""
+        self._allocate({"keys": key_states, "values": value_states})
+        self.cache.states.first_block_of(self)
+
+    def _allocate(self, first: dict[str, Tensor]) -> None:
         cache, states = self.cache, self.cache.states
         if cache.block is None or not states.is_empty:
             raise RuntimeError(
-                "TreeCache: this layer had no keys when the cache was packed. Start generation "
-                "again without a cache."
+                f"TreeCache: this layer had no {next(iter(first))} when the cache was packed. "
+                "Start generation again without a cache."
             )
-        for name, own in (("keys", key_states), ("values", value_states)):
+        for name, own in first.items():
             batch, heads, _, dim = own.shape
             shape = batch, heads, states.front + cache.block.end, dim
             self.attach(name, zeros(shape, own.dtype, own.device), states.front)
-        states.first_block_of(self)
 
     def attach(self, name: str, with_front: Tensor, front: int) -> None:
-        """Use this view, front slots included, as ``keys`` or ``values``."""
+        """Use this view, front slots included, as ``keys``, ``values`` or ``indexer_keys``."""
         self.with_front[name] = with_front
         setattr(self, name, with_front[:, :, front:])
         self.is_initialized = True
@@ -59,33 +64,52 @@ class AttentionLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache, states, block = self.cache, self.cache.states, self.cache.block
+        block = self.cache.block
         if block is None:
-            block = cache.appending(self.appended, key_states.shape[-2])
+            block = self.cache.appending(self.appended, key_states.shape[-2])
             self.appended += key_states.shape[-2]
-        self._widen(key_states.dtype, value_states.dtype)
-        if block.slots is None:
-            stop = block.start + key_states.shape[-2]
-            _write_finite(self.keys[:, :, block.start : stop], key_states)
-            _write_finite(self.values[:, :, block.start : stop], value_states)
-        else:
-            states.write(self.with_front["keys"], block.slots, key_states)
-            states.write(self.with_front["values"], block.slots, value_states)
-        if block.front:
-            end = states.front + block.end
-            return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
-        return self.keys[:, :, : block.end], self.values[:, :, : block.end]
+        keys = self._write("keys", key_states, block)
+        return keys, self._write("values", value_states, block)
 
-    def _widen(self, keys: torch.dtype, values: torch.dtype) -> None:
-        """Make sure that states of these dtypes can be written without loss.
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the index of the tokens whose keys were written last.
+
+        Args:
+            indexer_key_states: ``(batch, n, index_head_dim)``
+
+        Returns:
+            ``(batch, slots, index_head_dim)`` up to the last slot used.
+        """
+        states = indexer_key_states[:, None]
+        if "indexer_keys" not in self.with_front:
+            self._allocate({"indexer_keys": states})
+        block = self.cache.block
+        if block is None:
+            block = self.cache.appending(self.appended - states.shape[2], states.shape[2])
+        return self._write("indexer_keys", states, block)[:, 0]
+
+    def _write(self, name: str, new: Tensor, block: Any) -> Tensor:
+        """Write states ``(batch, heads, n, dim)`` into a block; see :meth:`update`."""
+        states = self.cache.states
+        self._widen(name, new.dtype)
+        if block.slots is None:
+            stop = block.start + new.shape[2]
+            _write_finite(getattr(self, name)[:, :, block.start : stop], new)
+        else:
+            states.write(self.with_front[name], block.slots, new)
+        if block.front:
+            return self.with_front[name][:, :, : states.front + block.end]
+        return getattr(self, name)[:, :, : block.end]
+
+    def _widen(self, name: str, dtype: torch.dtype) -> None:
+        """Make sure that states of this dtype can be written without loss.
 
         What a model writes may change between calls, as with autocast. Like a ``DynamicCache``,
         which concatenates them, the layer then holds all states in the wider dtype.
         """
-        for name, dtype in (("keys", keys), ("values", values)):
-            have = self.with_front[name].dtype
-            if have != dtype and (wider := torch.promote_types(have, dtype)) != have:
-                self.cache.states.widen(self, name, wider)
+        have = self.with_front[name].dtype
+        if have != dtype and (wider := torch.promote_types(have, dtype)) != have:
+            self.cache.states.widen(self, name, wider)
 
     # Before Transformers 5.21, modules with recurrent states read these of a layer.
 

@@ -21,7 +21,7 @@ SMALLEST = 256
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 #: Selects this process's heads from learned states ``(kv_heads, slots, head_dim)``.
 Share = Callable[[Tensor, int], Tensor]
-#: A layer's index and ``keys`` or ``values``.
+#: A layer's index and ``keys``, ``values`` or ``indexer_keys``.
 Member = tuple[int, str]
 
 
@@ -70,7 +70,7 @@ class AttentionStates:
 
     def buffers(self) -> Iterator[tuple[Tensor, Member]]:
         """Each buffer ``(batch, kv_heads, front + capacity, head_dim)`` with its layer index and
-        ``keys`` or ``values``."""
+        what it holds."""
         for storage, members in self._groups:
             yield from zip(storage[:, : self.batch_size], members)
 
@@ -132,7 +132,7 @@ class AttentionStates:
         self.attach()
 
     def widen(self, layer: AttentionLayer, name: str, dtype: torch.dtype) -> None:
-        """Hold a layer's ``keys`` or ``values``, and all that share its buffer, in this dtype."""
+        """Hold what a layer calls so, and all that share its buffer, in this dtype."""
         if self.is_empty:  # the layer's first block, not yet in a shared buffer
             layer.attach(name, layer.with_front[name].to(dtype), self.front)
             return

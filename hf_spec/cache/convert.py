@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
@@ -52,10 +54,9 @@ def take_over(
         order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
     cache.states.front = aligned(front)
     states = {
-        (index, name): getattr(layer, name)
+        (index, name): tensor
         for index, layer in enumerate(source.layers)
-        if getattr(layer, "keys", None) is not None
-        for name in ("keys", "values")
+        for name, tensor in _held(layer).items()
     }
     windowed = any(tensor.shape[2] < seq for tensor in states.values())
     cache.set_lengths(lengths, lengths if windowed else None)
@@ -64,9 +65,9 @@ def take_over(
     for own, layer in zip(cache.layers, source.layers):
         if not own.is_initialized:
             continue
-        for name in ("keys", "values"):
-            _copy_in(getattr(own, name), getattr(layer, name), order, seq)
-        layer.keys = layer.values = None
+        for name, tensor in _held(layer).items():
+            _copy_in(getattr(own, name), tensor, order, seq)
+            setattr(layer, name, None)
     if cache.recurrent is not None:
         cache.recurrent.take_over(source.layers, cache.host_lengths)
 
@@ -95,8 +96,9 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
     for own, layer in zip(cache.layers, target.layers):
         if not own.is_initialized or not (layer.keys is None or layer.values is None):
             continue
-        states = []
-        for tensor in (own.keys, own.values):
+        states = {}
+        for name in own.with_front:
+            tensor = getattr(own, name)
             if mask is None or index is None:
                 full = tensor[:, :, :seq].clone()
             else:
@@ -104,14 +106,19 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
                 shape = (batch, tensor.shape[1], seq, tensor.shape[3])
                 full = tensor.gather(2, where.expand(shape))
                 full = full * mask.to(tensor.device)[:, None, :, None]
-            states.append(full)
+            states[name] = full
         if not layer.is_initialized:
-            layer.lazy_initialization(*states)
+            layer.lazy_initialization(states["keys"], states["values"])
+        if (index_keys := states.pop("indexer_keys", None)) is not None:
+            layer.lazy_initialization_indexer(index_keys)
+            layer.indexer_keys = index_keys[:, 0]
         if getattr(layer, "is_sliding", False):
             keep = layer.sliding_window - 1
-            states = [full[:, :, max(seq - keep, 0) :].contiguous() for full in states]
+            states = {
+                name: full[:, :, max(seq - keep, 0) :].contiguous() for name, full in states.items()
+            }
             layer.cumulative_length = seq
-        layer.keys, layer.values = states
+        layer.keys, layer.values = states["keys"], states["values"]
 
 
 def check_packable(cache: Cache) -> None:
@@ -125,7 +132,7 @@ def check_packable(cache: Cache) -> None:
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
         raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
     for layer in cache.layers:
-        # Subclasses of the dynamic layer other than the sliding one quantise, index or compress.
+        # Subclasses of the dynamic layer not named there quantise or compress.
         if type(layer).__name__ not in LAYERS or "Static" in type(layer).__name__:
             static = "Static" in type(layer).__name__
             asks = " For compiled steps give cache_implementation='static' instead." * static
@@ -133,6 +140,16 @@ def check_packable(cache: Cache) -> None:
                 f"the given cache has a layer of type {type(layer).__name__}: rows cannot be "
                 f"rolled back there. {remedy}{asks}"
             )
+
+
+def _held(layer: Any) -> dict[str, Tensor]:
+    """What a Transformers layer of attention holds, ``(batch, heads, kept, dim)`` each."""
+    if getattr(layer, "keys", None) is None:
+        return {}
+    held = {"keys": layer.keys, "values": layer.values}
+    if getattr(layer, "indexer_keys", None) is not None:
+        held["indexer_keys"] = layer.indexer_keys[:, None]
+    return held
 
 
 def _rows(cache: DynamicCache) -> int:

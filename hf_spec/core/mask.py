@@ -57,6 +57,15 @@ def window(size: int, query_positions: Tensor, key_positions: Tensor) -> Predica
     return lambda row, query, slot: query_positions[row, query] - key_positions[row, slot] < size
 
 
+def chunk(size: int, query_positions: Tensor, key_positions: Tensor) -> Predicate:
+    """Keys of the query's own chunk of ``size`` positions, as in chunked attention.
+
+    ``query_positions``: (batch, query), ``key_positions``: (batch, key), both token positions.
+    """
+    queries, keys = query_positions // size, key_positions // size
+    return lambda row, query, slot: queries[row, query] == keys[row, slot]
+
+
 def build(
     predicate: Predicate, batch: int, queries: int, keys: int, device: torch.device
 ) -> Tensor:

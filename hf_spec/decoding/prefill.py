@@ -34,7 +34,7 @@ from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
-from modeling_patches.positions import needs_positions
+from modeling_patches.positions import counts_padding, needs_positions
 from modeling_patches.weights import device_of
 
 #: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
@@ -137,8 +137,10 @@ def prefill(
             shift = cache.shift = lengths.new_zeros(later.axes, len(lengths))
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(budget - 2, 0)
+        columns = lengths if mask is None else mask.shape[1]
+        padding = (columns - lengths).clamp(min=0)  # a mask may be of the new tokens alone
         return Target(
-            model, cache, limit, shift if len(shift) > 1 else shift[0], later.others,
+            model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
             later.per_token, probe_inputs, reads, graphs,
         )  # fmt: skip
 
@@ -269,9 +271,17 @@ def _new_tokens(
         getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
     )
     if seen not in (-1, width):  # the new tokens alone
+        if counts_padding(model):
+            raise ValueError(
+                f"the prompt continues {CACHE} with its new tokens alone: {type(model).__name__} "
+                "counts padding as positions, so its states depend on the padding of the whole "
+                "conversation. Give all of it."
+            )
         handover.cache, handover.history = cache, cache.tokens
         return [list(row) for row in rows]
-    if cache.tokens is not None:  # the last token is needed for its logits
+    if counts_padding(model):  # the earlier prompts may have had more or less of it
+        cache.truncate([0] * len(rows))
+    elif cache.tokens is not None:  # the last token is needed for its logits
         cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
         if cache.inputs and 0 in cache.host_lengths:
             raise ValueError(

@@ -19,7 +19,8 @@ from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
-from modeling_patches.attention_masks import TreeAttention
+from hf_spec.model.tree_mask import near
+from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes
@@ -143,20 +144,20 @@ class _Run:
         key_positions = torch.cat([self.positions, self.probe_positions], dim=1)
         key_positions = key_positions[:, : visible.shape[2]]
         shape = (*visible.shape, self.device)
-        seen: dict[int | None, Tensor] = {None: visible[:, None]}
-        for size in {size for size in self.attention.windows.values() if size is not None}:
-            near = masks.window(size, query_positions, key_positions)
-            seen[size] = visible[:, None] & masks.build(near, *shape)
+        seen: dict[Local | None, Tensor] = {None: visible[:, None]}
+        for local in {local for local in self.attention.locals.values() if local is not None}:
+            predicate = near(local, query_positions, key_positions)
+            seen[local] = visible[:, None] & masks.build(predicate, *shape)
         if front:
             kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
             learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
-            seen = {size: torch.cat([learned, mask], dim=3) for size, mask in seen.items()}
+            seen = {local: torch.cat([learned, mask], dim=3) for local, mask in seen.items()}
             key_positions = torch.cat(
                 [key_positions.new_zeros(self.batch, front), key_positions], 1
             )
         if self.attention.wants_positions:
             self.attention.set_positions(query_positions, key_positions)
-        by_layers = {kind: seen[size] for kind, size in self.attention.windows.items()}
+        by_layers = {kind: seen[local] for kind, local in self.attention.locals.items()}
         return self.attention.convert(by_layers, self.dtype)
 
     def apart(self, while_probing: Changes | None) -> ProbedSequences:

@@ -40,7 +40,8 @@ from modeling_patches.recurrences import Kept, Rule, Step
 from modeling_patches.weights import placement
 
 #: Names of a forward's own variables; see :meth:`Target.variables`.
-_SHIFT, _LAST, _AXES, _PROBES, _SEEN = "/shift", "/last", "/axes", "/probes", "/front_seen"
+_SHIFT, _LAST, _AXES, _PADDING = "/shift", "/last", "/axes", "/padding"
+_PROBES, _SEEN = "/probes", "/front_seen"
 #: Before the names of inputs with one value per token.
 _TOKEN = "/token/"
 
@@ -118,6 +119,8 @@ class Target:
             None for 0, the value unless the caller passed position ids. ``(axes, batch)`` for a
             model that rotates by several positions per token, which differ after an image; the
             first one counts for windows.
+        padding: ``(batch,)`` columns of padding before a row's first token, which some models count
+            as positions; None for 0.
         model_kwargs: further arguments for the model's forward.
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
@@ -131,6 +134,7 @@ class Target:
         cache: TreeCache,
         last_position: Tensor,
         position_shift: Tensor | None = None,
+        padding: Tensor | None = None,
         model_kwargs: dict[str, Any] | None = None,
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
@@ -145,14 +149,15 @@ class Target:
         if cache.recurrent is not None:
             tree_recurrences(model, self.attention.changes, self._running)
         self.last_position = last_position[:, None]
-        if position_shift is None:
-            position_shift = torch.zeros_like(last_position)
+        none = torch.zeros_like(last_position)
+        position_shift = none if position_shift is None else position_shift
         #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
         self.axes: Tensor | None = None
         if position_shift.ndim == 2:
             self.axes = (position_shift - position_shift[0])[:, :, None]
             position_shift = position_shift[0]
         self.position_shift = position_shift[:, None]
+        self.padding = (none if padding is None else padding)[:, None]
         self.model_kwargs, self.per_token = model_kwargs or {}, per_token or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
         self.device, self.dtype = placement(model)
@@ -257,6 +262,7 @@ class Target:
         others = tuple((name, repr(given[name])) for name in given if name not in named)
         named |= {_TOKEN + name: value for name, value in self.per_token.items()}
         named |= {_SHIFT: self.position_shift, _LAST: self.last_position}
+        named[_PADDING] = self.padding
         if self.axes is not None:
             named[_AXES] = self.axes
         if probes and self.probe_inputs is not None and self.probe_embeddings is not None:
@@ -271,7 +277,7 @@ class Target:
         own._watching, own._prunes, own._pass = None, False, _Pass()
         own.cache = cache
         own.position_shift, own.last_position = given.pop(_SHIFT), given.pop(_LAST)
-        own.axes = given.pop(_AXES, None)
+        own.padding, own.axes = given.pop(_PADDING), given.pop(_AXES, None)
         own.per_token = {name: given.pop(_TOKEN + name) for name in self.per_token}
         own.probe_embeddings = given.pop(_PROBES, own.probe_embeddings)
         if own.probe_inputs is not None:
@@ -300,7 +306,7 @@ class Target:
                 block,
                 keys,
                 positions,
-                Slots(self.cache, self.position_shift, self.last_position),
+                Slots(self.cache, self.position_shift, self.last_position, self.padding),
                 self.probe_inputs,
                 self.dtype,
             ),
@@ -345,6 +351,7 @@ class Target:
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        self.padding = own(self.padding)
         if self.reach is not None:
             self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_spec.core import mask as masks
 from hf_spec.model.block import Block
 from hf_spec.model.probe_inputs import ProbeInputs
-from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.attention_masks import Local, TreeAttention
 
 
 class Slots(NamedTuple):
@@ -20,11 +20,13 @@ class Slots(NamedTuple):
         cache: the KV cache with the open block.
         position_shift: ``(batch, 1)`` position of each row's first cached token.
         last_position: ``(batch, 1)`` larger positions are clamped to this one.
+        padding: ``(batch, 1)`` columns of padding before each row's first token.
     """
 
     cache: Any
     position_shift: Tensor
     last_position: Tensor
+    padding: Tensor
 
     def positions(self, block: Block, keys: int) -> Tensor:
         """Token position of every slot: (batch, keys). Slots after the tree continue counting."""
@@ -62,24 +64,31 @@ def tree_mask(
     else:
         nodes = masks.tree_ancestors(block.visible, lengths)
         full = masks.build(masks.or_(masks.prefix(lengths), nodes), *shape)
-    windows = attention.windows
-    windowed = {size for size in windows.values() if size is not None and size < keys}
-    made: dict[int | None, Tensor] = {None: full}
+    kinds = attention.locals
+    narrow = {local for local in kinds.values() if local is not None and local.size < keys}
+    made: dict[Local | None, Tensor] = {None: full}
     front = cache.front if cache.block.front else 0
-    if windowed or attention.wants_positions:
-        key_positions = slots.positions(block, keys)
-        for size in windowed:
-            near = masks.window(size, positions, key_positions)
-            made[size] = full & masks.build(near, *shape)
+    if narrow or attention.wants_positions:
+        # Counted from each row's first token, whatever positions the caller gave.
+        at_queries = positions - slots.position_shift
+        at_keys = slots.positions(block, keys) - slots.position_shift
+        for local in narrow:
+            made[local] = full & masks.build(near(local, at_queries, at_keys), *shape)
         if attention.wants_positions:
             if front:  # they stand where the sequence begins, as in prefix tuning
-                start = slots.position_shift.expand(batch, front)
-                key_positions = torch.cat([start, key_positions], dim=1)
-            attention.set_positions(positions, key_positions)
+                at_keys = torch.cat([at_keys.new_zeros(batch, front), at_keys], dim=1)
+            attention.set_positions(at_queries, at_keys, slots.padding)
     if front and probe_inputs is not None and block.num_probes:
         learned = full.new_zeros((batch, 1, count, front))
         seen = probe_inputs.sees_front(block.kinds.to(full.device))
         learned[:, 0, -block.num_probes :, front - probe_inputs.num_front :] = seen
-        made = {size: torch.cat([learned, mask], dim=3) for size, mask in made.items()}
+        made = {local: torch.cat([learned, mask], dim=3) for local, mask in made.items()}
         full = made[None]
-    return attention.convert({kind: made.get(size, full) for kind, size in windows.items()}, dtype)
+    return attention.convert({kind: made.get(local, full) for kind, local in kinds.items()}, dtype)
+
+
+def near(local: Local, query_positions: Tensor, key_positions: Tensor) -> masks.Predicate:
+    """The keys that local attention sees, given ``(batch, query)`` and ``(batch, key)``
+    positions."""
+    predicate = masks.chunk if local.chunked else masks.window
+    return predicate(local.size, query_positions, key_positions)

@@ -50,3 +50,12 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
     ]
     assert built.dtype == torch.bool
     assert built[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_a_chunk_equals_the_double_loop(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    queries, keys = (torch.randint(12, (2, n), generator=generator) for n in (4, 9))
+    built = masks.build(masks.chunk(size, queries, keys), 2, 4, 9, torch.device("cpu"))
+    expected = queries[:, :, None] // size == keys[:, None] // size
+    assert torch.equal(built[:, 0], expected)

@@ -148,7 +148,7 @@ def test_right_padding(tiny: Tiny, spec: Spec) -> None:
     ("model_type", "message"),
     [
         ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
-        ("whisper", "WhisperForCausalLM.forward takes no position_ids.*Generate without"),
+        ("cpmant", "CpmAntForCausalLM.forward takes no position_ids.*Generate without"),
         ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state.*Generate without"),
         ("rwkv", "RwkvForCausalLM keeps a recurrent state.*Generate without"),

@@ -1,0 +1,92 @@
+"""Attention beside full and sliding: an index of keys, chunks, and positions that count padding.
+
+One model of each kind of ``architectures``, in every way that a cache is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import LAYERS, build, random_model, tiny_config
+from conftest import prompt, ragged
+from running import drafting
+from transformers import CompileConfig, DynamicCache
+
+from hf_spec.cache.tree_cache import TreeCache
+from modeling_patches.cache_name import CACHE
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+LOOKUP = drafting("prompt_lookup")
+#: An index in every layer, in every other one, chunks, and a table of positions.
+KINDS = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "bart")
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
+def test_a_chat_in_one_cache(kind: str) -> None:
+    """Rows of a TreeCache get ahead of each other, and the next prompt is padded otherwise."""
+    model, batch = build(kind), ragged()
+    first = model.generate(**batch, **GREEDY, **LOOKUP, return_dict_in_generate=True)
+    assert isinstance(first[CACHE], TreeCache)
+    more = prompt(5, 3, seed=9)
+    ids = torch.cat([first.sequences, more], 1)
+    mask = torch.cat([batch["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)
+    turn = {"input_ids": ids, "attention_mask": mask}
+    expected = model.generate(**turn, **GREEDY)
+    ours = model.generate(**turn, **GREEDY, **LOOKUP, **{CACHE: first[CACHE]})
+    assert ours.tolist() == expected.tolist()
+
+
+@every_kind
+def test_a_callers_cache_is_filled_as_by_plain_generation(kind: str) -> None:
+    model, batch = build(kind), ragged()
+    config = model.config.get_text_config(decoder=True)
+    plain, ours = DynamicCache(config=config), DynamicCache(config=config)
+    expected = model.generate(**batch, **GREEDY, **{CACHE: plain})
+    assert model.generate(**batch, **GREEDY, **LOOKUP, **{CACHE: ours}).tolist() == (
+        expected.tolist()
+    )
+    real = torch.cat([batch["attention_mask"], torch.ones(3, 15, dtype=torch.long)], 1)
+    for mine, theirs in zip(ours.layers, plain.layers, strict=True):
+        assert type(mine) is type(theirs)
+        for name in ("keys", "values", "indexer_keys"):
+            found, wanted = getattr(mine, name, None), getattr(theirs, name, None)
+            assert (found is None) == (wanted is None)
+            if found is None or wanted is None:
+                continue
+            shown = real[:, -wanted.shape[-2] :, None]
+            shown = shown if name == "indexer_keys" else shown[:, None]
+            # fp32 in other orders of reduction, some layers deep
+            torch.testing.assert_close(found * shown, wanted * shown, rtol=1e-4, atol=1e-4)
+    turn = {"input_ids": torch.cat([expected, prompt(4, 3)], 1)}
+    turn["attention_mask"] = torch.cat([batch["attention_mask"], torch.ones(3, 20).long()], 1)
+    again = model.generate(**turn, **GREEDY, **LOOKUP, **{CACHE: ours})
+    assert again.tolist() == model.generate(**turn, **GREEDY, **{CACHE: plain}).tolist()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "llama4_text", "bart"])
+def test_captured_steps(kind: str) -> None:
+    model, batch = build(kind), ragged()
+    if kind == "deepseek_v32":  # torch captures the grouped product of experts in bfloat16 only
+        config = tiny_config(kind)
+        config.mlp_layer_types = ["dense"] * LAYERS
+        model = random_model(config)
+    captured = {
+        "cache_implementation": "static", "compile_config": CompileConfig(backend="eager"),
+    }  # fmt: skip
+    out = model.generate(**batch, **GREEDY, **LOOKUP, **captured, return_dict_in_generate=True)
+    assert out.sequences.tolist() == model.generate(**batch, **GREEDY).tolist()
+    graphs = out.spec_stats.details["compiled"]
+    assert graphs["kept"] and not graphs["refused"], graphs
+
+
+def test_new_tokens_alone_where_positions_count_padding() -> None:
+    model, ids = build("bart"), prompt()
+    first = model.generate(ids, **GREEDY, **LOOKUP, return_dict_in_generate=True)
+    seen = first[CACHE].host_lengths[0]
+    alone = {"input_ids": prompt(4), "attention_mask": torch.ones(1, seen + 4).long()}
+    with pytest.raises(ValueError, match="BartForCausalLM counts padding.*Give all of it"):
+        model.generate(**alone, **GREEDY, **LOOKUP, **{CACHE: first[CACHE]})
