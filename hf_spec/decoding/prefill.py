@@ -27,6 +27,7 @@ from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
+from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
 from hf_spec.model.target import Target
@@ -139,9 +140,10 @@ def prefill(
         limit = lengths + shift[0] + max(budget - 2, 0)
         columns = lengths if mask is None else mask.shape[1]
         padding = (columns - lengths).clamp(min=0)  # a mask may be of the new tokens alone
-        return Target(
+        make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
+        return make(
             model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
-            later.per_token, probe_inputs, reads, graphs,
+            later.per_token, probe_inputs, reads,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")

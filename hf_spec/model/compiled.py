@@ -4,7 +4,7 @@ to step as its inputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,90 +16,99 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
+from hf_spec.model.target import Output, Target
 from modeling_patches.per_call import Changes
-
-if TYPE_CHECKING:
-    from hf_spec.model.target import Target
 
 #: Least number of nodes, padding included, of a tree that is forwarded in parts.
 PARTS = 64
 
 
-def compiled_forward(
-    target: Target, graphs: Graphs, call: Callable[..., Any], tree: Tree, first: int, keys: int,
-    changes: Changes | None, match: bool,
-) -> tuple[Tensor, Tensor | None, StepResult | None]:  # fmt: skip
-    """:meth:`Target.forward` by compiled code.
+class CompiledTarget(Target):
+    """A target whose steps are compiled; prompts are not.
 
     Args:
-        keys: number of slots that attention sees where code is not compiled yet.
-        match: whether exact-match verification is part of the code. The accepted nodes are then in
-            the first slots after each row's tokens.
-
-    Returns:
-        Logits, hidden states and result as in :class:`Output`.
+        graphs: keeps the compiled code.
     """
-    if first:
-        width = bucket(tree.num_tokens - first)
-        padded = tree.padded(max(PARTS, bucket(first + width)), 0)
-    else:
-        padded = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
-        width = padded.num_nodes
-    cache = target.cache
-    cache.states.reserve(cache.max_length + first + width)
-    buffers, parts = cache.tensors(), padded.tensors()
-    named, others = target.variables(tree.num_probes > 0)
-    start = sent([first] if first else [], cache.lengths.device)
-    small = [cache.lengths, *parts, *named.values(), start]
 
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = iter(tensors)
-        held = [next(given) for _ in buffers]
-        lengths, rows = next(given), padded.with_tensors([next(given) for _ in parts])
-        variables = {name: next(given) for name in named}
-        nodes = torch.arange(width, device=lengths.device)
+    graphs: Graphs
+
+    def __init__(self, *args: Any, graphs: Graphs, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.graphs = graphs
+
+    def width(self, tokens: int, probes: int) -> int:
+        return bucket(tokens) + bucket(probes)
+
+    def step(
+        self, call: Callable[..., Any], tree: Tree, first: int, keys: int,
+        changes: Changes | None, match: bool,
+    ) -> Output:  # fmt: skip
+        """By compiled code, where the accepted nodes of a ``match`` are then in the first slots
+        after each row's tokens."""
+        if first and self.cache.recurrent is not None:
+            # What earlier forwards of the step have kept has no recurring size.
+            return super().step(call, tree, first, keys, changes, match)
         if first:
-            nodes = nodes + next(given)
-        traced = cache.traced_with(held, lengths, lengths[:, None] + nodes, rows)
-        own = target.traced_with(traced, variables)
-        block = Block.of(rows, nodes if first else slice(None))
-        output = own.forward(call, rows, block, cache.capacity, changes)
-        found = [output.logits] + ([] if output.hidden is None else [output.hidden])
-        kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
-        if not match:
-            return (*found, *kept)
-        result = verify.match(rows, output.logits.argmax(-1))
-        if result.path.shape[1] > 1:  # else the root, which is in place
-            traced.states.move(lengths, result.path)
-        return (*found, result.path, result.counts, result.tokens, result.num_probes, *kept)
+            width = bucket(tree.num_tokens - first)
+            padded = tree.padded(max(PARTS, bucket(first + width)), 0)
+        else:
+            padded = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
+            width = padded.num_nodes
+        cache, graphs = self.cache, self.graphs
+        cache.states.reserve(cache.max_length + first + width)
+        buffers, parts = cache.tensors(), padded.tensors()
+        named, others = self.variables(tree.num_probes > 0)
+        start = sent([first] if first else [], cache.lengths.device)
+        small = [cache.lengths, *parts, *named.values(), start]
 
-    def eager() -> tuple[Tensor, ...]:
-        output = target.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
-        return tuple(part for part in output[1:3] if part is not None)
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = iter(tensors)
+            held = [next(given) for _ in buffers]
+            lengths, rows = next(given), padded.with_tensors([next(given) for _ in parts])
+            variables = {name: next(given) for name in named}
+            nodes = torch.arange(width, device=lengths.device)
+            if first:
+                nodes = nodes + next(given)
+            traced = cache.traced_with(held, lengths, lengths[:, None] + nodes, rows)
+            own = self.traced_with(traced, variables)
+            block = Block.of(rows, nodes if first else slice(None))
+            output = own.forward(call, rows, block, cache.capacity, changes)
+            found = [output.logits] + ([] if output.hidden is None else [output.hidden])
+            kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
+            if not match:
+                return (*found, *kept)
+            result = verify.match(rows, output.logits.argmax(-1))
+            if result.path.shape[1] > 1:  # else the root, which is in place
+                traced.states.move(lengths, result.path)
+            return (*found, result.path, result.counts, result.tokens, result.num_probes, *kept)
 
-    count, probes = tree.num_tokens - first, tree.num_probes
-    has_hidden = changes is None and target.reads_hidden(tree)
+        def eager() -> tuple[Tensor, ...]:
+            output = self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
+            return tuple(part for part in output[1:3] if part is not None)
 
-    def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        logits, *rest = tensors
-        if has_hidden:
-            hidden = rest[0][:, :count]
-            if probes:
-                behind = rest[0][:, padded.num_tokens :][:, :probes]
-                hidden = torch.cat([hidden, behind], dim=1)
-            rest[0] = hidden
-        return [logits[:, :count], *rest]
+        count, probes = tree.num_tokens - first, tree.num_probes
+        has_hidden = changes is None and self.reads_hidden(tree)
 
-    key = (
-        "forward", cache.layout, changes is not None, tuple(named), others, bool(first), match,
-        padded.group,
-    )  # fmt: skip
-    inputs = buffers + [tensor.contiguous() for tensor in small]
-    logits, *found = graphs.run(key, function, inputs, eager, cut, static=len(buffers))
-    hidden = found.pop(0) if has_hidden else None
-    # Where the code was just made, the forward has run uncompiled.
-    result = StepResult(*found[:4]) if match and found else None
-    kept = found[4:] if match else found
-    if kept and cache.recurrent is not None:
-        cache.recurrent.set_kept(kept)
-    return logits, hidden, result
+        def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            logits, *rest = tensors
+            if has_hidden:
+                hidden = rest[0][:, :count]
+                if probes:
+                    behind = rest[0][:, padded.num_tokens :][:, :probes]
+                    hidden = torch.cat([hidden, behind], dim=1)
+                rest[0] = hidden
+            return [logits[:, :count], *rest]
+
+        key = (
+            "forward", cache.layout, changes is not None, tuple(named), others, bool(first), match,
+            padded.group,
+        )  # fmt: skip
+        inputs = buffers + [tensor.contiguous() for tensor in small]
+        logits, *found = graphs.run(key, function, inputs, eager, cut, static=len(buffers))
+        hidden = found.pop(0) if has_hidden else None
+        # Where the code was just made, the forward has run uncompiled.
+        result = StepResult(*found[:4]) if match and found else None
+        kept = found[4:] if match else found
+        if kept and cache.recurrent is not None:
+            cache.recurrent.set_kept(kept)
+        return Output(tree, logits, hidden, result)

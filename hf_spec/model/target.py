@@ -18,12 +18,10 @@ from torch import Tensor
 from hf_spec.cache.buffers import bounded
 from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.buckets import bucket
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
-from hf_spec.model.compiled import compiled_forward
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -125,8 +123,10 @@ class Target:
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
-        graphs: compiled code for its forwards; None to run them uncompiled.
     """
+
+    #: Compiled code for its forwards, if they are compiled.
+    graphs: Graphs | None = None
 
     def __init__(
         self,
@@ -139,10 +139,8 @@ class Target:
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
-        graphs: Graphs | None = None,
     ):
         self.model = model
-        self.graphs = graphs
         self.cache = cache
         self.attention = TreeAttention(model)
         self._running = Running()
@@ -202,19 +200,21 @@ class Target:
         call = self._reaching(tree, first)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(call, tree, keys, pruning)
-        # What earlier forwards of the step have kept has no recurring size.
-        partial_step = first > 0 and self.cache.recurrent is not None
-        if (
-            self.graphs is not None
-            and self.reach is None
-            and logits_at is None
-            and not partial_step
-        ):
-            parts = compiled_forward(self, self.graphs, call, tree, first, keys, changes, match)
-            return Output(tree, *parts)
-        return self.forward(
-            call, tree, Block.of(tree, slice(first, None)), keys, changes, logits_at
-        )
+        if logits_at is None and self.reach is None:
+            return self.step(call, tree, first, keys, changes, match)
+        block = Block.of(tree, slice(first, None))
+        return self.forward(call, tree, block, keys, changes, logits_at)
+
+    def step(
+        self, call: Callable[..., Any], tree: Tree, first: int, keys: int,
+        changes: Changes | None, match: bool,
+    ) -> Output:  # fmt: skip
+        """:meth:`forward` of a tree's nodes ``first ..``.
+
+        Args:
+            match: see :meth:`__call__`.
+        """
+        return self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
 
     def forward(
         self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
@@ -244,9 +244,7 @@ class Target:
 
     def width(self, tokens: int, probes: int) -> int:
         """Nodes per batch row, padding included, of a forward with so many tokens and probes."""
-        if self.graphs is None:
-            return tokens + probes
-        return bucket(tokens) + bucket(probes)
+        return tokens + probes
 
     def variables(self, probes: bool) -> tuple[dict[str, Tensor], Hashable]:
         """What forwards read besides the tree and the KV cache.
