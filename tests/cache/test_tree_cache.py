@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -622,6 +623,16 @@ def test_other_caches_are_refused_by_name(tiny: Callable[..., PreTrainedModel]) 
     for cache, message in cases:
         with pytest.raises(ValueError, match=f"{message}.*Pass a DynamicCache"):
             check_packable(cache)
+
+
+def test_keys_of_an_image_are_refused() -> None:
+    """As in layers of cross-attention."""
+    cache = dynamic(random_states([(1, 2, 2)] * 2, 1, 3))
+    check_packable(cache)
+    layer: Any = cache.layers[1]
+    layer.keys = layer.keys[:, :, :2]
+    with pytest.raises(ValueError, match=r"hold \[2, 3\] keys: some attend to an image"):
+        check_packable(cache)
 
 
 # -- slots in front of the tokens ------------------------------------------------------------------
