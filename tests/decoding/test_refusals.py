@@ -186,9 +186,10 @@ def test_right_padding(tiny: Tiny, spec: Spec) -> None:
 
 
 def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
-    model = tiny("gpt2")
-    with no_forward(model), pytest.raises(ValueError, match="'token_type_ids' has one value per"):
-        model.generate(prompt(), token_type_ids=torch.ones_like(prompt()), **GREEDY, **spec)
+    """Which the model does not cut to the token that a step runs."""
+    model, values = tiny(), torch.ones_like(prompt())
+    with no_forward(model), pytest.raises(ValueError, match="'num_items_in_batch' has one value"):
+        model.generate(prompt(), num_items_in_batch=values, **GREEDY, **spec)
 
 
 _SMALL = {
