@@ -140,6 +140,16 @@ def check_packable(cache: Cache) -> None:
                 f"the given cache has a layer of type {type(layer).__name__}: rows cannot be "
                 f"rolled back there. {remedy}{asks}"
             )
+    lengths = {
+        layer.keys.shape[2] for layer in cache.layers
+        if getattr(layer, "keys", None) is not None and not getattr(layer, "is_sliding", False)
+    }  # fmt: skip
+    if len(lengths) > 1:
+        raise ValueError(
+            f"layers of the given cache hold {sorted(lengths)} keys: some attend to an image and "
+            "not to tokens, and a tree's nodes go to all of them. Generate without "
+            "assistant_strategy."
+        )
 
 
 def _held(layer: Any) -> dict[str, Tensor]:

@@ -112,7 +112,9 @@ class LaterInputs(NamedTuple):
         given = dict(model_kwargs)
         ids = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
         if outputs is not None:
-            given = model._update_model_kwargs_for_generation(outputs, given)
+            given = model._update_model_kwargs_for_generation(
+                outputs, given, is_encoder_decoder=False
+            )
         given = {key: value for key, value in given.items() if key not in _STATES}
         positions, others = _asked(model, ids, given, first=False)
         if positions is None and given.get("position_ids") is not None:
@@ -131,11 +133,13 @@ class LaterInputs(NamedTuple):
         for key, value in others.items():
             if not isinstance(value, Tensor) or value.ndim < 2:
                 continue
-            before: Any = model_kwargs.get(key)
-            known = isinstance(before, Tensor) and before.shape[1:2] != value.shape[1:2]
-            if known and before.shape[1] in widths and value.shape[1] == 1:
+            before = model_kwargs.get(key)
+            if not isinstance(before, Tensor):
+                continue  # made by the model
+            cut = before.shape[1] != value.shape[1]
+            if cut and before.shape[1] in widths and value.shape[1] == 1:
                 per_token[key] = value
-            elif known or value.shape[1] in widths:
+            elif cut or value.shape[1] in widths:
                 raise ValueError(
                     f"model input {key!r} has one value per prompt token: strategies don't know "
                     "its values for draft tokens. Generate without assistant_strategy."

@@ -127,6 +127,7 @@ def prefill(
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
     first = PromptInputs.of(model, input_ids, model_kwargs)
+    later = LaterInputs.of(model, input_ids, model_kwargs)
 
     probe_inputs = None if drafter is None else drafter.probe_inputs
     group = None if drafter is None else drafter.group
@@ -150,7 +151,6 @@ def prefill(
     real = None if mask is None else mask.bool()
     if isinstance(given, TreeCache):
         cache, rows = given, _new_tokens(handover, mask, config, model)
-        later = LaterInputs.of(model, input_ids, model_kwargs)
         first.check_tokens_alone(later, [len(row) for row in rows])
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         target = make_target(cache, cache.lengths + counts, later)
@@ -160,7 +160,7 @@ def prefill(
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
         cache.states.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
-        target = make_target(cache, lengths, LaterInputs.of(model, input_ids, model_kwargs))
+        target = make_target(cache, lengths, later)
         end = _append(target, rows, RIDING, group)
         handover.adopt(cache, real)
     else:

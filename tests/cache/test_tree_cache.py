@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.buffers import ALIGNMENT
-from hf_spec.cache.convert import pack, unpack_into
+from hf_spec.cache.convert import check_packable, pack, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 
 
@@ -326,6 +326,16 @@ def test_rows_can_be_chosen_and_repeated(name: str, argument: Any, order: list[i
     pair.check()
     for _ in range(4):
         pair.step()
+
+
+def test_keys_of_an_image_are_refused() -> None:
+    """As in layers of cross-attention."""
+    cache = dynamic(random_states([(1, 2, 2)] * 2, 1, 3))
+    check_packable(cache)
+    layer: Any = cache.layers[1]
+    layer.keys = layer.keys[:, :, :2]
+    with pytest.raises(ValueError, match=r"hold \[2, 3\] keys: some attend to an image"):
+        check_packable(cache)
 
 
 @pytest.mark.parametrize("specs", SPECS)

@@ -1,6 +1,6 @@
 """Prompts with images or sounds: the same tokens and logits as plain generation.
 
-A run takes one model type of each kind; all of them: ``--every-architecture``.
+A run takes one model type of each kind and two strategies; all of them: ``--every-architecture``.
 """
 
 from __future__ import annotations
@@ -10,20 +10,33 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import prompt, ragged
-from multimodal import IMAGE, KINDS, prompts
+from multimodal import IMAGE, KINDS, PATCH, SIZE, prompts
 from multimodal import build as built
+from PIL import Image
 from running import drafting
-from test_every_architecture import adapted
+from test_every_architecture import OPTIONS, adapted, check_refusal
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
+from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
 #: A mask over the image, one position more, three positions and a recurrent state, sounds.
 ALWAYS = ("gemma3", "paligemma", "qwen2_vl", "qwen3_5", "qwen2_audio", "smolvlm")
+#: Strategies that no type refuses.
+NAMES = ("prompt_lookup", "medusa")
 GREEDY = {
     "max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True,
     "output_logits": True,
@@ -38,6 +51,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # Older versions of Transformers know fewer.
         types = [one for one in KINDS if one in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]
         metafunc.parametrize("model_type", types if every else ALWAYS)
+        if "name" in metafunc.fixturenames:
+            metafunc.parametrize("name", list(methods()) if every else NAMES)
 
 
 @cache
@@ -50,13 +65,16 @@ def plain(model_type: str, size: int) -> Any:
     return built(model_type).generate(**given(model_type, size), **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "medusa"])
 def test_exact(model_type: str, name: str) -> None:
     model, drafted = built(model_type), 0
     for size in range(len(BATCHES)):
         call, wanted = given(model_type, size), plain(model_type, size)
-        with adapted(model, name):
-            found = model.generate(**call, **GREEDY, **drafting(name))
+        try:
+            with adapted(model, name):
+                found = model.generate(**call, **GREEDY, **drafting(name, **OPTIONS.get(name, {})))
+        except ValueError as error:
+            assert name not in NAMES
+            return check_refusal(error, model)
         assert found.sequences.tolist() == wanted.sequences.tolist()
         for ours, theirs in zip(found.logits, wanted.logits):
             assert float((ours - theirs).norm() / theirs.norm()) < 1e-4  # fp32, in other orders
@@ -127,6 +145,31 @@ def test_several_sequences(kind: str) -> None:
     model, call = built(kind), given(kind, 0)
     wanted = model.generate(**call, **options)
     assert torch.equal(model.generate(**call, **options, **drafting("prompt_lookup")), wanted)
+
+
+def test_pipeline(decoded: list[str]) -> None:
+    # That of older versions needs no torchvision.
+    images: Any = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+    words = {f"w{i}": i for i in range(IMAGE)} | {"<image>": IMAGE, "<video>": 62, "<audio>": 63}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    processor = LlavaProcessor(
+        images(size={"shortest_edge": SIZE}, crop_size=[SIZE, SIZE]),
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="w0", extra_special_tokens=["<image>"]
+        ),
+        patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )  # fmt: skip
+    ask: Any = pipeline("image-text-to-text", model=built("llava"), processor=processor)
+    image = Image.effect_noise((40, 40), 50).convert("RGB")
+    texts = [
+        ask(
+            images=[image], text="<image> w5 w6 w7 w5 w6",
+            generate_kwargs={"max_new_tokens": 12, "do_sample": False, **spec},
+        )[0]["generated_text"]
+        for spec in ({}, drafting("prompt_lookup"))
+    ]  # fmt: skip
+    assert texts[0] == texts[1] and decoded == ["prompt_lookup"]
 
 
 def test_compiled_steps() -> None:

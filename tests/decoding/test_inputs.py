@@ -132,10 +132,3 @@ def test_values_per_token(tiny: Tiny, spec: Spec, embedded: bool) -> None:
     plain = model.generate(**given, token_type_ids=types, **GREEDY)
     assert not torch.equal(model.generate(**given, **GREEDY), plain)
     assert torch.equal(model.generate(**given, token_type_ids=types, **GREEDY, **spec), plain)
-
-
-def test_values_of_prompt_tokens_in_each_forward(tiny: Tiny, spec: Spec) -> None:
-    """They are not cut to the token that a step runs: nobody knows which one is its own."""
-    model = tiny()
-    with pytest.raises(ValueError, match="'num_items_in_batch' has one value per prompt token"):
-        model.generate(prompt(), num_items_in_batch=torch.ones(1, 12), **GREEDY, **spec)

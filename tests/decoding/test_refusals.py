@@ -144,6 +144,13 @@ def test_right_padding(tiny: Tiny, spec: Spec) -> None:
         model.generate(**batch, **GREEDY, **spec)
 
 
+def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
+    """Which the model does not cut to the token that a step runs."""
+    model, values = tiny(), torch.ones_like(prompt())
+    with no_forward(model), pytest.raises(ValueError, match="'num_items_in_batch' has one value"):
+        model.generate(prompt(), num_items_in_batch=values, **GREEDY, **spec)
+
+
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
