@@ -62,6 +62,8 @@ class TreeCache(Cache):
         host_lengths: the same as a list, which needs no device synchronization.
         tokens: the tokens whose states each row holds, if the owner recorded them. A later call
             uses them to find how much of its prompt is cached.
+        padding: columns before each row's first token, which some models count as positions; None
+            if they are not known.
         block: the open block, if one is open.
         recurrent: what its recurrent layers hold; None if there are none.
 
@@ -81,6 +83,7 @@ class TreeCache(Cache):
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.tokens: list[list[int]] | None = None
+        self.padding: list[int] | None = None
         self.block: OpenBlock | None = None
         self.recurrent = RecurrentStates(rules) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
@@ -296,6 +299,7 @@ class TreeCache(Cache):
         tokens, floor = self.tokens, [self._floor[row] for row in rows]
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
+        self.padding = None if self.padding is None else [self.padding[row] for row in rows]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows in this order; rows may repeat."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ from covering import covering
 from random_trees import path_to, random_tree
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_spec.cache.buffers import ALIGNMENT, bounded
 from hf_spec.cache.convert import check_packable, pack, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from modeling_patches.cache_name import CACHE
 
@@ -372,6 +375,46 @@ def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
             assert grown.shape == full.shape
             if whole.all():
                 assert torch.equal(grown, full)
+
+
+def test_an_index_follows_its_keys() -> None:
+    """In every step: packed, written, moved, selected, pickled and unpacked."""
+
+    def update(cache: Any, keys: Tensor) -> None:
+        cache.update(keys, keys, 0)
+        cache.update_indexer(2 * keys[:, 0, :, :3], 0)
+
+    def check(cache: TreeCache) -> None:
+        layer = cache.layers[0]
+        for row, length in enumerate(cache.host_lengths):
+            index = layer.indexer_keys[row, 0, :length]
+            assert length and torch.equal(index, 2 * layer.keys[row, 0, :length, :3])
+
+    source = DynamicCache()
+    source.layers.append(DynamicIndexedLayer())
+    generator = torch.Generator().manual_seed(0)
+    update(source, torch.randn(3, 1, 6, 4, generator=generator))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1]])
+    target = copy.deepcopy(source)
+    cache = pack(source, mask, 32, "cpu")
+    check(cache)
+    shape = TokenTree.from_paths([[0], [1], [1, 0]])
+    for _ in range(2):
+        cache.begin(Tree.of_shapes([shape] * 3))
+        update(cache, torch.randn(3, 1, 4, 4, generator=generator))
+        cache.commit([3, 1, 2], torch.tensor([[0, 2, 3], [0, 0, 0], [0, 2, 2]]))
+        check(cache)
+    check(pickle.loads(pickle.dumps(cache)))
+    cache.select([2, 1])
+    check(cache)
+    cache.batch_select_indices(torch.tensor([0, 0, 1]))
+    check(cache)
+    target.layers[0] = DynamicIndexedLayer()
+    cache.truncate([6, 6, 6])
+    unpack_into(cache, target, None)
+    layer = target.layers[0]
+    assert layer.indexer_keys.shape == (3, 6, 3)
+    assert torch.equal(layer.indexer_keys, 2 * layer.keys[:, 0, :, :3])
 
 
 def test_unpacked_states_are_copies() -> None:
