@@ -38,8 +38,8 @@ def needs_positions(model: PreTrainedModel) -> bool:
 
 
 def counts_padding(model: PreTrainedModel) -> bool:
-    """Whether all states of a token depend on the padding before it."""
-    return _patch(model) in (_table, _inside, _roformer)
+    """Whether states of a token depend on the padding before it."""
+    return _patch(model) in (_table, _inside, _roformer, _llama4, _inkling)
 
 
 def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:

@@ -89,12 +89,21 @@ def _obstacles(model: Any) -> Iterator[str]:
             or not model._supports_default_dynamic_cache()
         ):
             yield " keeps a recurrent state in a way that is not written for trees"
-    for kind in (type(layer).__name__ for layer in DynamicCache(config=text).layers):
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=text).layers]
+    for kind in kinds:
         if kind not in LAYERS:
             yield (
                 f" has a cache layer of type {kind}, which cannot forget rejected tokens or takes "
                 "no tree mask"
             )
+    if "DynamicIndexedLayer" in kinds:
+        for module in model.modules():
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            if code is not None and "indexer_position_ids" in code.co_names:
+                yield (
+                    f": {type(module).__name__} keeps positions of its own beside the index of the "
+                    "cache, which cannot forget rejected tokens"
+                )
     chunked = getattr(text, "attention_chunk_size", None) is not None
     if chunked and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
         yield " has chunked attention in layers that its config does not name in layer_types"

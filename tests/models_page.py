@@ -97,7 +97,7 @@ REASONS = {
     "heads and probes would misread",
     "cannot find the decoder layers": "decoder layers that are not found in one list",
     "to skip": "layers without an MLP or attention of a known name",
-    "with padding": "a mask that plain generation gets wrong where a batch is padded",
+    "refused with padding": "a mask that plain generation gets wrong where a batch is padded",
 }
 OTHERWISE = "a trial that differed from plain generation or raised an error"
 
@@ -142,10 +142,11 @@ def tables(outcomes: Outcomes) -> str:
     groups: dict[tuple[str, str], list[str]] = {}
     for kind in some:
         ways = {_reason(text) for text in outcomes[kind].values() if not text.startswith("exact")}
-        works_here = ", ".join(f"`{name}`" for name in works[kind]) or "all, without padding"
+        alone = [name for name, text in outcomes[kind].items() if "refused with padding" in text]
+        works_here = _names(works[kind]) or f"{_names(sorted(alone))}, without padding"
         groups.setdefault((works_here, "; ".join(sorted(ways))), []).append(kind)
     lines += [f"| {_names(kinds)} | {names} | {ways} |" for (names, ways), kinds in groups.items()]
-    lines += ["", "With none:", "", "| `model_type` | reason |", "| --- | --- |"]
+    lines += ["", "With none:", "", "| type | reason |", "| --- | --- |"]
     lines += [f"| `{kind}` | {_why(outcomes[kind])} |" for kind in refused]
     others = sorted(set(outcomes) - built)
     if others:
@@ -176,9 +177,10 @@ def _reason(outcome: str) -> str:
 def _why(found: dict[str, str]) -> str:
     """The error of the strategy that needs least of a model, without its remedy."""
     text = found["prompt_lookup"].removeprefix("refused: ")
-    text = re.sub(r"^(\w+) does not work with prompt_lookup: (it )?", r"\1 ", text)
+    text = text.replace(" does not work with prompt_lookup: it", "")
+    text = text.replace(" does not work with prompt_lookup", "")
     return _REMEDY.sub("", text).replace("|", "\\|")
 
 
-def _names(kinds: list[str]) -> str:
-    return ", ".join(f"`{kind}`" for kind in kinds)
+def _names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

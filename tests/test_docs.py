@@ -7,8 +7,10 @@ import importlib
 import re
 from pathlib import Path
 
+import models_page
 import pytest
 import torch
+from architectures import PADDED, REFUSED, model_types
 from running import drafting
 
 import hf_spec
@@ -121,3 +123,31 @@ def test_the_readme_has_no_figure_that_the_benchmark_page_lacks() -> None:
     assert len(rows) == len(registry.methods())
     figures = [figure for row in rows for figure in re.findall(r"\b\d\.\d\dx?", row)]
     assert len(figures) > 15 and all(figure in benchmarks for figure in figures)
+
+
+def test_the_page_of_models_is_that_of_the_sweep() -> None:
+    every = "bita layer_skip medusa ppd prompt_lookup propd space"
+    none = {kind for kind, names in REFUSED.items() if names == every} - {*PADDED}
+    reasons = models_page.listed()
+    assert set(reasons) == none and all(reasons.values())
+    text = models_page.PAGE.read_text()
+    assert [kind for kind in model_types() if f"`{kind}`" not in text] == []
+
+
+def test_tables_of_models() -> None:
+    outcomes = {
+        "llama": {"medusa": "exact", "prompt_lookup": "exact"},
+        "bert": {"medusa": "refused: it has layers to skip", "prompt_lookup": "exact"},
+        "git": {"medusa": "refused: else", "prompt_lookup": "refused with padding: GitForCausalLM"},
+        "xlm": {
+            "medusa": "refused: XLM has none. Choose another.",
+            "prompt_lookup": "refused: XLM does not work with prompt_lookup: a | b. Choose one.",
+        },
+        "blt": dict.fromkeys(("medusa", "prompt_lookup"), "not built: it fails"),
+    }
+    made = models_page.tables(outcomes)
+    assert "Of the 5 causal" in made and "1 run with every strategy, 2 with some and 1" in made
+    assert "| `llama` | yes | yes |" in made
+    assert "| `git` | `prompt_lookup`, without padding |" in made
+    assert "| `bert` | `prompt_lookup` | layers without an MLP" in made
+    assert "| `xlm` | XLM: a \\| b |" in made and made.endswith("Not built tiny: `blt`.\n")

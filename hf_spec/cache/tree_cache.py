@@ -66,6 +66,8 @@ class TreeCache(Cache):
             axis that the model rotates by; None for 0.
         inputs: names of what the states depend on besides tokens, such as an image: rows cannot be
             computed again from their tokens.
+        padding: columns before each row's first token, which some models count as positions; None
+            if they are not known.
         block: the open block, if one is open.
         recurrent: what its recurrent layers hold; None if there are none.
 
@@ -87,6 +89,7 @@ class TreeCache(Cache):
         self.tokens: list[list[int]] | None = None
         self.shift: Tensor | None = None
         self.inputs: list[str] = []
+        self.padding: list[int] | None = None
         self.block: OpenBlock | None = None
         self.recurrent = RecurrentStates(rules, batch_size) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states,
@@ -313,6 +316,7 @@ class TreeCache(Cache):
         tokens, floor = self.tokens, [self._floor[row] for row in rows]
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
+        self.padding = None if self.padding is None else [self.padding[row] for row in rows]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows in this order; rows may repeat."""

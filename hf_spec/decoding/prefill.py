@@ -8,7 +8,7 @@ short prompt the same way if the strategy has probes, which run under the prompt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,8 +139,7 @@ def prefill(
             shift = cache.shift = lengths.new_zeros(later.axes, len(lengths))
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(budget - 2, 0)
-        columns = lengths if mask is None else mask.shape[1]
-        padding = (columns - lengths).clamp(min=0)  # a mask may be of the new tokens alone
+        padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
         make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
@@ -184,6 +183,8 @@ def prefill(
         cache.depend_on(first.once(later))
         target = make_target(cache, cache.lengths, later)
     handover.begin(cache)
+    columns = 0 if mask is None else mask.shape[1]
+    cache.padding = _padding(columns, cache.host_lengths)
     target.reach = _reach(target, input_ids.shape[1])
     return Prefilled(target, *end)
 
@@ -273,17 +274,17 @@ def _new_tokens(
         getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
     )
     if seen not in (-1, width):  # the new tokens alone
-        if counts_padding(model):
+        have = [length + len(row) for row, length in zip(rows, cache.host_lengths)]
+        if counts_padding(model) and cache.padding != _padding(seen, have):
             raise ValueError(
-                f"the prompt continues {CACHE} with its new tokens alone: {type(model).__name__} "
-                "counts padding as positions, so its states depend on the padding of the whole "
-                "conversation. Give all of it."
+                f"attention_mask has {seen} columns for rows of {have} tokens, and the states in "
+                f"{CACHE} count {cache.padding} columns of padding as positions, as "
+                f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
+                "ones, or the whole conversation as input_ids."
             )
         handover.cache, handover.history = cache, cache.tokens
         return [list(row) for row in rows]
-    if counts_padding(model):  # the earlier prompts may have had more or less of it
-        cache.truncate([0] * len(rows))
-    elif cache.tokens is not None:  # the last token is needed for its logits
+    if cache.tokens is not None:  # the last token is needed for its logits
         cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
         if cache.inputs and 0 in cache.host_lengths:
             raise ValueError(
@@ -296,11 +297,20 @@ def _new_tokens(
             f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
             "than the cache."
         )
+    if counts_padding(model):
+        known = cache.padding or [-1] * len(rows)
+        same = [one == other for one, other in zip(_padding(width, map(len, rows)), known)]
+        cache.truncate([length * kept for length, kept in zip(cache.host_lengths, same)])
     end = forgets_at(model)
     if end is not None and cache.max_length <= end < max(map(len, rows)):
         cache.truncate([0] * len(rows))  # plain generation computes all of it anew
     handover.cache, handover.history = cache, [[] for _ in rows]
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
+
+
+def _padding(columns: int, lengths: Iterable[int]) -> list[int]:
+    """Columns of padding before rows of these lengths."""
+    return [max(columns - length, 0) for length in lengths]
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

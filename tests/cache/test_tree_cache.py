@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from itertools import product
 from typing import Any
@@ -10,12 +12,15 @@ import pytest
 import torch
 from covering import covering
 from naive_cache import SPECS, NaiveCache, Pair, buffers, chain, dynamic, random_states, uniform
+from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from hf_spec.cache.buffers import ALIGNMENT
 from hf_spec.cache.convert import check_packable, pack, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 
 
 @pytest.fixture(autouse=True)
@@ -372,3 +377,45 @@ def test_an_empty_cache_takes_shapes_of_its_first_block(specs: str) -> None:
     assert cache.states.members == packed.states.members
     for _ in range(20):
         pair.step()
+
+
+def test_an_index_follows_its_keys() -> None:
+    """In every step: packed, written, moved, selected, pickled and unpacked."""
+
+    def update(cache: Any, keys: Tensor) -> None:
+        cache.update(keys, keys, 0)
+        cache.update_indexer(2 * keys[:, 0, :, :3], 0)
+
+    def check(cache: TreeCache) -> None:
+        layer = cache.layers[0]
+        for row, length in enumerate(cache.host_lengths):
+            index = layer.indexer_keys[row, 0, :length]
+            assert length and torch.equal(index, 2 * layer.keys[row, 0, :length, :3])
+
+    source = DynamicCache()
+    source.layers.append(DynamicIndexedLayer())
+    generator = torch.Generator().manual_seed(0)
+    update(source, torch.randn(3, 1, 6, 4, generator=generator))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1]])
+    target = copy.deepcopy(source)
+    cache = pack(source, mask, 32, "cpu")
+    check(cache)
+    shape = TokenTree.from_paths([[0], [1], [1, 0]])
+    for _ in range(2):
+        cache.begin(Tree.of_shapes([shape] * 3))
+        update(cache, torch.randn(3, 1, 4, 4, generator=generator))
+        cache.commit([3, 1, 2], torch.tensor([[0, 2, 3], [0, 0, 0], [0, 2, 2]]))
+        check(cache)
+    check(pickle.loads(pickle.dumps(cache)))
+    cache.padding = [2, 0, 1]
+    cache.select([2, 1])
+    check(cache)
+    assert cache.padding == [1, 0]
+    cache.batch_select_indices(torch.tensor([0, 0, 1]))
+    check(cache)
+    target.layers[0] = DynamicIndexedLayer()
+    cache.truncate([6, 6, 6])
+    unpack_into(cache, target, None)
+    layer = target.layers[0]
+    assert layer.indexer_keys.shape == (3, 6, 3)
+    assert torch.equal(layer.indexer_keys, 2 * layer.keys[:, 0, :, :3])

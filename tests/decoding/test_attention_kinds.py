@@ -5,6 +5,7 @@ One model of each kind of ``architectures``, in every way that a cache is used.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -27,17 +28,21 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @every_kind
 def test_a_chat_in_one_cache(kind: str) -> None:
-    """Rows of a TreeCache get ahead of each other, and the next prompt is padded otherwise."""
+    """Rows of a TreeCache get ahead of each other, and the next prompts are padded otherwise."""
     model, batch = build(kind), ragged()
     first = model.generate(**batch, **GREEDY, **LOOKUP, return_dict_in_generate=True)
     assert isinstance(first[CACHE], TreeCache)
     more = prompt(5, 3, seed=9)
     ids = torch.cat([first.sequences, more], 1)
     mask = torch.cat([batch["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)
-    turn = {"input_ids": ids, "attention_mask": mask}
-    expected = model.generate(**turn, **GREEDY)
-    ours = model.generate(**turn, **GREEDY, **LOOKUP, **{CACHE: first[CACHE]})
-    assert ours.tolist() == expected.tolist()
+    cache = first[CACHE]
+    for _ in range(2):
+        expected = model.generate(ids, attention_mask=mask, **GREEDY)
+        ours = model.generate(
+            ids, attention_mask=mask, **GREEDY, **LOOKUP, **{CACHE: copy.deepcopy(cache)}
+        )
+        assert ours.tolist() == expected.tolist()
+        ids, mask = (torch.nn.functional.pad(part, (2, 0)) for part in (ids, mask))
 
 
 @every_kind
@@ -84,9 +89,15 @@ def test_captured_steps(kind: str) -> None:
 
 
 def test_new_tokens_alone_where_positions_count_padding() -> None:
-    model, ids = build("bart"), prompt()
-    first = model.generate(ids, **GREEDY, **LOOKUP, return_dict_in_generate=True)
-    seen = first[CACHE].host_lengths[0]
-    alone = {"input_ids": prompt(4), "attention_mask": torch.ones(1, seen + 4).long()}
-    with pytest.raises(ValueError, match="BartForCausalLM counts padding.*Give all of it"):
-        model.generate(**alone, **GREEDY, **LOOKUP, **{CACHE: first[CACHE]})
+    model, batch = build("bart"), {key: value[1:2] for key, value in ragged().items()}
+    first = model.generate(**batch, **GREEDY, **LOOKUP, return_dict_in_generate=True)
+    cache, new = first[CACHE], prompt(4)
+    whole = torch.cat([first.sequences[:, :-1], new], 1)
+    mask = torch.cat([batch["attention_mask"], torch.ones(1, 19).long()], 1)
+    expected = model.generate(whole, attention_mask=mask, **GREEDY)
+    missing = {"input_ids": new, "attention_mask": mask[:, 2:]}
+    with pytest.raises(ValueError, match=r"29 columns.* count \[7\].*BartForCausalLM does.*mask"):
+        model.generate(**missing, **GREEDY, **LOOKUP, **{CACHE: copy.deepcopy(cache)})
+    alone = {"input_ids": new, "attention_mask": mask}
+    ours = model.generate(**alone, **GREEDY, **LOOKUP, **{CACHE: cache})
+    assert ours[0, 4:].tolist() == expected[0, whole.shape[1] :].tolist()

@@ -156,6 +156,7 @@ def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
     [
         ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
         ("cpmant", "CpmAntForCausalLM.forward takes no position_ids.*Generate without"),
+        ("qwen4_exp_text", "Qwen4ExpForCausalLM: .* keeps positions of its own.*Generate without"),
         ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state.*Generate without"),
         ("rwkv", "RwkvForCausalLM keeps a recurrent state.*Generate without"),
