@@ -313,37 +313,33 @@ def test_tree_cache_over_turns(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3", "zamba2"])
 def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str) -> None:
     model = shared_recurrent(kind)
-    for given in (one_row(), ragged()):
-        for stopped in (None, 21):
-            rows = len(given["input_ids"])
-            caches = [DynamicCache(config=model.config) for _ in range(2)]
-            for past, spec in zip(caches, ({}, SAME_MODEL)):
-                stop = None if stopped is None else stops(given["input_ids"], *[stopped] * rows)
-                out = model.generate(
-                    **given, **GREEDY, **spec, stopping_criteria=stop, **{CACHE: past}
-                )
-            theirs, ours = (dict(stock_states(past.layers)) for past in caches)
-            assert theirs.keys() == ours.keys()
-            for place, state in theirs.items():
-                check_close(ours[place], state)
-            assert [
-                {k: v for k, v in vars(layer).items() if "previous" in k or "init" in k}
-                for layer in caches[0].layers
-            ] == [
-                {k: v for k, v in vars(layer).items() if "previous" in k or "init" in k}
-                for layer in caches[1].layers
-            ]
-            # The next turn, plain and with a strategy.
-            ids = torch.cat([out, prompt(6, rows, seed=50)], 1)
-            mask = torch.ones_like(ids)
-            if "attention_mask" in given:
-                mask[:, :12] = given["attention_mask"]
-            turn = {"input_ids": ids, "attention_mask": mask}
-            wanted = model.generate(**turn, **GREEDY, **{CACHE: caches[0]}).tolist()
-            for spec in ({}, LOOKUP):
-                past = copy.deepcopy(caches[1])
-                found = model.generate(**turn, **GREEDY, **spec, **{CACHE: past})
-                assert found.tolist() == wanted
+    for given, stopped in ((one_row(), None), (ragged(), 21)):
+        rows = len(given["input_ids"])
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        for past, spec in zip(caches, ({}, SAME_MODEL)):
+            stop = None if stopped is None else stops(given["input_ids"], *[stopped] * rows)
+            out = model.generate(
+                **given, **GREEDY, **spec, stopping_criteria=stop, **{CACHE: past}
+            )  # fmt: skip
+        theirs, ours = (dict(stock_states(past.layers)) for past in caches)
+        assert theirs.keys() == ours.keys()
+        for place, state in theirs.items():
+            check_close(ours[place], state)
+        mine, other = (
+            [getattr(layer, "has_previous_state", None) for layer in past.layers]
+            for past in (caches[1], caches[0])
+        )
+        assert mine == other
+        # The next turn, plain and with a strategy.
+        ids = torch.cat([out, prompt(6, rows, seed=50)], 1)
+        mask = torch.ones_like(ids)
+        if "attention_mask" in given:
+            mask[:, :12] = given["attention_mask"]
+        turn = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+        wanted = model.generate(**turn, **{CACHE: caches[0]}).tolist()
+        for spec in ({}, LOOKUP):
+            found = model.generate(**turn, **spec, **{CACHE: copy.deepcopy(caches[1])})
+            assert found.tolist() == wanted
 
 
 @pytest.mark.parametrize("kind", ["jamba", "zamba", "falcon_mamba"])
