@@ -344,7 +344,7 @@ class RecurrentStates:
     def kept_tensors(self) -> list[Tensor]:
         """What the step has kept, as results of a graph; empty tensors for skipped layers."""
         return [
-            self._kept[place][call][name] if place in self._kept else torch.empty(0)
+            self._kept[place][call][name] if place in self._kept else self._state(place).new_empty(0)
             for place, call, name in self._names()
         ]
 
