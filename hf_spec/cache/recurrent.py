@@ -343,8 +343,9 @@ class RecurrentStates:
 
     def kept_tensors(self) -> list[Tensor]:
         """What the step has kept, as results of a graph; empty tensors for skipped layers."""
+        kept = self._kept
         return [
-            self._kept[place][call][name] if place in self._kept else self._state(place).new_empty(0)
+            kept[place][call][name] if place in kept else self._state(place).new_empty(0)
             for place, call, name in self._names()
         ]
 
