@@ -342,14 +342,19 @@ class RecurrentStates:
         return own
 
     def kept_tensors(self) -> list[Tensor]:
-        """What the step has kept, as results of a graph."""
-        return [kept[name] for place, call, name in self._names() for kept in
-                [self._kept[place][call]]]  # fmt: skip
+        """What the step has kept, as results of a graph; empty tensors for skipped layers."""
+        kept = self._kept
+        return [
+            kept[place][call][name] if place in kept else self._state(place).new_empty(0)
+            for place, call, name in self._names()
+        ]
 
     def set_kept(self, tensors: Sequence[Tensor]) -> None:
         """Take over :meth:`kept_tensors` of a graph."""
         self._kept = {}
         for (place, call, name), tensor in zip(self._names(), tensors):
+            if not tensor.numel():
+                continue
             calls = self._kept.setdefault(place, [])
             if len(calls) == call:
                 calls.append({})

@@ -27,8 +27,8 @@ class LayerSkipOptions(DraftOptions):
     Drafts are greedy, or sampled if the call samples and ``acceptance="rejection"`` (algorithm 4).
 
     Attributes:
-        skip_attention, skip_mlp: layers whose attention / MLP the draft leaves out. None takes
-            those of the active ``LAYER_SKIP`` adapter.
+        skip_attention, skip_mlp: layers whose attention (or recurrence) / MLP the draft leaves out.
+            None takes those of the active ``LAYER_SKIP`` adapter.
         draft_exit: when to stop drafting. ``policy``: when the next token is not worth the time of
             its forward; drafts are then trees, whose size the policy chooses.
             ``adaptive`` and ``threshold`` stop after a token whose draft probability is below

@@ -1,0 +1,486 @@
+"""Models with recurrent layers: what ``generate`` gives with a strategy equals plain generation."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import lent
+from conftest import prompt, ragged
+from covering import EVERY_CASE, covering
+from peft import LoraConfig
+from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
+from running import drafting, fingerprint
+from test_after_errors import WATCHED, Fails, Failure, failing, lines
+from test_shrinking import StopRowAt, staggered
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, StoppingCriteriaList
+
+import hf_spec
+from hf_spec.cache import recurrent as recurrent_module
+from hf_spec.cache.recurrent import stock_states
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.methods.registry import methods
+from hf_spec.policy.step_policy import StepPolicy
+from modeling_patches.cache_name import CACHE
+
+NEW = 64
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+LOOKUP = drafting("prompt_lookup")
+#: Everything drafted is accepted, so that an error of drafting shows as a rejection.
+SAME_MODEL = drafting(
+    "layer_skip", skip_attention=[], skip_mlp=[], draft_exit="fixed", max_draft=4
+)  # fmt: skip
+#: Each strategy with fields of its adapter and its options.
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prompt_lookup": ({}, {}),
+    "layer_skip": ({}, {"skip_attention": [0, 2], "skip_mlp": [], "max_draft": 3}),
+    "medusa": ({"num_heads": 3}, {}),
+    "ppd": ({"num_ept": 2, "num_prompt_tokens": 3}, {}),
+    "bita": ({"num_mask_tokens": 3, "prompt_depth": "none"}, {}),
+    "space": ({"num_mask_tokens": 3}, {}),
+    "propd": ({"num_heads": 3, "prune_layer": 2}, {"prune": True, "prune_top_k": 2}),
+}
+CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def one_row() -> dict[str, Tensor]:
+    return {"input_ids": prompt(12)}
+
+
+@cache
+def plain(kind: str, rows: int) -> list[list[int]]:
+    given = one_row() if rows == 1 else ragged()
+    return shared_recurrent(kind).generate(**given, **GREEDY).tolist()
+
+
+def check(kind: str, model: Any = None, **settings: Any) -> None:
+    model = model or shared_recurrent(kind)
+    for rows, given in ((1, one_row()), (3, ragged())):
+        assert model.generate(**given, **GREEDY, **settings).tolist() == plain(kind, rows)
+
+
+# -- strategies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_architecture(kind: str) -> None:
+    model = shared_recurrent(kind)
+    found = model.generate(**ragged(), **GREEDY, **LOOKUP)
+    assert found.tolist() == plain(kind, 3)
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.num_drafted_tokens > 20
+
+
+@every_kind
+def test_drafting_with_the_whole_model(kind: str) -> None:
+    model = shared_recurrent(kind)
+    found = model.generate(**ragged(), **GREEDY, **SAME_MODEL)
+    assert found.tolist() == plain(kind, 3)
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and min(stats.acceptance_per_position) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    covering(product(KINDS, STRATEGIES), lambda kind, name: [kind, name]),
+)
+def test_every_strategy(kind: str, name: str) -> None:
+    model = shared_recurrent(kind) if name in ("prompt_lookup", "layer_skip") else recurrent(kind)
+    fields, options = STRATEGIES[name]
+    with_adapter(model, name, fields)
+    check(kind, model, **drafting(name, **options))
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.num_drafted_tokens > 20
+    assert name != "propd" or stats.num_pruned_tokens > 0
+
+
+def with_adapter(model: Any, name: str, fields: dict[str, Any]) -> Any:
+    """The model with an adapter of random parameters, where the strategy needs one."""
+    method = methods()[name]
+    if method.needs_adapter:
+        torch.manual_seed(2)
+        model.add_adapter(method.adapter_config(**fields))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(0, 0.2)
+    return model.eval()
+
+
+def test_learned_states_beside_recurrent_ones() -> None:
+    """Where every layer has keys, too."""
+    model = with_adapter(recurrent("falcon_h1"), "bita", {"num_mask_tokens": 3})
+    check("falcon_h1", model, **drafting("bita"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba", "lfm3", "jamba"])
+def test_compiled(kind: str) -> None:
+    model, settings = shared_recurrent(kind), {**GREEDY, "max_new_tokens": 16}
+    found = model.generate(**ragged(), **settings, **LOOKUP, **CAPTURED).tolist()
+    assert found == [row[: 12 + 16] for row in plain(kind, 3)]
+    stats = hf_spec.last_stats(model)
+    assert stats is not None
+    refused = stats.details["compiled"]["refused"]
+    if kind == "jamba":  # experts in float32 cannot be captured
+        assert "Expected inputs of BF16 type" in refused[0]
+    else:
+        assert not refused and stats.details["compiled"]["made"]
+
+
+@pytest.mark.parametrize("name", ["space", "layer_skip"])
+def test_compiled_with_probes_and_skipped_layers(name: str) -> None:
+    fields, options = STRATEGIES[name]
+    model = with_adapter(recurrent("qwen3_5_text"), name, fields)
+    settings = {**GREEDY, "max_new_tokens": 16, **drafting(name, **options)}
+    found = model.generate(**one_row(), **settings, **CAPTURED).tolist()
+    assert found == [row[: 12 + 16] for row in plain("qwen3_5_text", 1)]
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and not stats.details["compiled"]["refused"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba"])
+def test_lora(kind: str) -> None:
+    model = recurrent(kind)
+    targets = ["q_proj", "in_proj", "in_proj_qkv"]
+    config = LoraConfig(target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(3)
+    model.add_adapter(config)
+    wanted = model.generate(**ragged(), **GREEDY).tolist()
+    assert wanted != plain(kind, 3)
+    for spec in (LOOKUP, drafting("layer_skip", skip_attention=[1], skip_mlp=[], max_draft=3)):
+        assert model.generate(**ragged(), **GREEDY, **spec).tolist() == wanted
+
+
+def test_low_rank_updates() -> None:
+    """Of the linear modules inside recurrences, in drafting."""
+    model = recurrent("qwen3_5_text")
+    config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[1], draft_rank=2)
+    with lent(model, config, random=True):
+        check("qwen3_5_text", model, **drafting("layer_skip"))
+
+
+# -- plain steps ---------------------------------------------------------------------------------
+
+
+@every_kind
+def test_plain_steps_are_those_of_plain_generation(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: layers run their own code. Of hybrid models in the first layer, as attention
+    with a mask is another function."""
+    model = shared_recurrent(kind)
+    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookups: False)
+    for given in (one_row(), {"input_ids": prompt(12, 3)}):
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        for past, spec in zip(caches, ({}, LOOKUP)):
+            model.generate(**given, **GREEDY, **spec, **{CACHE: past})
+        theirs, ours = (dict(stock_states(past.layers)) for past in caches)
+        places = [place for place in theirs if kind == "mamba" or place[1] == 0]
+        assert places and all(torch.equal(ours[place], theirs[place]) for place in places)
+
+
+# -- options of generate -------------------------------------------------------------------------
+
+
+@every_kind
+def test_sampling(kind: str) -> None:
+    """The same seed gives the same tokens."""
+    model, found = shared_recurrent(kind), []
+    for spec in ({}, LOOKUP):
+        torch.manual_seed(5)
+        settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8}
+        found.append(model.generate(**one_row(), **settings, **spec).tolist())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba"])
+def test_processors(kind: str) -> None:
+    model = shared_recurrent(kind)
+    settings = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    wanted = model.generate(**ragged(), **settings).tolist()
+    assert wanted != plain(kind, 3)
+    assert model.generate(**ragged(), **settings, **LOOKUP).tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", "mamba"])
+def test_batches_that_shrink(kind: str) -> None:
+    model = shared_recurrent(kind)
+    wanted = model.generate(**staggered(8, NEW), **GREEDY).tolist()
+    for spec in (LOOKUP, SAME_MODEL):
+        assert model.generate(**staggered(8, NEW), **GREEDY, **spec).tolist() == wanted
+
+
+def test_threads() -> None:
+    """Calls with and without a strategy, which share the modules' functions."""
+    model = shared_recurrent("qwen3_5_text")
+    settings = {**GREEDY, "max_new_tokens": 24}
+    wanted = [model.generate(**given, **settings).tolist() for given in (one_row(), ragged())]
+    model.generate(**one_row(), **settings, **LOOKUP)  # puts the dispatchers in place
+    before, barrier = fingerprint(model), threading.Barrier(8)
+
+    def run(index: int) -> bool:
+        barrier.wait()
+        spec = ({}, LOOKUP, SAME_MODEL, LOOKUP)[index % 4]
+        found = [
+            model.generate(**given, **settings, **spec).tolist() for given in (one_row(), ragged())
+        ]
+        return found == wanted
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(run, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert fingerprint(model) == before
+
+
+# -- caches --------------------------------------------------------------------------------------
+
+
+def stops(ids: Tensor, *ends: int) -> StoppingCriteriaList:
+    """Ends rows after so many tokens."""
+    rows = [tuple(row) for row in ids.tolist()]
+    return StoppingCriteriaList([StopRowAt(ids.shape[1], dict(zip(rows, ends)))])
+
+
+def states_of(model: Any, tokens: list[int]) -> dict[Any, Tensor]:
+    """What Transformers computes from these tokens alone."""
+    alone = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor([tokens]), **{CACHE: alone})
+    return {place: state[0] for place, state in stock_states(alone.layers)}
+
+
+def check_close(found: Tensor, wanted: Tensor) -> None:
+    """Up to fp32's rounding in other orders of reduction, some layers deep over a conversation."""
+    assert float((found - wanted).norm() / wanted.norm().clamp(min=1e-3)) < 1e-4
+
+
+def check_states(model: Any, cache: TreeCache, sequences: list[list[int]]) -> None:
+    """The cache holds the start of each row."""
+    assert cache.recurrent is not None and cache.tokens is not None
+    assert cache.recurrent.version.lengths == cache.host_lengths
+    for row, (tokens, length) in enumerate(zip(cache.tokens, cache.host_lengths)):
+        assert tokens == sequences[row][:length] and len(tokens) == length
+        if not length:
+            continue
+        wanted = states_of(model, tokens)
+        for place, state in cache.recurrent.states():
+            check_close(state[row], wanted[place])
+
+
+def real(out: Tensor, given: dict[str, Tensor]) -> list[list[int]]:
+    padding = (1 - given["attention_mask"]).sum(-1).tolist()
+    return [row[count:] for row, count in zip(out.tolist(), padding)]
+
+
+@every_kind
+def test_tree_cache_over_turns(kind: str) -> None:
+    """Stops in the middle of a path; then more of the conversation, and another end of it."""
+    model, given = shared_recurrent(kind), ragged()
+    settings = {**GREEDY, "return_dict_in_generate": True}
+    for spec in (LOOKUP, SAME_MODEL):
+        first = model.generate(
+            **given, **settings, **spec, stopping_criteria=stops(given["input_ids"], 20, 23, 18)
+        )
+        check_states(model, first[CACHE], real(first.sequences, given))
+        sequences = first.sequences[:, : 12 + 18]  # what all rows have
+        for new in (5,) if spec is LOOKUP else (100,):  # one chunk, several
+            ids = torch.cat([sequences, prompt(new, 3, seed=50)], 1)
+            mask = torch.cat([given["attention_mask"], torch.ones(3, 18 + new).long()], 1)
+            turn = {"input_ids": ids, "attention_mask": mask}
+            wanted = model.generate(**turn, **GREEDY).tolist()
+            past = copy.deepcopy(first[CACHE])
+            second = model.generate(**turn, **settings, **spec, **{CACHE: past})
+            assert second.sequences.tolist() == wanted
+            assert second[CACHE] is past
+            check_states(model, past, real(second.sequences, turn))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3", "zamba2"])
+def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str) -> None:
+    model = shared_recurrent(kind)
+    for given, stopped in ((one_row(), None), (ragged(), 21)):
+        rows = len(given["input_ids"])
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        for past, spec in zip(caches, ({}, SAME_MODEL)):
+            stop = None if stopped is None else stops(given["input_ids"], *[stopped] * rows)
+            out = model.generate(
+                **given, **GREEDY, **spec, stopping_criteria=stop, **{CACHE: past}
+            )  # fmt: skip
+        theirs, ours = (dict(stock_states(past.layers)) for past in caches)
+        assert theirs.keys() == ours.keys()
+        for place, state in theirs.items():
+            check_close(ours[place], state)
+        mine, other = (
+            [getattr(layer, "has_previous_state", None) for layer in past.layers]
+            for past in (caches[1], caches[0])
+        )
+        assert mine == other
+        # The next turn, plain and with a strategy.
+        ids = torch.cat([out, prompt(6, rows, seed=50)], 1)
+        mask = torch.ones_like(ids)
+        if "attention_mask" in given:
+            mask[:, :12] = given["attention_mask"]
+        turn = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+        wanted = model.generate(**turn, **{CACHE: caches[0]}).tolist()
+        for spec in ({}, LOOKUP):
+            found = model.generate(**turn, **spec, **{CACHE: copy.deepcopy(caches[1])})
+            assert found.tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", ["jamba", "zamba", "falcon_mamba"])
+def test_prompts_in_which_transformers_loses_a_state(kind: str) -> None:
+    """Are refused; a TreeCache goes on with any number of tokens."""
+    model = shared_recurrent(kind)
+    with pytest.raises(ValueError, match="prefill_chunk_size=5: .*loses its recurrent state"):
+        model.generate(**one_row(), **GREEDY, **LOOKUP, prefill_chunk_size=5)
+    if kind != "falcon_mamba":  # Transformers needs a layer of attention for this
+        found = model.generate(**one_row(), **GREEDY, **LOOKUP, prefill_chunk_size=12)
+        assert found.tolist() == plain(kind, 1)
+    past = DynamicCache(config=model.config)
+    out = model.generate(**one_row(), **GREEDY, **{CACHE: past})
+    ids = torch.cat([out, prompt(6, seed=50)], 1)
+    before = copy.deepcopy(past)
+    with pytest.raises(ValueError, match=f"a DynamicCache as {CACHE}: .*loses its recurrent st"):
+        model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: past})
+    same(past, before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm3"])
+def test_prompts_in_chunks(kind: str) -> None:
+    model = shared_recurrent(kind)
+    wanted = model.generate(**ragged(), **GREEDY, prefill_chunk_size=5).tolist()
+    found = model.generate(**ragged(), **GREEDY, **LOOKUP, prefill_chunk_size=5).tolist()
+    assert found == wanted
+
+
+def same(one: DynamicCache, other: DynamicCache) -> None:
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
+        assert vars(mine).keys() == vars(theirs).keys()
+        for name, value in vars(theirs).items():
+            values = value.items() if isinstance(value, dict) else [(None, value)]
+            for key, wanted in values:
+                found = vars(mine)[name] if key is None else vars(mine)[name][key]
+                if isinstance(wanted, Tensor):
+                    assert torch.equal(found, wanted)
+                else:
+                    assert found == wanted
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1"])
+def test_a_prompt_that_fails_leaves_the_cache_as_it_was(kind: str) -> None:
+    model = shared_recurrent(kind)
+    past = DynamicCache(config=model.config)
+    out = model.generate(**one_row(), **GREEDY, **{CACHE: past})
+    ids = torch.cat([out, prompt(6, seed=50)], 1)
+    before = copy.deepcopy(past)
+    for layer in (0, 2):
+        with pytest.raises(Failure), failing(model, 1, layer):
+            model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: past})
+        same(past, before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba"])
+def test_after_an_error(kind: str) -> None:
+    """The start of each row; a call goes on from it."""
+    model, given = shared_recurrent(kind), ragged()
+    settings = {**GREEDY, "return_dict_in_generate": True}
+    first = model.generate(**given, **{**settings, "max_new_tokens": 8}, **LOOKUP)
+    ids = torch.cat([first.sequences, prompt(5, 3, seed=50)], 1)
+    mask = torch.cat([given["attention_mask"], torch.ones(3, 13).long()], 1)
+    turn = {"input_ids": ids, "attention_mask": mask}
+    wanted = model.generate(**turn, **GREEDY)
+    for spec, at in ((LOOKUP, 1), (LOOKUP, 9), (SAME_MODEL, 4)):
+        past = copy.deepcopy(first[CACHE])
+        with pytest.raises(Failure):
+            criterion = StoppingCriteriaList([Criterion(at)])
+            model.generate(**turn, **GREEDY, **spec, stopping_criteria=criterion, **{CACHE: past})
+        check_states(model, past, real(wanted, turn))
+        assert model.generate(**turn, **GREEDY, **spec, **{CACHE: past}).tolist() == (
+            wanted.tolist()
+        )  # fmt: skip
+
+
+class Criterion(Fails):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.count()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("given", ["dynamic", "tree"])
+def test_an_interrupt_at_any_line(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At some lines, those of the states among them."""
+    monkeypatch.setattr("test_after_errors.WATCHED", {*WATCHED, recurrent_module.__file__})
+    model, settings = shared_recurrent("falcon_h1"), {**GREEDY, "max_new_tokens": 8}
+    before: Any = DynamicCache(config=model.config)
+    own = {} if given == "tree" else {CACHE: before}
+    ids = prompt(9, 2)
+    out = model.generate(
+        ids, **settings, **SAME_MODEL, **own, return_dict_in_generate=True
+    )  # fmt: skip
+    before, ids = out[CACHE], torch.cat([out.sequences, prompt(5, 2, seed=50)], 1)
+    wanted = model.generate(ids, **settings).tolist()
+    caches: list[Any] = []
+
+    def call() -> None:
+        stop = stops(ids, 8, 5)
+        model.generate(
+            ids, **settings, **SAME_MODEL, stopping_criteria=stop, **{CACHE: caches[-1]}
+        )  # fmt: skip
+
+    def begin_anew() -> None:
+        caches.append(copy.deepcopy(before))
+
+    begin_anew()
+    call()
+    begin_anew()
+    passed = lines(call)
+    last = {line: number for number, line in enumerate(passed)}
+    first = {line: number for number, line in reversed(list(enumerate(passed)))}
+    numbers = [(first, last)[odd % 2][line] for odd, line in enumerate(sorted(last))]
+    ours = [n for n in numbers if passed[n][0] == recurrent_module.__file__]
+    others = [n for n in numbers if n not in ours]
+    rng = random.Random(given)
+    if not os.environ.get(EVERY_CASE):
+        ours, others = rng.sample(ours, 12), rng.sample(others, 6)
+    for number in ours + others:
+        begin_anew()
+        with pytest.raises(KeyboardInterrupt):
+            lines(call, number)
+        cache = caches.pop()
+        try:
+            check_start(model, cache, wanted)
+        except Exception as error:
+            message = f"after an interrupt at {passed[number]}, number {number}"
+            raise AssertionError(message) from error
+
+
+def check_start(model: Any, cache: Any, sequences: list[list[int]]) -> None:
+    """All of a cache is of the same tokens, from the start of each row."""
+    if isinstance(cache, TreeCache):
+        assert cache.tokens is None or all(
+            row == wanted[: len(row)] for row, wanted in zip(cache.tokens, sequences)
+        )
+        cache.tokens = [row[:n] for row, n in zip(sequences, cache.host_lengths)]
+        check_states(model, cache, sequences)
+        return
+    states = dict(stock_states(cache.layers))
+    rows = [int((row != 0).any(0).any(-1).sum()) for row in cache.layers[0].keys]
+    for row, length in enumerate(rows):  # slots after the row's end are zero
+        wanted = states_of(model, sequences[row][:length])
+        for place, state in states.items():
+            check_close(state[row], wanted[place])
