@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from modeling_patches import recurrences as rules
+from modeling_patches.mamba import MAMBA1, MAMBA2, mamba1_run, mamba2_run
 from modeling_patches.per_call import Changes, replaced
 from modeling_patches.recurrences import Kept, Rule, Step
 
@@ -28,8 +29,8 @@ RULES: dict[str, Rule] = {
     _CONV: rules.CONV,
     "torch_chunk_gated_delta_rule": rules.DELTA,
     "chunk_kimi_delta_attention": rules.KDA,
-    "mamba2_chunk_scan": rules.MAMBA2,
-    "mamba_selective_scan": rules.MAMBA1,
+    "mamba2_chunk_scan": MAMBA2,
+    "mamba_selective_scan": MAMBA1,
 }
 #: Those of them that take no state before their first token, in Transformers and in its kernels.
 WITHOUT_STATE = frozenset({"mamba_selective_scan"})
@@ -180,11 +181,9 @@ def _mamba2(states: States) -> Callable[..., Any]:
         D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
         return_final_states: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        state, earlier = states.read(rules.MAMBA2)
-        out, kept = rules.mamba2_run(
-            x, dt, A, B, C, D, dt_bias, dt_softplus, state, states.step, earlier
-        )
-        states.keep(rules.MAMBA2, kept)
+        state, earlier = states.read(MAMBA2)
+        out, kept = mamba2_run(x, dt, A, B, C, D, dt_bias, dt_softplus, state, states.step, earlier)
+        states.keep(MAMBA2, kept)
         return (out, state) if return_final_states else out
 
     return mamba2_chunk_scan
@@ -196,11 +195,11 @@ def _mamba1(states: States) -> Callable[..., Any]:
         z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
         return_last_state: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        state, earlier = states.read(rules.MAMBA1)
-        out, kept = rules.mamba1_run(
+        state, earlier = states.read(MAMBA1)
+        out, kept = mamba1_run(
             x, dt, A, B, C, D, z, delta_bias, delta_softplus, state, states.step, earlier
         )
-        states.keep(rules.MAMBA1, kept)
+        states.keep(MAMBA1, kept)
         return (out, state) if return_last_state else out
 
     return mamba_selective_scan

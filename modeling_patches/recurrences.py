@@ -118,11 +118,11 @@ class Step:
         )  # fmt: skip
 
 
-def _joined(earlier: Kept | None, name: str, new: Tensor, dim: int) -> Tensor:
+def joined(earlier: Kept | None, name: str, new: Tensor, dim: int) -> Tensor:
     return new if earlier is None else torch.cat([earlier[name], new], dim)
 
 
-def _at(tensor: Tensor, path: Tensor, dim: int) -> Tensor:
+def entries(tensor: Tensor, path: Tensor, dim: int) -> Tensor:
     """Entries ``path`` (batch, depth) along a dimension."""
     index = path.view(len(path), *[1] * (dim - 1), -1, *[1] * (tensor.ndim - dim - 1))
     shape = list(tensor.shape)
@@ -130,7 +130,7 @@ def _at(tensor: Tensor, path: Tensor, dim: int) -> Tensor:
     return tensor.gather(dim, index.expand(shape))
 
 
-def _at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Decay of the state up to the path's end, and from each of its tokens to there.
 
     Args:
@@ -140,26 +140,26 @@ def _at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         exp(c_e) ``(batch, heads)`` and exp(c_e - c_j) ``(batch, heads, depth)``, 0 after the end.
     """
     within = torch.arange(path.shape[1], device=path.device) < counts[:, None]
-    along = _at(cum, path, 2)
+    along = entries(cum, path, 2)
     last = (counts - 1).clamp(min=0)
     end = along.gather(2, last[:, None, None].expand(-1, cum.shape[1], 1))
     weights = (end - along).masked_fill(~within[:, None], -torch.inf).exp()
     return torch.where(counts[:, None] > 0, end[..., 0], 0).exp(), weights
 
 
-def _decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """``state * decay + left @ right``, in the state's dtype."""
     new = state.float() * decay
     new.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
     return new.to(state.dtype)
 
 
-def _logs(decay: Tensor) -> Tensor:
+def path_logs(decay: Tensor) -> Tensor:
     """Log decays in float32 whose sums and differences are finite; see :data:`LEAST`."""
     return decay.float().nan_to_num(0.0, 0.0, LEAST).clamp(min=LEAST)
 
 
-def _finite(tensor: Tensor) -> Tensor:
+def finite(tensor: Tensor) -> Tensor:
     """In float32, without the infinities and NaN that a rejected token may have: other tokens give
     it a weight of 0, and 0 times these is NaN."""
     return tensor.float().nan_to_num(0.0, 0.0, 0.0)
@@ -182,7 +182,7 @@ def conv_run(
     Returns:
         ``(batch, channels, n)``
     """
-    inputs = _joined(earlier, "x", x.transpose(1, 2), 1)
+    inputs = joined(earlier, "x", x.transpose(1, 2), 1)
     rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1).float()
     taps = step.taps(weight.shape[-1], state.shape[2])
     starts = torch.arange(len(taps), device=taps.device)[:, None, None] * rows.shape[1]
@@ -206,7 +206,7 @@ def conv_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Ten
     here = path.gather(1, back.clamp(0, depth - 1)) + size
     places = torch.where(back >= 0, here, size + back)
     rows = torch.cat([state.transpose(1, 2), kept["x"].to(state.dtype)], 1)
-    return _at(rows, places, 1).transpose(1, 2)
+    return entries(rows, places, 1).transpose(1, 2)
 
 
 # -- gated delta rule, one decay per head (Yang et al., 2024) or per channel (KDA) -----------------
@@ -217,7 +217,7 @@ def _delta_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Float32 tensors ``(batch, heads, n, ...)``; the query is scaled."""
     heads = value.shape[2]
-    q, k, v, b = (_finite(part).transpose(1, 2) for part in (query, key, value, beta))
+    q, k, v, b = (finite(part).transpose(1, 2) for part in (query, key, value, beta))
     if normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     if k.shape[1] != heads:  # a key head serves several value heads
@@ -237,7 +237,7 @@ def _delta_outputs(
     u = known
     if n > 1:  # ancestors come first: lower triangular; the diagonal is not read
         u = torch.linalg.solve_triangular(system[..., m:], known, upper=False, unitriangular=True)
-    u = _joined(earlier, "u", u, 2)
+    u = joined(earlier, "u", u, 2)
     return reads[:, :, n:] + attention @ u, u
 
 
@@ -260,9 +260,9 @@ def delta_run(
         ``(batch, n, heads, d_v)``
     """
     q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
-    logs = _joined(earlier, "g", _logs(g).transpose(1, 2), 2)
+    logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
     own = step.sums(logs)
-    keys, cum = _joined(earlier, "k", k, 2), _joined(earlier, "c", own, 2)
+    keys, cum = joined(earlier, "k", k, 2), joined(earlier, "c", own, 2)
     pairs, decay, n = step.pairs(own, cum), own.exp()[..., None], step.new
     grams = torch.cat([k * b, q], 2) @ keys.transpose(-1, -2)
     reads = torch.cat([k * (b * decay), q * decay], 2) @ state.float()
@@ -274,9 +274,9 @@ def delta_run(
 
 def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
     """S_e = exp(c_e) S + sum over j of exp(c_e - c_j) k_j u_j'."""
-    decay, weights = _at_end(kept["c"], path, counts)
-    k, u = _at(kept["k"], path, 2), _at(kept["u"], path, 2)
-    return _decayed(state, decay[..., None, None], (k * weights[..., None]).transpose(2, 3), u)
+    decay, weights = at_end(kept["c"], path, counts)
+    k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
+    return decayed(state, decay[..., None, None], (k * weights[..., None]).transpose(2, 3), u)
 
 
 def kda_run(
@@ -289,9 +289,9 @@ def kda_run(
     exp(-c_j) overflows.
     """
     q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
-    logs = _joined(earlier, "g", _logs(g).transpose(1, 2), 2)
+    logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
     own = step.sums(logs.transpose(2, 3)).transpose(2, 3).contiguous()
-    keys, cum = _joined(earlier, "k", k, 2), _joined(earlier, "c", own, 2)
+    keys, cum = joined(earlier, "k", k, 2), joined(earlier, "c", own, 2)
     both = torch.stack([k * b, q], 3)  # (batch, heads, n, 2, d)
     some = max(1, IN_CACHE // keys.numel()) if step.sequential else step.new
     grams = []
@@ -313,140 +313,10 @@ def kda_run(
 def kda_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
     batch, heads, _, dim = kept["c"].shape
     flat = kept["c"].transpose(2, 3).reshape(batch, heads * dim, -1)
-    decay, weights = _at_end(flat, path, counts)
-    k, u = _at(kept["k"], path, 2), _at(kept["u"], path, 2)
+    decay, weights = at_end(flat, path, counts)
+    k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
     left = k.transpose(-1, -2) * weights.view(batch, heads, dim, -1)
-    return _decayed(state, decay.view(batch, heads, dim, 1), left, u)
-
-
-# -- Mamba-2 (Dao and Gu, 2024) --------------------------------------------------------------------
-
-
-def _time_step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return (F.softplus(dt) if softplus else dt).float()
-
-
-def mamba2_run(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
-) -> tuple[Tensor, Kept]:  # fmt: skip
-    """S_t = exp(A d_t) S_p + d_t x_t B_t', one decay per head; the dual, quadratic form.
-
-    y_i = exp(c_i) S C_i + sum over j of D_ij (C_i' B_j) d_j x_j + D x_i, c the sums of A d. Time
-    steps are not clamped, as in the stock form for one token.
-
-    Args:
-        x: ``(batch, n, heads, p)``
-        dt: ``(batch, n, heads)``
-        B, C: ``(batch, n, groups, states)``
-        state: ``(batch, heads, p, states)``
-    """
-    d = _time_step(dt, dt_bias, softplus)
-    logs = _joined(earlier, "g", _logs(A.float() * d).transpose(1, 2), 2)
-    own = step.sums(logs)
-    cum = _joined(earlier, "c", own, 2)
-    values = _joined(earlier, "x", _finite(x * d[..., None]).transpose(1, 2), 2)
-    keys, c = _joined(earlier, "b", _finite(B).transpose(1, 2), 2), C.float().transpose(1, 2)
-    gram, each = c @ keys.transpose(-1, -2), x.shape[2] // B.shape[2]
-    if each > 1:  # a group serves several heads
-        gram, c = gram.repeat_interleave(each, 1), c.repeat_interleave(each, 1)
-    out = (gram * step.pairs(own, cum)) @ values
-    out = out + (c * own.exp()[..., None]) @ state.float().transpose(-1, -2)
-    out = out.transpose(1, 2)
-    if D is not None:
-        out = out + D.float()[..., None] * x.float()
-    return out.to(x.dtype).contiguous(), {"g": logs, "c": cum, "x": values, "b": keys}
-
-
-def mamba2_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = exp(c_e) S + sum over j of exp(c_e - c_j) d_j x_j B_j'."""
-    decay, weights = _at_end(kept["c"], path, counts)
-    x, b = _at(kept["x"], path, 2), _at(kept["b"], path, 2)
-    b = b.repeat_interleave(x.shape[1] // b.shape[1], 1)
-    return _decayed(state, decay[..., None, None], (x * weights[..., None]).transpose(2, 3), b)
-
-
-# -- Mamba-1 (Gu and Dao, 2023) --------------------------------------------------------------------
-
-
-def mamba1_run(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
-) -> tuple[Tensor, Kept]:  # fmt: skip
-    """S_t = exp(d_t A) S_p + d_t x_t B_t', a decay per channel and state.
-
-    It has no product form: all tokens' states are made, but not kept.
-
-    Args:
-        x, dt, z: ``(batch, d, n)``
-        A: ``(d, states)``
-        B, C: ``(batch, states, n)``
-        state: ``(batch, d, states)``
-    """
-    bias = None if dt_bias is None else dt_bias[..., None]
-    d = _joined(earlier, "d", _time_step(dt, bias, softplus).transpose(1, 2), 1)
-    xs = _joined(earlier, "x", d[:, step.old :] * x.float().transpose(1, 2), 1)
-    b = _joined(earlier, "b", B.float().transpose(1, 2), 1)
-    kept = {"d": d, "x": xs, "b": b, "a": A.float().expand(len(d), *A.shape)}
-    if step.sequential or earlier is not None:
-        states = _token_by_token(kept, state.float(), step, earlier)
-    else:
-        states = _doubled(kept, state.float(), step)
-    out = (states @ C.float().transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
-    if D is not None:
-        out = out + x.float() * D.float()[:, None]
-    if z is not None:
-        out = out * F.silu(z.float())
-    return out.to(x.dtype), kept
-
-
-def _doubled(kept: Kept, state: Tensor, step: Step) -> Tensor:
-    """All tokens' states ``(batch, n, d, states)`` in few large operations: for GPUs and graphs.
-
-    Each token holds the affine map from the state after the ancestor that it has reached, and
-    composes it with that ancestor's in each round.
-    """
-    scale = (kept["d"][..., None] * kept["a"][:, None]).exp()
-    shift = kept["x"][..., None] * kept["b"][:, :, None]
-    for above in step.jumps():
-        has, index = (above >= 0)[..., None, None], above.clamp(min=0)
-        upper_scale, upper_shift = _at(scale, index, 1), _at(shift, index, 1)
-        shift = torch.where(has, scale * upper_shift + shift, shift)
-        scale = torch.where(has, scale * upper_scale, scale)
-    return scale * state[:, None] + shift
-
-
-def _token_by_token(kept: Kept, state: Tensor, step: Step, earlier: Kept | None) -> Tensor:
-    """The same, ancestors first, in many small operations: for CPUs, whose caches hold a state."""
-    d, x, b = (kept[name][:, step.old :] for name in ("d", "x", "b"))
-    rows, old = torch.arange(len(d), device=d.device), step.old
-    rates = kept["a"][0] * LOG2E  # exp2, as some CPUs' exp is slow
-    newest = step.newest(step.all + 1)
-    states = d.new_empty(len(d), step.new + 1, *rates.shape)
-    states[:, 0] = state  # above the root
-    for i in range(step.new):
-        parent = newest[:, i, 1]
-        before = states[rows, (parent - old + 1).clamp(min=0)]
-        if earlier is not None:
-            above = newest[:, i, 1:]
-            inside = (above >= 0) & (above < old)
-            path = torch.where(inside, above, old).sort(-1).values[:, :old]  # the root first
-            there = mamba1_advance(state, earlier, path.clamp(max=old - 1), inside.sum(-1))
-            before = torch.where((parent < old)[:, None, None], there, before)
-        decay = (d[:, i, :, None] * rates).exp2_()
-        states[:, i + 1] = torch.addcmul(x[:, i, :, None] * b[:, i, None], decay, before)
-    return states[:, 1:]
-
-
-def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = exp(A t_e) S + sum over j of exp(A (t_e - t_j)) d_j x_j B_j', t the sums of d."""
-    within = (torch.arange(path.shape[1], device=path.device) < counts[:, None])[..., None]
-    d, x, b = (torch.where(within, _at(kept[name], path, 1), 0) for name in ("d", "x", "b"))
-    left = d.flip(1).cumsum(1).flip(1)  # time from before each token to the end
-    weights = ((left - d)[..., None] * kept["a"][:, None]).exp()
-    new = (weights * x[..., None] * b[:, :, None]).sum(1)
-    return (state.float() * (left[:, 0, :, None] * kept["a"]).exp() + new).to(state.dtype)
+    return decayed(state, decay.view(batch, heads, dim, 1), left, u)
 
 
 # -- lightning attention (MiniMax) ----------------------------------------------------------------
@@ -464,10 +334,10 @@ def lightning_run(
         state: ``(batch, heads, d, d)``
     """
     logs = -slope.float()[None, :, :, 0].expand(len(q), -1, q.shape[2])
-    logs = _joined(earlier, "g", logs, 2)
+    logs = joined(earlier, "g", logs, 2)
     own = step.sums(logs)
-    cum = _joined(earlier, "c", own, 2)
-    keys, values = _joined(earlier, "k", _finite(k), 2), _joined(earlier, "u", _finite(v), 2)
+    cum = joined(earlier, "c", own, 2)
+    keys, values = joined(earlier, "k", finite(k), 2), joined(earlier, "u", finite(v), 2)
     out = (q.float() * own.exp()[..., None]) @ state.float()
     out = out + (q.float() @ keys.transpose(-1, -2) * step.pairs(own, cum)) @ values
     return out.to(v.dtype), {"g": logs, "c": cum, "k": keys, "u": values}
@@ -477,6 +347,4 @@ _DECAYED = "g", "c", "k", "u"
 CONV = Rule(conv_run, conv_advance, 3, ("x",))
 DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
 KDA = Rule(kda_run, kda_advance, 4, _DECAYED)
-MAMBA2 = Rule(mamba2_run, mamba2_advance, 4, ("g", "c", "x", "b"))
-MAMBA1 = Rule(mamba1_run, mamba1_advance, 3, ("d", "x", "b", "a"))
 LIGHTNING = Rule(lightning_run, delta_advance, 4, _DECAYED)

@@ -16,41 +16,21 @@ same length.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from hf_spec.cache.attention import AttentionLayer, zeros
 from hf_spec.cache.buffers import Allocate, AttentionStates, aligned
 from hf_spec.cache.recurrent import RecurrentStates
+from hf_spec.cache.stateful import OpenBlock, StatefulCache
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from modeling_patches.recurrences import Rule
 
 
-class OpenBlock(NamedTuple):
-    """The block of nodes that forwards are about to write.
-
-    Attributes:
-        start: the slot of its first node, if rows are equally long.
-        slots: ``(batch, n)`` slot of each node otherwise.
-        end: number of slots that attention sees, without the front slots.
-        front: whether attention sees the front slots, too.
-        tree: the nodes; None where plain generation appends tokens.
-        first: nodes of the tree that are written before this block.
-    """
-
-    start: int
-    slots: Tensor | None
-    end: int
-    front: bool = False
-    tree: Tree | None = None
-    first: int = 0
-
-
-class TreeCache(Cache):
+class TreeCache(StatefulCache):
     """One preallocated cache for speculative decoding.
 
     Create it with :func:`hf_spec.cache.convert.pack` after a prefill, or empty. In an empty cache,
@@ -399,48 +379,6 @@ class TreeCache(Cache):
             layer.appended = 0
         self.shift, self.inputs = None, []
         self.set_lengths([0] * self.batch_size, [0] * self.batch_size)
-
-    # -- recurrent layers ----------------------------------------------------------------------
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last inputs of a convolution; None in a block, whose nodes run by other rules."""
-        return self._state("conv", layer_idx, state_idx)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._state("rule", layer_idx, state_idx)
-
-    def _state(self, kind: str, layer: int, number: int) -> Tensor | None:
-        return self._in_block().copy(kind, layer, number)
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        self._in_block().run_next(layer_idx, state_idx)
-        return conv_states
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        states = self._in_block()
-        if states.plain:
-            states.replace(layer_idx, state_idx, recurrent_states)
-        return recurrent_states
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
-        return self._in_block().plain
-
-    def _in_block(self) -> RecurrentStates:
-        if self.recurrent is None or self.block is None:
-            raise ValueError(
-                "TreeCache: recurrent layers continue what generate(assistant_strategy=...) "
-                "returned, and only in another such call. Elsewhere start without a cache."
-            )
-        return self.recurrent
 
     def row(self, row: int, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""

@@ -8,7 +8,6 @@ short prompt the same way if the strategy has probes, which run under the prompt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,30 +18,22 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.transfer import sent
-from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
+from hf_spec.decoding.continued import append, extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.state import DecodeState
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE, cache_in
-from modeling_patches.dynamic_rope import Reach, followers, forgets_at
+from modeling_patches.dynamic_rope import followers
 from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
-from modeling_patches.positions import counts_padding, needs_positions
+from modeling_patches.positions import needs_positions
 from modeling_patches.weights import device_of
-
-#: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
-CHUNK = 256
-
-#: The same with recurrent layers, some of whose rules hold a vector for each pair of tokens.
-RECURRENT_CHUNK = 64
 
 #: Longest new prompt, in columns, that is forwarded together with probes. That takes an explicit
 #: mask, which does not skip masked scores as causal attention does. Up to this length it costs no
@@ -149,18 +140,18 @@ def prefill(
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
     if isinstance(given, TreeCache):
-        cache, rows = given, _new_tokens(handover, mask, config, model)
+        cache, rows = given, new_tokens(handover, mask, config, model)
         first.check_tokens_alone(later, [len(row) for row in rows])
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         target = make_target(cache, cache.lengths + counts, later)
-        end = _extend(target, rows, group)
+        end = extend(target, rows, group)
     elif group is not None and _rides(model, config, model_kwargs, handover, first):
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
         cache.states.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
         target = make_target(cache, lengths, later)
-        end = _append(target, rows, RIDING, group)
+        end = append(target, rows, RIDING, group)
         handover.adopt(cache, real)
     else:
         if given is not None:
@@ -184,8 +175,8 @@ def prefill(
         target = make_target(cache, cache.lengths, later)
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]
-    cache.padding = _padding(columns, cache.host_lengths)
-    target.reach = _reach(target, input_ids.shape[1])
+    cache.padding = padding_before(columns, cache.host_lengths)
+    target.reach = reach_of(target, input_ids.shape[1])
     return Prefilled(target, *end)
 
 
@@ -253,76 +244,6 @@ def _check_state_stays(
         )
 
 
-def _new_tokens(
-    handover: Handover, attention_mask: Tensor | None, config: GenerationConfig, model: Any
-) -> list[list[int]]:
-    """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
-    cache, sequences = handover.given, handover.sequences
-    rows, width = sequences.tokens, sequences.width
-    if not width:
-        raise ValueError(
-            f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "
-            f"input_ids, or leave {CACHE} out."
-        )
-    if len(rows) != cache.batch_size:
-        raise ValueError(
-            f"{CACHE} holds {cache.batch_size} rows, the prompt has {len(rows)}: "
-            "give as many prompts as the cache has rows."
-        )
-    cache.count_appended()
-    seen = (
-        getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
-    )
-    if seen not in (-1, width):  # the new tokens alone
-        have = [length + len(row) for row, length in zip(rows, cache.host_lengths)]
-        if counts_padding(model) and cache.padding != _padding(seen, have):
-            raise ValueError(
-                f"attention_mask has {seen} columns for rows of {have} tokens, and the states in "
-                f"{CACHE} count {cache.padding} columns of padding as positions, as "
-                f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
-                "ones, or the whole conversation as input_ids."
-            )
-        handover.cache, handover.history = cache, cache.tokens
-        return [list(row) for row in rows]
-    if cache.tokens is not None:  # the last token is needed for its logits
-        cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
-        if cache.inputs and 0 in cache.host_lengths:
-            raise ValueError(
-                f"the prompt departs from what {CACHE} holds within a part that depends on more "
-                f"than tokens ({', '.join(cache.inputs)}). Leave {CACHE} out."
-            )
-    elif any(len(row) <= length for row, length in zip(rows, cache.host_lengths)):
-        raise ValueError(
-            f"the prompt has {[len(row) for row in rows]} tokens per row and {CACHE} "
-            f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
-            "than the cache."
-        )
-    if counts_padding(model):
-        known = cache.padding or [-1] * len(rows)
-        same = [one == other for one, other in zip(_padding(width, map(len, rows)), known)]
-        cache.truncate([length * kept for length, kept in zip(cache.host_lengths, same)])
-    end = forgets_at(model)
-    if end is not None and cache.max_length <= end < max(map(len, rows)):
-        cache.truncate([0] * len(rows))  # plain generation computes all of it anew
-    handover.cache, handover.history = cache, [[] for _ in rows]
-    return [row[length:] for row, length in zip(rows, cache.host_lengths)]
-
-
-def _padding(columns: int, lengths: Iterable[int]) -> list[int]:
-    """Columns of padding before rows of these lengths."""
-    return [max(columns - length, 0) for length in lengths]
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    pairs = enumerate(zip(one, other))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-#: What a prompt's forward returns: the attributes of :class:`Prefilled` after ``target``.
-_End = tuple[Tensor, Tensor | None, list[list[int]], int]
-
-
 def _read(
     reads: Reads, chunks: list[Tensor], input_ids: Tensor, real: Tensor | None
 ) -> tuple[Tensor | None, list[list[int]]]:
@@ -350,101 +271,3 @@ def _read(
     order = torch.argsort(~real, dim=-1, stable=True)[:, : int(real.sum(-1).max())]
     rows = [row[keep].tolist()[1:] for row, keep in zip(ids, real)]
     return states_at(hidden, order), rows
-
-
-def _extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> _End:
-    """Append each row's new tokens to a continued TreeCache."""
-    cache = target.cache
-    if followers(target.model):
-        target.reach = Reach(target.model, [1] * len(rows))
-        target.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
-    return _append(target, rows, CHUNK if cache.recurrent is None else RECURRENT_CHUNK, group)
-
-
-def _append(
-    target: Target, rows: list[list[int]], at_once: int, group: ProbeGroup | None = None
-) -> _End:
-    """Forward and keep new tokens after each row; their number may differ between rows.
-
-    Args:
-        at_once: tokens per row in one target.
-        group: probes that run under the last token of each row.
-
-    Returns:
-        The outputs at the last tokens of the rows that have new tokens.
-    """
-    cache, device, reads = target.cache, target.cache.lengths.device, target.reads
-    logits: dict[int, Tensor] = {}
-    hidden: dict[int, Tensor] = {}
-    chunks: list[Tensor] = []
-    for start in range(0, max(map(len, rows)), at_once):
-        parts = [row[start : start + at_once] for row in rows]
-        size = max(map(len, parts))  # shorter rows are padded
-        tokens = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=device)
-        tree = Tree.chain(tokens)
-        ended = [
-            row for row, part in enumerate(parts) if part and start + len(part) == len(rows[row])
-        ]
-        last = torch.tensor([max(len(part) - 1, 0) for part in parts], device=device)
-        if group is not None and ended:
-            counts = [[0] * len(part) for part in parts]
-            for row in ended:
-                counts[row][-1] = len(group)
-            tree = tree.attach_probes(group, counts)
-        output = target(tree, logits_at=last[:, None])
-        cache.commit([len(part) for part in parts])
-        logits |= {row: output.logits[row, 0] for row in ended}
-        states = output.hidden
-        if states is None:
-            continue
-        if reads.tokens == "committed":
-            chunks.append(states[:, :size])
-        elif reads.tokens == "last":
-            hidden |= {row: states[row, last[row]] for row in ended}
-        elif tree.num_probes:
-            hidden |= {row: states[row, size:] for row in ended}
-    count = 0 if group is None else len(group)
-    stacked = torch.stack([logits[row] for row in sorted(logits)])
-    if chunks:
-        return stacked, torch.cat(chunks, dim=1), [row[1:] for row in rows], count
-    kept = torch.stack([hidden[row] for row in sorted(hidden)]) if hidden else None
-    return stacked, kept, [[] for _ in rows], count
-
-
-def _reach(target: Target, width: int) -> Reach | None:
-    """The reach of a model whose rotary frequencies follow the longest position; else None.
-
-    Args:
-        target: a forward after a prompt.
-        width: columns of the prompt's ids, padding included.
-    """
-    if not followers(target.model):
-        return None
-    lengths = target.cache.host_lengths
-    longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
-    end = forgets_at(target.model)
-    if end is not None and width <= end and bool(target.position_shift.any()):
-        raise ValueError(
-            f"position_ids that don't count from 0: {type(target.model).__name__} computes its "
-            f"cache anew at position {end}, which strategies cannot follow then. Leave them out."
-        )
-    # Plain generation uses the width of the ids; if all rows are padded, frequencies change later.
-    near = end if end is not None and longest == width <= end else None
-    return Reach(target.model, [longest - length + 1 for length in lengths], near)
-
-
-def catch_up(state: DecodeState) -> None:
-    """Before a step, recompute the rows that plain generation would recompute at their length."""
-    target, cache = state.target, state.cache
-    if target.reach is None:
-        return
-    due = [room < 0 for room in target.reach.room(cache.host_lengths)]
-    if any(due):
-        lengths = cache.host_lengths
-        least = max(target.reach.next(lengths))
-        rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
-        cache.truncate([0 if now else length for length, now in zip(lengths, due)])
-        target.reach.least = least
-        _append(target, rows, CHUNK)
-        target.reach.least = 0
-        target.reach.renewed(lengths)

@@ -13,7 +13,8 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.prefill import Prefilled, catch_up
+from hf_spec.decoding.continued import catch_up
+from hf_spec.decoding.prefill import Prefilled
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.buffers import bounded
-from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree
@@ -25,6 +24,7 @@ from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import Slots, tree_mask
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
@@ -34,7 +34,6 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
-from modeling_patches.recurrences import Kept, Rule, Step
 from modeling_patches.weights import placement
 
 #: Names of a forward's own variables; see :meth:`Target.variables`.
@@ -84,25 +83,6 @@ class _Pass:
         if self.logits_at is None:
             return hidden[:, : self.tokens]
         return states_at(hidden, self.logits_at)
-
-
-class Running:
-    """The recurrent states of the running forward, for the changes to the model."""
-
-    states: RecurrentStates | None = None
-
-    @property
-    def step(self) -> Step:
-        assert self.states is not None
-        return self.states.step
-
-    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
-        assert self.states is not None
-        return self.states.read(rule)
-
-    def keep(self, rule: Rule, kept: Kept) -> None:
-        assert self.states is not None
-        self.states.keep(rule, kept)
 
 
 class Target:

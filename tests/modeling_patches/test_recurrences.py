@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from random_trees import path_to
 from torch import Tensor
 
+from modeling_patches import mamba
 from modeling_patches import recurrences as rules
 from modeling_patches.recurrences import Kept, Rule, Step
 
@@ -145,7 +146,7 @@ def mamba2() -> Case:
         "softplus": True,
     }  # fmt: skip
     axes = dict.fromkeys(("x", "dt", "B", "C"), 1)
-    return Case(rules.MAMBA2, inputs, axes, normal(BATCH, HEADS, 6, 5), one, 1)
+    return Case(mamba.MAMBA2, inputs, axes, normal(BATCH, HEADS, 6, 5), one, 1)
 
 
 def mamba1() -> Case:
@@ -160,7 +161,7 @@ def mamba1() -> Case:
         "z": normal(BATCH, 6, NODES), "dt_bias": None, "softplus": False,
     }  # fmt: skip
     axes = dict.fromkeys(("x", "dt", "B", "C", "z"), 2)
-    return Case(rules.MAMBA1, inputs, axes, normal(BATCH, 6, 5), one, 2)
+    return Case(mamba.MAMBA1, inputs, axes, normal(BATCH, 6, 5), one, 2)
 
 
 def lightning() -> Case:

@@ -1,0 +1,195 @@
+"""Tokens that continue a ``TreeCache``: the new ones of a prompt, and rows computed again.
+
+They run in chunks through the tree forward; their number may differ between rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.tree import Tree
+from hf_spec.decoding.handover import Handover
+from hf_spec.drafting.state import DecodeState
+from hf_spec.model.target import Target
+from modeling_patches.cache_name import CACHE
+from modeling_patches.dynamic_rope import Reach, followers, forgets_at
+from modeling_patches.positions import counts_padding
+
+#: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
+CHUNK = 256
+
+#: The same with recurrent layers, some of whose rules hold a vector for each pair of tokens.
+RECURRENT_CHUNK = 64
+
+#: What a prompt's forward returns: the attributes of :class:`Prefilled` after ``target``.
+End = tuple[Tensor, Tensor | None, list[list[int]], int]
+
+
+def new_tokens(
+    handover: Handover, attention_mask: Tensor | None, config: GenerationConfig, model: Any
+) -> list[list[int]]:
+    """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
+    cache, sequences = handover.given, handover.sequences
+    rows, width = sequences.tokens, sequences.width
+    if not width:
+        raise ValueError(
+            f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "
+            f"input_ids, or leave {CACHE} out."
+        )
+    if len(rows) != cache.batch_size:
+        raise ValueError(
+            f"{CACHE} holds {cache.batch_size} rows, the prompt has {len(rows)}: "
+            "give as many prompts as the cache has rows."
+        )
+    cache.count_appended()
+    seen = (
+        getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+    )
+    if seen not in (-1, width):  # the new tokens alone
+        have = [length + len(row) for row, length in zip(rows, cache.host_lengths)]
+        if counts_padding(model) and cache.padding != padding_before(seen, have):
+            raise ValueError(
+                f"attention_mask has {seen} columns for rows of {have} tokens, and the states in "
+                f"{CACHE} count {cache.padding} columns of padding as positions, as "
+                f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
+                "ones, or the whole conversation as input_ids."
+            )
+        handover.cache, handover.history = cache, cache.tokens
+        return [list(row) for row in rows]
+    if cache.tokens is not None:  # the last token is needed for its logits
+        cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
+        if cache.inputs and 0 in cache.host_lengths:
+            raise ValueError(
+                f"the prompt departs from what {CACHE} holds within a part that depends on more "
+                f"than tokens ({', '.join(cache.inputs)}). Leave {CACHE} out."
+            )
+    elif any(len(row) <= length for row, length in zip(rows, cache.host_lengths)):
+        raise ValueError(
+            f"the prompt has {[len(row) for row in rows]} tokens per row and {CACHE} "
+            f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
+            "than the cache."
+        )
+    if counts_padding(model):
+        known = cache.padding or [-1] * len(rows)
+        same = [one == other for one, other in zip(padding_before(width, map(len, rows)), known)]
+        cache.truncate([length * kept for length, kept in zip(cache.host_lengths, same)])
+    end = forgets_at(model)
+    if end is not None and cache.max_length <= end < max(map(len, rows)):
+        cache.truncate([0] * len(rows))  # plain generation computes all of it anew
+    handover.cache, handover.history = cache, [[] for _ in rows]
+    return [row[length:] for row, length in zip(rows, cache.host_lengths)]
+
+
+def padding_before(columns: int, lengths: Iterable[int]) -> list[int]:
+    """Columns of padding before rows of these lengths."""
+    return [max(columns - length, 0) for length in lengths]
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(one, other))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> End:
+    """Append each row's new tokens to a continued TreeCache."""
+    cache = target.cache
+    if followers(target.model):
+        target.reach = Reach(target.model, [1] * len(rows))
+        target.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
+    return append(target, rows, CHUNK if cache.recurrent is None else RECURRENT_CHUNK, group)
+
+
+def append(
+    target: Target, rows: list[list[int]], at_once: int, group: ProbeGroup | None = None
+) -> End:
+    """Forward and keep new tokens after each row; their number may differ between rows.
+
+    Args:
+        at_once: tokens per row in one target.
+        group: probes that run under the last token of each row.
+
+    Returns:
+        The outputs at the last tokens of the rows that have new tokens.
+    """
+    cache, device, reads = target.cache, target.cache.lengths.device, target.reads
+    logits: dict[int, Tensor] = {}
+    hidden: dict[int, Tensor] = {}
+    chunks: list[Tensor] = []
+    for start in range(0, max(map(len, rows)), at_once):
+        parts = [row[start : start + at_once] for row in rows]
+        size = max(map(len, parts))  # shorter rows are padded
+        tokens = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=device)
+        tree = Tree.chain(tokens)
+        ended = [
+            row for row, part in enumerate(parts) if part and start + len(part) == len(rows[row])
+        ]
+        last = torch.tensor([max(len(part) - 1, 0) for part in parts], device=device)
+        if group is not None and ended:
+            counts = [[0] * len(part) for part in parts]
+            for row in ended:
+                counts[row][-1] = len(group)
+            tree = tree.attach_probes(group, counts)
+        output = target(tree, logits_at=last[:, None])
+        cache.commit([len(part) for part in parts])
+        logits |= {row: output.logits[row, 0] for row in ended}
+        states = output.hidden
+        if states is None:
+            continue
+        if reads.tokens == "committed":
+            chunks.append(states[:, :size])
+        elif reads.tokens == "last":
+            hidden |= {row: states[row, last[row]] for row in ended}
+        elif tree.num_probes:
+            hidden |= {row: states[row, size:] for row in ended}
+    count = 0 if group is None else len(group)
+    stacked = torch.stack([logits[row] for row in sorted(logits)])
+    if chunks:
+        return stacked, torch.cat(chunks, dim=1), [row[1:] for row in rows], count
+    kept = torch.stack([hidden[row] for row in sorted(hidden)]) if hidden else None
+    return stacked, kept, [[] for _ in rows], count
+
+
+def reach_of(target: Target, width: int) -> Reach | None:
+    """The reach of a model whose rotary frequencies follow the longest position; else None.
+
+    Args:
+        target: a forward after a prompt.
+        width: columns of the prompt's ids, padding included.
+    """
+    if not followers(target.model):
+        return None
+    lengths = target.cache.host_lengths
+    longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
+    end = forgets_at(target.model)
+    if end is not None and width <= end and bool(target.position_shift.any()):
+        raise ValueError(
+            f"position_ids that don't count from 0: {type(target.model).__name__} computes its "
+            f"cache anew at position {end}, which strategies cannot follow then. Leave them out."
+        )
+    # Plain generation uses the width of the ids; if all rows are padded, frequencies change later.
+    near = end if end is not None and longest == width <= end else None
+    return Reach(target.model, [longest - length + 1 for length in lengths], near)
+
+
+def catch_up(state: DecodeState) -> None:
+    """Before a step, recompute the rows that plain generation would recompute at their length."""
+    target, cache = state.target, state.cache
+    if target.reach is None:
+        return
+    due = [room < 0 for room in target.reach.room(cache.host_lengths)]
+    if any(due):
+        lengths = cache.host_lengths
+        least = max(target.reach.next(lengths))
+        rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
+        cache.truncate([0 if now else length for length, now in zip(lengths, due)])
+        target.reach.least = least
+        append(target, rows, CHUNK)
+        target.reach.least = 0
+        target.reach.renewed(lengths)
