@@ -47,6 +47,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import get_method
+from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import cache_in
@@ -147,7 +148,8 @@ class Bench:
         last = torch.full((batch,), context + most, device=self.device)
         for way in (EAGER, COMPILED):
             graphs = Graphs(self.model, self.compiling, "L(n)") if way == COMPILED else None
-            target = Target(self.model, cache, last, graphs=graphs)
+            kind = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
+            target = kind(self.model, cache, last)
             for tokens in self.args.tokens:
                 made = graphs.made if graphs else 0
                 timed = [self._seconds(target, tokens) for _ in range(self.args.repeats + WARM)]

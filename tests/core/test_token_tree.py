@@ -35,7 +35,7 @@ def test_from_paths_orders_nodes_by_depth_and_keeps_ranks() -> None:
         ([[0], [0, 1], [0]], r"path \[0\] is given twice"),
         ([[0], [1, 0]], r"path \[1, 0\]: its parent \[1\] is missing. Add it"),
         ([[0, 0, 0], [0]], r"path \[0, 0, 0\]: its parent \[0, 0\] is missing"),
-        ([[rank] for rank in range(20_000)], "a tree with more than 1024 candidates"),
+        ([[rank] for rank in range(20_000)], "a tree with more than 1024 draft tokens"),
         ([[0], [0] * 20_000], r"path \[0, 0, 0, 0, 0, 0, 0, 0\] ...: at most 1024 ranks"),
     ],
 )

@@ -42,7 +42,7 @@ def test_uniform() -> None:
         ([([], [-1])], "from 0"),
         ([([], [True])], "from 0"),
         ([([], [1])], "states up to 0"),
-        ([([[0]], [0, 0])], "state 0 has candidates at depth 1"),
+        ([([[0]], [0, 0])], "state 0 has draft tokens at depth 1"),
         ([([], [0])] * 9999, "9999 states: .* and at most 256 more"),
         ([([], [4096])], "1 nodes with 4096 probes: a step has at most 4096 of"),
     ],

@@ -284,10 +284,10 @@ class Criterion(Fails):
 
 
 @contextmanager
-def failing(model: Any, at: int | None) -> Iterator[None]:
-    """The model raises behind one of its layers, in its forward number ``at``."""
+def failing(model: Any, at: int | None, layer: int = 1) -> Iterator[None]:
+    """The model raises after one of its layers, in its forward number ``at``."""
     fails = Fails(at)
-    handle = model.get_decoder().layers[1].register_forward_hook(fails.put)
+    handle = model.get_decoder().layers[layer].register_forward_hook(fails.put)
     try:
         yield
     finally:
@@ -333,7 +333,7 @@ def test_after_an_error_with_every_strategy(
 def test_after_an_error_in_chunks_of_the_prompt(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "CHUNK", 2)
+    monkeypatch.setattr("hf_spec.decoding.continued.CHUNK", 2)
     for kind, chunk in zip(KINDS, (4, 2, None, None)):
         turn = Turn(tiny("llama_tied"), kind)
         for at in (1, 3):

@@ -171,7 +171,7 @@ def test_a_continued_cache(
     tiny: Tiny, first: list[Any], monkeypatch: pytest.MonkeyPatch, architecture: str, chunk: int
 ) -> None:
     """Rows with other numbers of new tokens, so that they end in other chunks."""
-    monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr("hf_spec.decoding.continued.CHUNK", chunk)
     model, batch = tiny(architecture), ragged((12, 5, 9))
     with adapted(model, "bita"):
         cache = model.generate(**batch, **GREEDY, **drafting("bita"), return_dict_in_generate=True)[
@@ -270,7 +270,7 @@ def test_special_models_run_as_in_plain_generation(
     check_stock(own, first, lambda model: {})
     with monkeypatch.context() as patch:
         patch.setattr(module, "followers", lambda model: [model])
-        patch.setattr(module, "_reach", lambda *args: None)
+        patch.setattr(module, "reach_of", lambda *args: None)
         check_stock(fresh("llama"), first, lambda model: {})
     with monkeypatch.context() as patch:
         # As a model with flash attention says it, which does not run everywhere.

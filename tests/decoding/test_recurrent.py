@@ -20,7 +20,7 @@ from covering import EVERY_CASE, covering
 from peft import LoraConfig
 from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
 from running import drafting, fingerprint
-from test_after_errors import WATCHED, Fails, Failure, failing, lines
+from test_after_errors import Criterion, Failure, failing, lines
 from test_shrinking import StopRowAt, staggered
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StoppingCriteriaList
@@ -415,16 +415,9 @@ def test_after_an_error(kind: str) -> None:
         )  # fmt: skip
 
 
-class Criterion(Fails):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.count()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 @pytest.mark.parametrize("given", ["dynamic", "tree"])
-def test_an_interrupt_at_any_line(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_at_any_line(given: str) -> None:
     """At some lines, those of the states among them."""
-    monkeypatch.setattr("test_after_errors.WATCHED", {*WATCHED, recurrent_module.__file__})
     model, settings = shared_recurrent("falcon_h1"), {**GREEDY, "max_new_tokens": 8}
     before: Any = DynamicCache(config=model.config)
     own = {} if given == "tree" else {CACHE: before}

@@ -276,7 +276,7 @@ def test_the_tree_of_this_device_comes_first(
     [
         ([{"paths": [], "probes": [1]}, {"paths": [[VOCAB]], "probes": [1, 1]}], "of rank 61: "),
         ([{"paths": [], "probes": [0]}] * 5, "up to 4 predicted tokens, the adapter drafts 3"),
-        ([{"paths": [[0]], "probes": [0, 0]}], "its tree is broken .state 0 has candidates"),
+        ([{"paths": [[0]], "probes": [0, 0]}], "its tree is broken .state 0 has draft tokens"),
         ([{"paths": []}], "its tree is broken .'probes'.: delete the file and run hf-spec tune"),
         (7, "its tree is broken"),
     ],

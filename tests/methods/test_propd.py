@@ -260,7 +260,7 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
     model.add_adapter(hf_spec.PPDConfig(num_exits=2), "drafter")
     trained_like(model)
     model.set_adapter(["drafter", "propd"])
-    with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*behind layer 2"):
+    with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*after layer 2"):
         run(model, **propd(drafter="ppd"))
 
 
