@@ -27,11 +27,14 @@ class Frontier(NamedTuple):
         depth: their depth, 0 for the root.
         tokens: ``(batch, nodes)`` int64
         log_probs: ``(batch, nodes)`` float32, of the paths down to them, likeliest first.
+        choices: ``(batch, nodes)`` index of each token among the :class:`Children` it was chosen
+            from; 0 for the root.
     """
 
     depth: int
     tokens: Tensor
     log_probs: Tensor
+    choices: Tensor
 
 
 class Children(NamedTuple):
@@ -81,10 +84,11 @@ def grow(
         trust = sent(trust[:depth], root.device) if any(trust[:depth]) else None
     tokens, batch = root[:, None], len(root)
     levels = [(torch.zeros_like(tokens, dtype=torch.float32), tokens - tokens - 1, tokens)]
+    choices = torch.zeros_like(tokens)
     first = 0  # node of the frontier's first token
     for level in range(depth):
         path, tokens = levels[-1][0][:, :expanded], levels[-1][2][:, :expanded]
-        children = source.expand(Frontier(level, tokens, path))
+        children = source.expand(Frontier(level, tokens, path, choices[:, :expanded]))
         if children is None:
             break
         given, width = children.log_probs, children.log_probs.shape[-1]
@@ -98,7 +102,8 @@ def grow(
             break
         path, at = (path.to(given)[:, :, None] + given).flatten(1).topk(kept, dim=1)
         above = at.div(width, rounding_mode="floor")
-        levels.append((path, above + first, children.tokens.gather(1, at - above * width)))
+        choices = at - above * width
+        levels.append((path, above + first, children.tokens.gather(1, choices)))
         first += levels[-2][0].shape[1]
     device = levels[-1][0].device
     path, parents, tokens = (

@@ -80,6 +80,8 @@ class Predictions:
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
         self._sharpness = None if tempered is None else tempered.sharpness
+        #: :meth:`after` the root that a tree grows from.
+        self._table: Tensor | None = None
 
     @property
     def distances(self) -> int:
@@ -91,7 +93,12 @@ class Predictions:
         place, device = frontier.depth, self.tokens.device
         if place >= self.distances:
             return None
-        given = self.given(frontier.tokens[:, None], slice(place, place + 1))[:, 0]
+        given = self.log_probs[:, place, None]
+        if self._markov_head is not None:
+            if self._table is None:  # all distances at once: one product instead of many
+                self._table = self.after(frontier.tokens[:, 0])
+            chosen = frontier.choices.to(device)[:, :, None].expand(-1, -1, given.shape[-1])
+            given = self._table[:, place].gather(1, chosen)
         if isinstance(self.known, Tensor) or min(self.known) <= place:
             known = torch.as_tensor(self.known, device=device)[:, None, None]
             given = given.masked_fill(known <= place, -torch.inf)
