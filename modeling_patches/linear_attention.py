@@ -10,6 +10,7 @@ found, too.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -68,7 +69,8 @@ class RecurrentModule(NamedTuple):
 
 def keeps_states(module: nn.Module) -> bool:
     """Whether a module keeps recurrent states in the cache."""
-    return bool(_names(type(module)) & _UPDATES)
+    kind: Any = type(module)
+    return bool(_names(kind) & _UPDATES)
 
 
 def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
@@ -79,7 +81,8 @@ def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
     """
     found = []
     for module in filter(keeps_states, model.modules()):
-        names = _names(type(module))
+        kind: Any = type(module)
+        names = _names(kind)
         functions = frozenset(names & set(RULES))
         convolves, recurs = _CONV in functions, bool(functions - {_CONV})
         # Every rule follows a convolution, whose update tells which layer runs.
@@ -111,10 +114,12 @@ def loses_state(model: nn.Module) -> bool:
     return any(WITHOUT_STATE & functions for _, _, functions in recurrent_modules(model))
 
 
-def _names(kind: type) -> set[str]:
+@functools.lru_cache(maxsize=1024)  # asked for every module in each call
+def _names(kind: type) -> frozenset[str]:
     """The names that the code of a class's methods uses."""
     methods = (inspect.unwrap(one) for one in vars(kind).values() if inspect.isfunction(one))
-    return {name for one in methods if hasattr(one, "__code__") for name in one.__code__.co_names}
+    codes = (one.__code__ for one in methods if hasattr(one, "__code__"))
+    return frozenset(name for code in codes for name in code.co_names)
 
 
 def tree_recurrences(model: nn.Module, changes: Changes, states: States) -> None:

@@ -23,6 +23,20 @@ def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:
     return {"assistant_strategy": strategy, "assistant_kwargs": {"drafting": "always", **options}}
 
 
+def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the policy chooses: every step drafts as deep as it may, and takes all draft tokens."""
+    from hf_spec.policy.plans import Plan
+    from hf_spec.policy.step_policy import StepPolicy
+
+    def drafts(policy: StepPolicy, lookup: bool = False) -> bool:
+        policy.lookups_only = False
+        return True
+
+    monkeypatch.setattr(StepPolicy, "drafts", drafts)
+    monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
+    monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
+
+
 def every_step(settings: dict[str, Any]) -> dict[str, Any]:
     """Keywords of ``generate``; a strategy among them drafts at every step, see above."""
     if settings.get("assistant_strategy") is None:

@@ -19,11 +19,6 @@ from torch import Tensor
 Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def and_(*predicates: Predicate) -> Predicate:
-    """True where all predicates are."""
-    return lambda *at: functools.reduce(operator.and_, (one(*at) for one in predicates))
-
-
 def or_(*predicates: Predicate) -> Predicate:
     """True where any predicate is."""
     return lambda *at: functools.reduce(operator.or_, (one(*at) for one in predicates))

@@ -19,7 +19,7 @@ from transformers.generation import logits_process
 
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.scoring import ROWWISE, Scorer
+from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.options import DraftOptions
 
@@ -82,25 +82,6 @@ def test_processors_of_the_user_see_the_batch() -> None:
     scorer = Scorer(LogitsProcessorList([counted]), sequences())
     scorer(logits(), SUFFIX, [True, False, True, True])
     assert counted.shapes == [(4, 5), (4, 7), (4, 10)]
-
-
-@pytest.mark.parametrize("kind", ROWWISE)
-def test_what_treats_rows_alone(kind: type) -> None:
-    """Scores of a row depend on nothing but this row's."""
-    arguments: dict[str, Any] = {
-        "EpsilonLogitsWarper": {"epsilon": 0.05}, "EtaLogitsWarper": {"epsilon": 0.05},
-        "MinPLogitsWarper": {"min_p": 0.1}, "TemperatureLogitsWarper": {"temperature": 0.5},
-        "SuppressTokensLogitsProcessor": {"suppress_tokens": [2]},
-        "TopKLogitsWarper": {"top_k": 3}, "TopPLogitsWarper": {"top_p": 0.6},
-        "TypicalLogitsWarper": {"mass": 0.5},
-    }  # fmt: skip
-    ids = sequences().ids
-    together = kind(**arguments.get(kind.__name__, {}))(ids, logits())
-    if kind is not logits_process.InfNanRemoveLogitsProcessor:
-        assert not torch.equal(together, logits())
-    for row in range(4):
-        alone = kind(**arguments.get(kind.__name__, {}))(ids[:1, :1], logits()[row : row + 1])
-        assert torch.equal(together[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("made", LISTS.values(), ids=LISTS)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import prompt, ragged
 from covering import covering
-from running import running
+from running import draft_everything, running
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
@@ -30,8 +30,6 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
 from hf_spec.model.target import Target
-from hf_spec.policy.plans import Plan
-from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 
@@ -557,14 +555,7 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step drafts as deep as it may, and takes all candidates."""
-    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: drafts(self))
-    monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
-    monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
-
-    def drafts(policy: StepPolicy) -> bool:
-        policy.lookups_only = False
-        return True
+    draft_everything(monkeypatch)
 
 
 COMPILED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}

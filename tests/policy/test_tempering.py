@@ -11,6 +11,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import VOCAB
 from fake_clock import FakeClock
+from running import draft_everything
 from torch import Tensor
 
 import hf_spec
@@ -18,8 +19,6 @@ from hf_spec.core import memory
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.methods.registry import get_method
-from hf_spec.policy.plans import Plan
-from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.tempering import (
     OFTEN,
     SELDOM,
@@ -268,14 +267,7 @@ def test_the_noise_raises_acceptance(
 ) -> None:
     """A model without one of its MLPs samples nearly as the whole one does, and what the whole one
     samples from so flat a distribution is hardly ever the likeliest token."""
-    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: drafts(self))
-    monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
-    monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
-
-    def drafts(policy: StepPolicy) -> bool:
-        policy.lookups_only = False
-        return True
-
+    draft_everything(monkeypatch)
     texts = call(model, "layer_skip", SAMPLED, rows, **skipping()).tolist()
     knowing = hf_spec.last_stats(model).mean_accepted_tokens
     memory.forget(model)
