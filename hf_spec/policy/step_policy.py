@@ -273,7 +273,7 @@ class StepPolicy:
         if rows == 1:
             setting.retries["plain"].steps = 0
         if self.enabled and live:
-            self._charge(tokens / live, seconds, expected)
+            self._charge(tokens, live, seconds, expected)
         if plan is None:
             return
         if drafted:
@@ -285,7 +285,7 @@ class StepPolicy:
             "expected_seconds": expected, "seconds": seconds, "batch_size": live,
         })  # fmt: skip
 
-    def _charge(self, tokens: float, seconds: float, expected: float | None) -> None:
+    def _charge(self, tokens: int, live: int, seconds: float, expected: float | None) -> None:
         """Charge a step to the budget of what it drafted; the others wait.
 
         Measured times: estimates drift apart if one kind of step pauses for long.
@@ -299,7 +299,7 @@ class StepPolicy:
                 # A stall says nothing, nor does a warm-up; and nothing is cheaper than a plain
                 # step: if it seems so, the machine sped up.
                 cost = min(seconds, CLIP * (expected or plain)) / plain
-                budget.charge(tokens, max(cost, 1.0))
+                budget.charge(tokens / live, max(cost, 1.0), live)
 
     def _expected(self, times: StepTimes, rows: int, drafting: float) -> float | None:
         """Seconds that a step should take, by those before it; None while they do not tell."""

@@ -6,7 +6,21 @@ import math
 
 import pytest
 
-from hf_spec.policy.budget import CREDIT, FIRST, HORIZON, LAST, RESUME, SCALE, START, Budget, Retry
+from hf_spec.policy.budget import (
+    CREDIT,
+    FIRST,
+    HORIZON,
+    LAST,
+    MANY,
+    ONE,
+    RESUME,
+    SCALE,
+    Budget,
+    Retry,
+)  # fmt: skip
+
+#: What one batch row may lose at first.
+START = MANY + ONE
 
 
 def pause(budget: Budget) -> int:
@@ -22,7 +36,7 @@ def test_losses_stay_within_the_budget_and_pauses_grow() -> None:
     budget, pauses, tokens, lost = Budget(), [], 0, 0.0
     while len(pauses) < 9:
         while not budget.paused:
-            budget.charge(1.0, 1.5)
+            budget.charge(1.0, 1.5, 1)
             tokens, lost = tokens + 1, lost + 0.5
         assert lost < START * (1 + math.log1p(tokens / SCALE)) + 0.5 + tokens / 100
         pauses.append(pause(budget))
@@ -34,10 +48,10 @@ def test_losses_stay_within_the_budget_and_pauses_grow() -> None:
 
 def test_a_profit_is_credit_and_a_new_beginning() -> None:
     budget = Budget(lost=1.0, tokens=500.0)
-    budget.charge(2.0, 1.5)
+    budget.charge(2.0, 1.5, 1)
     assert (budget.lost, budget.tokens) == (0.5, 502.0)
     for _ in range(20):
-        budget.charge(3.0, 1.5)
+        budget.charge(3.0, 1.5, 1)
     assert (budget.lost, budget.tokens, budget.left) == (-CREDIT, 0.0, START + CREDIT)
     budget.wait()  # a plain step without a pause
     assert (budget.lost, budget.tokens) == (-CREDIT, 0.0)

@@ -608,7 +608,7 @@ def test_drafting_resumes(
     inputs: str,
 ) -> None:
     """Drafts are wrong for 15 forwards; from then on they are the strategy's own."""
-    model, timing = timed(1.5)
+    model, timing = timed(2.0)
     drafter = get_method(name).drafter
     propose = drafter.propose
 
@@ -702,7 +702,9 @@ def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> No
         kinds.append(policy.lookups_only)
         policy.observe(tree, [emitted], line(0.05)(tree.num_nodes))
     late = sum(kinds[300:]) / 300
-    assert (late > 0.85) if looks_up and comes else (late < 0.1)
+    # What they may lose in the end is what is forgotten: 14 plain steps of 1,024, each of which
+    # buys some seven steps here.
+    assert (late > 0.85) if looks_up and comes else (late < 0.2)
     assert policy.learned.budget.paused or not kinds[-1]
 
 
