@@ -29,19 +29,23 @@ class Frontier(NamedTuple):
         log_probs: ``(batch, nodes)`` float32, of the paths down to them, likeliest first.
         choices: ``(batch, nodes)`` index of each token among the :class:`Children` it was chosen
             from; 0 for the root.
+        parents: ``(batch, nodes)`` index of each token's parent in the frontier before; 0 for the
+            root.
     """
 
     depth: int
     tokens: Tensor
     log_probs: Tensor
     choices: Tensor
+    parents: Tensor
 
 
 class Children(NamedTuple):
     """The likeliest tokens after each node of a frontier.
 
     Attributes:
-        tokens: ``(batch, width)`` int64, the same for all nodes, likeliest first.
+        tokens: ``(batch, nodes, width)`` int64, likeliest first, or ``(batch, 1, width)`` for all
+            nodes.
         log_probs: ``(batch, nodes, width)`` float32, or ``(batch, 1, width)`` for all nodes.
     """
 
@@ -84,11 +88,12 @@ def grow(
         trust = sent(trust[:depth], root.device) if any(trust[:depth]) else None
     tokens, batch = root[:, None], len(root)
     levels = [(torch.zeros_like(tokens, dtype=torch.float32), tokens - tokens - 1, tokens)]
-    choices = torch.zeros_like(tokens)
+    choices = above = torch.zeros_like(tokens)
     first = 0  # node of the frontier's first token
     for level in range(depth):
         path, tokens = levels[-1][0][:, :expanded], levels[-1][2][:, :expanded]
-        children = source.expand(Frontier(level, tokens, path, choices[:, :expanded]))
+        where = choices[:, :expanded], above[:, :expanded]
+        children = source.expand(Frontier(level, tokens, path, *where))
         if children is None:
             break
         given, width = children.log_probs, children.log_probs.shape[-1]
@@ -103,7 +108,8 @@ def grow(
         path, at = (path.to(given)[:, :, None] + given).flatten(1).topk(kept, dim=1)
         above = at.div(width, rounding_mode="floor")
         choices = at - above * width
-        levels.append((path, above + first, children.tokens.gather(1, choices)))
+        place = choices if children.tokens.shape[1] == 1 else at
+        levels.append((path, above + first, children.tokens.flatten(1).gather(1, place)))
         first += levels[-2][0].shape[1]
     device = levels[-1][0].device
     path, parents, tokens = (

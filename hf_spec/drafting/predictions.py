@@ -102,7 +102,7 @@ class Predictions:
         if isinstance(self.known, Tensor) or min(self.known) <= place:
             known = torch.as_tensor(self.known, device=device)[:, None, None]
             given = given.masked_fill(known <= place, -torch.inf)
-        return Children(self.tokens[:, place], given)
+        return Children(self.tokens[:, place, None], given)
 
     def given(self, previous: Tensor, distances: slice = slice(None)) -> Tensor:
         """Log-probabilities of :attr:`tokens`.

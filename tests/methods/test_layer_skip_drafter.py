@@ -28,8 +28,9 @@ from hf_spec.drafting.lookup import BatchLookup, merged
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
-from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
+from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
 from hf_spec.model.target import Target
+from hf_spec.policy.draft_exit import AGAIN
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 
@@ -45,7 +46,7 @@ def test_adaptation_equals_the_equations(seed: int) -> None:
     options = LayerSkipOptions(
         threshold=gamma, threshold_step=epsilon, beta1=beta1, beta2=beta2, target_acceptance=alpha
     )
-    one, smoothed = DraftExit(options), 0.0
+    one, smoothed = ThresholdExit(options), 0.0
     for stage in range(1, 20):
         rate = rng.choice([0.0, 1.0, alpha, rng.random()])
         b = 0.0 if stage == 1 else beta1
@@ -60,7 +61,7 @@ def test_adaptation_equals_the_equations(seed: int) -> None:
 @pytest.mark.parametrize("mode", ["policy", "adaptive", "threshold", "fixed"])
 def test_what_each_mode_does(mode: str) -> None:
     given = {} if mode == "fixed" else {"threshold": 0.5}
-    one = DraftExit(LayerSkipOptions(draft_exit=mode, **given))
+    one = ThresholdExit(LayerSkipOptions(draft_exit=mode, **given))
     assert [one.go_on(p) for p in (0.4, 0.5, 0.6)] == [mode == "fixed", True, True]
     before = one.gamma
     one.update(0.0)
@@ -77,7 +78,7 @@ def test_gamma_settles_where_the_target_is_the_median_rate(step: float, alpha: f
     neighbouring stages are alike; the seed is fixed.
     """
     rng = random.Random(0)
-    one = DraftExit(LayerSkipOptions(threshold_step=step, target_acceptance=alpha))
+    one = ThresholdExit(LayerSkipOptions(threshold_step=step, target_acceptance=alpha))
     below, rates = [], []
     for stage in range(6000):
         drafted = accepted = 0
@@ -363,17 +364,17 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
 def test_a_forward_must_bring_its_price(
     paths: list[float], rate: float, price: float, pays: bool
 ) -> None:
-    one = DraftExit(LayerSkipOptions())
+    one = ThresholdExit(LayerSkipOptions())
     one.calibration.hits[2] = rate * one.calibration.trials[2]
-    assert one.is_worth(3, paths, [1.0] * len(paths), price) == pays
+    assert one.is_worth(3, paths, price) == pays
 
 
 def test_gamma_decides_while_no_price_is_known() -> None:
-    one = DraftExit(LayerSkipOptions(threshold=0.5))
-    assert one.is_worth(2, [0.1, 0.1], [0.2, 0.5], None)  # of the surest row
-    assert not one.is_worth(2, [0.1, 0.1], [0.2, 0.4], None)
-    assert not one.is_worth(2, [0.1, 0.0], [0.2, 0.9], None)  # which is not finished
-    assert one.is_worth(1, [1.0], [], None, [0.9])  # and drafts begin
+    one = ThresholdExit(LayerSkipOptions(threshold=0.5))
+    assert one.any_goes_on([0.1, 0.1], [0.2, 0.5])  # of the surest row
+    assert not one.any_goes_on([0.1, 0.1], [0.2, 0.4])
+    assert not one.any_goes_on([0.1, 0.0], [0.2, 0.9])  # which is not finished
+    assert one.any_goes_on([1.0], [])  # and drafts begin
 
 
 def test_steps_in_which_no_draft_pays_look_again_seldom(setting: Callable[..., Setting]) -> None:
@@ -593,15 +594,15 @@ def test_trees_change_nothing(
     torch.manual_seed(3)
     plain = model.generate(**inputs, **settings)
     right: list[int] = []
-    learn = DraftExit.learn
+    learn = ThresholdExit.learn
 
-    def note(self: DraftExit, trust: Any, trees: Any, came: Any) -> None:
+    def note(self: ThresholdExit, trust: Any, trees: Any, came: Any) -> None:
         for one, tokens in zip(trees, came):
             below = [n for n, parent in enumerate(one.parents) if parent == 0]
             right.extend(rank for rank, n in enumerate(below) if one.tokens[n] == tokens[:1][0])
         learn(self, trust, trees, came)
 
-    monkeypatch.setattr(DraftExit, "learn", note)
+    monkeypatch.setattr(ThresholdExit, "learn", note)
     torch.manual_seed(3)
     ours = model.generate(
         **inputs, **common, assistant_strategy="layer_skip",
@@ -656,7 +657,7 @@ def test_adapters_have_a_gamma_of_their_own(fresh: Tiny) -> None:
 def test_gamma_comes_back_from_a_long_stretch() -> None:
     """It stays a probability: what lies beyond would have to be made up for, stage by stage."""
     for rates, end in (((1.0, 0.0), 0.0), ((0.0, 1.0), 1.0)):
-        one = DraftExit(LayerSkipOptions())
+        one = ThresholdExit(LayerSkipOptions())
         for _ in range(2000):
             one.update(rates[0])
         assert one.gamma == end
@@ -666,7 +667,10 @@ def test_gamma_comes_back_from_a_long_stretch() -> None:
 
 
 def test_no_update_of_another_thread_is_lost() -> None:
-    one = DraftExit(LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0))
+    options = LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0)
+    one = ThresholdExit(options)
+        LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0)
+    )
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -26,7 +26,7 @@ from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.state import DecodeState
-from hf_spec.methods.layer_skip.options import POLICY, DraftExit, LayerSkipOptions
+from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions, ThresholdExit
 from hf_spec.policy.tempering import Tempering
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import MergedCopies
@@ -54,7 +54,7 @@ class LayerSkipDrafter(Drafter):
         name = None if adapter is None else adapter.name
         self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
-        self.exit = recall(model, self._key, lambda: DraftExit(options))
+        self.exit = recall(model, self._key, lambda: ThresholdExit(options))
         self._stage: Stage | None = None  # of this step, if it drafts trees
         self._lengths: list[int] | None = None  # of this step's chains
         self.policy_chooses = options.draft_exit == POLICY
@@ -68,7 +68,7 @@ class LayerSkipDrafter(Drafter):
     def start(self, state: DecodeState) -> None:
         if state.do_sample:  # other drafts are right
             key = *self._key, "sampled"
-            self.exit = recall(self.model, key, lambda: DraftExit(self.options))
+            self.exit = recall(self.model, key, lambda: ThresholdExit(self.options))
             self.tempering = recall(self.model, (Tempering, *key), Tempering)
         graphs = state.target.graphs
         if graphs is not None and self.learned is not None:
@@ -180,7 +180,7 @@ class Stage:
 
     def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
         self.drafter, self.state = drafter, state
-        self.trust = drafter.exit.calibration.log_factors
+        self.trust = drafter.exit.trust
         self.rows: list[Row] = []
         self.samples: list[tuple[Tensor, Tensor]] = []
         self._cost = state.draft_cost()
@@ -205,7 +205,10 @@ class Stage:
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
         paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
-        worth = drafter.exit.is_worth(depth + 1, paths, best, self._cost, present)
+        if self._cost is None:
+            worth = drafter.exit.any_goes_on(paths, best)
+        else:
+            worth = drafter.exit.is_worth(depth + 1, paths, self._cost, present)
         if not worth and (depth or not drafter.exit.due()):
             return None
         logits, scores = drafter.run(state, self._tokens, self._drafted, state.active)
@@ -217,7 +220,7 @@ class Stage:
         ]
         probs = distribution(logits).gather(1, tops.indices)
         self._best = probs[:, 0]
-        return Children(tops.indices, probs.masked_fill(out, 0).log()[:, None])
+        return Children(tops.indices[:, None], probs.masked_fill(out, 0).log()[:, None])
 
     def _as_sampled(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and scores given what the tokens will be sampled with, if they are sampled."""

@@ -4,20 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_spec.core.checks import check_choices, check_count, check_range
-from hf_spec.core.host_tree import Row
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import locked
 from hf_spec.drafting.options import DraftOptions, refuse
 from hf_spec.methods.layer_skip.adapter import layer_indices
-from hf_spec.policy.calibration import Calibration, walk
+from hf_spec.policy.draft_exit import DraftExit
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
 POLICY = "policy"
 EXITS = (POLICY, "adaptive", "threshold", "fixed")
 #: Options of the adaptive threshold.
 ADAPTING = ("threshold_step", "beta1", "beta2", "target_acceptance")
-#: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
-AGAIN = 64
 
 
 @dataclass(frozen=True)
@@ -69,60 +66,32 @@ class LayerSkipOptions(DraftOptions):
                 object.__setattr__(self, name, layer_indices(name, layers))
 
 
-class DraftExit:
+class ThresholdExit(DraftExit):
     """Decides when to stop drafting: by what it costs, or by gamma (section 3.4, eqs. (2)-(4)).
 
     A drafting stage moves gamma by (1 - beta2) epsilon, 0.001 with the paper's numbers, so adapting
-    takes hundreds of stages. One object therefore serves all calls on a model, in all threads.
+    takes hundreds of stages.
 
     Attributes:
         gamma: draft probability below which drafting stops.
         acceptance: AR, smoothed; None before the first stage.
-        calibration: corrects the drafting model's probabilities.
     """
 
     def __init__(self, options: LayerSkipOptions):
+        super().__init__(options.max_draft)
         self.options = options
         self.gamma = options.threshold
         self.acceptance: float | None = None
-        self.calibration = Calibration(options.max_draft)
-        self._idle = 0
 
-    @locked
-    def due(self) -> bool:
-        """Whether this step should draft although it does not seem to pay, which is rare."""
-        self._idle = (self._idle + 1) % AGAIN
-        return not self._idle
-
-    def is_worth(
-        self, distance: int, paths: Sequence[float], best: Sequence[float], cost: float | None,
-        present: Sequence[float] = (),
-    ) -> bool:  # fmt: skip
-        """Whether to run the drafting model for the tokens at a distance.
+    def any_goes_on(self, paths: Sequence[float], best: Sequence[float]) -> bool:
+        """Whether any sequence drafts another token, by gamma.
 
         Args:
-            distance: the distance, from 1.
-            paths: probability of each sequence that all tokens before are accepted; 0 if it is
-                finished.
+            paths: 0 for sequences that are finished.
             best: draft probability of each sequence's last token; empty at distance 1.
-            cost: tokens that the forward must bring; None (unknown) if gamma decides.
-            present: probability of each sequence that a draft token at this distance is already in
-                the tree and accepted.
         """
-        if cost is None:
-            best = best or [1.0] * len(paths)
-            return any(self.go_on(prob) for prob, path in zip(best, paths) if path > 0)
-        rate = self.calibration.rate(distance)
-        present = present or [0.0] * len(paths)
-        return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
-
-    @locked
-    def learn(
-        self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]
-    ) -> None:
-        """Learn from the tokens that each sequence emitted after its tree was proposed."""
-        for tree, tokens in zip(trees, emitted):
-            walk(self.calibration, tree.parents, tree.tokens, tree.probs, trust, tokens)
+        best = best or [1.0] * len(paths)
+        return any(self.go_on(prob) for prob, path in zip(best, paths) if path > 0)
 
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""
