@@ -669,8 +669,6 @@ def test_gamma_comes_back_from_a_long_stretch() -> None:
 def test_no_update_of_another_thread_is_lost() -> None:
     options = LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0)
     one = ThresholdExit(options)
-        LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0)
-    )
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -1,0 +1,217 @@
+"""Drafts with a small decoder of its own that reads the target's hidden states: EAGLE-3, MTP.
+
+A row of the decoder is a token and the target's states of the token *before* it; where the target
+has not been, the decoder's own output takes the place of these states. After a step, the cache goes
+back to true rows, and those of the accepted tokens run anew, with true states (Li et al., "EAGLE-3:
+Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025, section
+3.1).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
+from hf_spec.core.transfer import sent
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.committed import Committed, Rows
+from hf_spec.drafting.forward_drafter import Exit, ForwardDrafter, Tempers
+from hf_spec.drafting.grow import Frontier
+from hf_spec.drafting.options import DraftOptions
+from hf_spec.drafting.state import DecodeState
+from hf_spec.model.hidden_states import Reads, captured, states_at
+from modeling_patches.per_call import Changes
+
+#: Committed rows that run at once, of each sequence.
+AT_ONCE = 512
+
+
+class DraftNetwork(Protocol):
+    """The decoder.
+
+    Attributes:
+        num_layers: of its cache.
+        token_ids: ``(tokens,)`` ids, ascending, that it predicts; None for all.
+    """
+
+    num_layers: int
+    token_ids: Tensor | None
+
+    def features(self, states: Tensor) -> Tensor:
+        """``(batch, n, hidden)`` what a row takes of the target's states ``(batch, n, features)``,
+        which are those of :attr:`Drafter.reads`."""
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Forward of some rows, whose keys and values it writes into the cache.
+
+        Args:
+            tokens: ``(batch, n)`` int64
+            hidden: ``(batch, n, hidden)`` :meth:`features`, or outputs of the rows before.
+            positions: ``(batch, n)`` int64
+            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot.
+            cache: takes ``update(keys, values, layer)``, which returns those of all slots.
+
+        Returns:
+            ``(batch, n, hidden)`` states that :meth:`logits` reads, and those that the next row
+            takes.
+        """
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``(batch, n, tokens)``"""
+
+
+def block_mask(cache: TreeCache, ancestors: Tensor, slots: int) -> Tensor:
+    """What nodes of an open block see: each sequence's committed rows and their ancestors.
+
+    Args:
+        ancestors: ``(batch, n, nodes)`` bool, of the block's nodes.
+        slots: what :meth:`TreeCache.begin` returned.
+
+    Returns:
+        ``(batch, 1, n, slots)`` bool
+    """
+    lengths = cache.lengths
+    seen = masks.or_(masks.prefix(lengths), masks.tree_ancestors(ancestors, lengths))
+    batch, count = ancestors.shape[:2]
+    return masks.build(seen, batch, count, slots, lengths.device)
+
+
+class AutoregressiveDrafter(ForwardDrafter):
+    """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
+
+    Args:
+        network: the decoder.
+        reads: the target's states that it reads, of committed tokens.
+        depth, width, exit, tempering: see :class:`ForwardDrafter`.
+    """
+
+    runs_modules: ClassVar[bool] = True
+
+    def __init__(
+        self, model: Any, options: DraftOptions, network: DraftNetwork, reads: Reads, depth: int,
+        width: int, exit: Exit, tempering: Tempers,
+    ):  # fmt: skip
+        super().__init__(model, options, depth, width, exit, tempering)
+        self.network, self.reads = network, reads
+        self.cache: TreeCache | None = None
+        self._committed = Committed()
+        #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
+        self._root: tuple[Tensor, Tensor] | None = None
+        self._block: Tree | None = None  # the drafted rows, as nodes
+        self._level: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        return self.network.token_ids
+
+    def start(self, state: DecodeState) -> None:
+        self.cache = TreeCache(self.network.num_layers, state.batch_size, state.root.device)
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        if hidden is not None:
+            self._committed.add(result, hidden)
+
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        super().observe(state, tree, result)
+        self._committed.confirm(result)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._committed.select(rows)
+        if self.cache is not None:
+            self.cache.select(rows)
+        if self._root is not None:
+            index = torch.tensor(rows, device=self._root[0].device)
+            self._root = self._root[0][index], self._root[1][index]
+
+    def catch_up(self, state: DecodeState) -> None:
+        rows = self._committed.take()
+        if rows is not None:
+            assert self.cache is not None
+            self._run_committed(self.cache, rows)
+
+    def _run_committed(self, cache: TreeCache, rows: Rows) -> None:
+        """Run true rows and keep what the last one of each sequence says."""
+        network, width = self.network, max(rows.counts)
+        hidden = network.features(rows.hidden[:, :width])
+        for start in range(0, width, AT_ONCE):
+            part = slice(start, min(start + AT_ONCE, width))
+            tokens = rows.tokens[:, part]
+            tree = Tree.chain(tokens)
+            mask = block_mask(cache, tree.ancestors, cache.begin(tree))
+            positions = cache.lengths[:, None] + tree.depths
+            found = network.run(tokens, hidden[:, part], positions, mask, cache)
+            counts = [min(max(count - start, 0), tokens.shape[1]) for count in rows.counts]
+            cache.commit(counts)
+            last = sent([max(count - 1, 0) for count in counts], tokens.device)[:, None]
+            states, after = (states_at(one, last) for one in found)
+            if self._root is not None and not all(counts):
+                new = sent(counts, tokens.device)[:, None, None] > 0
+                states = torch.where(new, states, self._root[0])
+                after = torch.where(new, after, self._root[1])
+            self._root = states, after
+
+    def level(self, frontier: Frontier) -> Tensor:
+        assert self._root is not None and self.cache is not None
+        if not frontier.depth:
+            return self.network.logits(self._root[0])
+        before = self._root[1] if self._level is None else self._level
+        cache, hidden = self.cache, states_at(before, frontier.parents)
+        block, first = self._extended(frontier.tokens, frontier.parents)
+        mask = block_mask(cache, block.ancestors[:, first:], cache.begin(block, first))
+        positions = cache.lengths[:, None] + block.depths[:, first:]
+        states, self._level = self.network.run(frontier.tokens, hidden, positions, mask, cache)
+        return self.network.logits(states)
+
+    def _extended(self, tokens: Tensor, parents: Tensor) -> tuple[Tree, int]:
+        """The drafted rows with those of another level, and where these begin."""
+        batch, count = tokens.shape
+        seen = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        depths, above, first = torch.zeros_like(tokens), parents - 1, 0
+        if (block := self._block) is not None and self._level is not None:
+            first = block.num_nodes
+            above = first - self._level.shape[1] + parents
+            up = block.ancestors.gather(1, above[:, :, None].expand(-1, -1, first))
+            unseen = seen.new_zeros(batch, first, count)
+            seen = torch.cat([torch.cat([block.ancestors, unseen], 2), torch.cat([up, seen], 2)], 1)
+            depths = torch.cat([block.depths, depths + block.depths[:, -1:] + 1], 1)
+            tokens = torch.cat([block.tokens, tokens], 1)
+            above = torch.cat([block.parents, above], 1)
+        sizes = (tokens.shape[1] - 1,) * batch
+        tree = Tree(tokens, above, depths, torch.ones_like(tokens, dtype=torch.bool), sizes, sizes)
+        self._block = tree.with_ancestors(seen)
+        return self._block, first
+
+    def finish(self) -> None:
+        assert self.cache is not None
+        self.cache.rollback()
+        self._block = self._level = None
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        changes = Changes()
+        seen = captured(self.model, changes, self.reads.layers)
+        logits = changes.run(self.model, input_ids, use_cache=False).logits
+        after = torch.cat([input_ids[:, 1:], logits[:, -1:].argmax(-1).to(input_ids.device)], 1)
+        own = copy.copy(self)
+        own.cache = TreeCache(self.network.num_layers, 1, input_ids.device)
+        own._root = own._block = own._level = None
+        own._run_committed(own.cache, Rows(after, seen[0], [after.shape[1]]))
+        found, zeros = after[:, -1:], torch.zeros_like(after[:, -1:])
+        chain = []
+        for depth in range(self.depth):
+            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
+            found = own.level(frontier)[:, -1].argmax(-1, keepdim=True)
+            if self.token_ids is not None:
+                found = self.token_ids[found]
+            chain.append(int(found))
+        return chain

@@ -1,0 +1,78 @@
+"""Committed tokens that a drafter with a cache of its own has yet to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.transfer import sent
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.model.hidden_states import states_at
+
+
+class Rows(NamedTuple):
+    """Committed tokens of each sequence, in order.
+
+    Attributes:
+        tokens: ``(batch, n)`` int64, the token *after* each of them.
+        hidden: ``(batch, n, features)`` the target's states of each of them.
+        counts: how many of the n there are; values behind them are arbitrary.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    counts: list[int]
+
+
+class Committed:
+    """Collects what steps commit until the drafter runs it, which plain steps put off."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._counts: list[Tensor | list[int]] = []
+
+    def add(self, result: StepResult, hidden: Tensor) -> None:
+        """Add a step's committed nodes: see :meth:`Drafter.advance`."""
+        width = min(hidden.shape[1], result.tokens.shape[1])
+        tokens = result.tokens[:, :width].to(hidden.device).clamp(min=0)
+        self._parts.append((tokens, hidden[:, :width]))
+        self._counts.append(result.counts)
+
+    def confirm(self, result: HostResult) -> None:
+        """Replace the counts of the latest step by those that the host has settled on: see
+        :meth:`Drafter.observe`."""
+        self._counts[-1] = [len(path) for path in result.path]
+
+    def take(self) -> Rows | None:
+        """All that was added since it was last taken; None if there is nothing."""
+        parts, self._parts = self._parts, []
+        counts, self._counts = self._counts, []
+        if not parts:
+            return None
+        known = [one if isinstance(one, list) else one.tolist() for one in counts]
+        tokens, hidden = (torch.cat(column, dim=1) for column in zip(*parts))
+        if len(parts) == 1:
+            return Rows(tokens, hidden, known[0])
+        rows: list[list[int]] = [[] for _ in known[0]]
+        start = 0
+        for (part, _), of_rows in zip(parts, known):
+            for row, count in zip(rows, of_rows):
+                row += range(start, start + count)
+            start += part.shape[1]
+        most = max(map(len, rows))
+        places = sent([row + [0] * (most - len(row)) for row in rows], tokens.device)
+        return Rows(tokens.gather(1, places), states_at(hidden, places), list(map(len, rows)))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
+        for place, (tokens, hidden) in enumerate(self._parts):
+            index = torch.tensor(rows, device=tokens.device)
+            self._parts[place] = tokens[index], hidden[index]
+        for place, counts in enumerate(self._counts):
+            if isinstance(counts, list):
+                self._counts[place] = [counts[row] for row in rows]
+            else:
+                self._counts[place] = counts[torch.tensor(rows, device=counts.device)]

@@ -1,0 +1,196 @@
+"""Base class of drafters that run a forward of their own for each level of a tree."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.host_tree import Row
+from hf_spec.core.transfer import sent
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.grow import Children, Frontier, grow
+from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DEFAULT_DRAFT_TOKENS, DraftOptions
+from hf_spec.drafting.state import DecodeState
+
+#: Draft tokens that are grown for the policy to choose from.
+GROWN = 32
+
+
+class Exit(Protocol):
+    """Decides when a tree is deep enough: :class:`hf_spec.policy.draft_exit.DraftExit`."""
+
+    @property
+    def trust(self) -> list[float]: ...
+
+    def due(self) -> bool: ...
+
+    def is_worth(self, distance: int, paths: Sequence[float], cost: float) -> bool: ...
+
+    def learn(
+        self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]
+    ) -> None: ...
+
+
+class Tempers(Protocol):
+    """Learned from sampled tokens: :class:`hf_spec.policy.tempering.Tempering`."""
+
+    sharpness: float
+    share: float
+
+    def learns(self, step: int) -> bool: ...
+
+    def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None: ...
+
+
+class ForwardDrafter(Drafter):
+    """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
+    before (EAGLE-2, section 4.1).
+
+    Args:
+        depth: depth of the deepest draft token.
+        width: nodes of a level that are continued.
+        exit: decides when to stop, where the policy chooses; learned by earlier calls.
+        tempering: for calls that sample; learned by earlier calls.
+    """
+
+    trees = {CHAIN: None}
+    unused: ClassVar[Sequence[str]] = ()
+    single_forward: ClassVar[bool] = False
+
+    def __init__(
+        self, model: Any, options: DraftOptions, depth: int, width: int, exit: Exit,
+        tempering: Tempers,
+    ):  # fmt: skip
+        super().__init__(model, options)
+        if options.tree not in (ADAPTIVE, CHAIN):
+            raise ValueError(
+                f"tree={options.tree!r}: this strategy grows each tree from the draft tokens' own "
+                f"probabilities. Use tree={ADAPTIVE!r} or {CHAIN!r}."
+            )
+        self.depth = min(depth, options.max_depth or depth)
+        self.width = 1 if options.tree == CHAIN else width
+        self.exit, self.tempering = exit, tempering
+        exactly = options.num_draft_tokens
+        self.num_draft_tokens = None if exactly == AUTO else int(exactly)
+        self.policy_chooses = self.num_draft_tokens is None
+        self._growth: _Growth | None = None  # of this step, if it drafts
+        self._sampled = 0  # steps that tempering can learn from
+
+    @abstractmethod
+    def catch_up(self, state: DecodeState) -> None:
+        """Run what was committed since the last time, before a tree grows."""
+
+    @abstractmethod
+    def level(self, frontier: Frontier) -> Tensor:
+        """``(batch, nodes, tokens)`` logits of what follows each node of a frontier."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Discard what :meth:`level` has cached."""
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """``(tokens,)`` int64 ids of the tokens that it knows, ascending; None for all."""
+        return None
+
+    def propose(self, state: DecodeState) -> Tree:
+        self._growth = None
+        depth = min(self.depth, state.max_depth)
+        if depth < 1:
+            return Tree.roots(state.root)
+        self.catch_up(state)
+        # What must not depend on time has one size.
+        exactly = self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
+        chain = self.width == 1
+        count = depth if chain else exactly or GROWN
+        self._growth = growth = _Growth(self, state)
+        grown = grow(growth, state.root, count, depth, growth.trust, expanded=self.width)
+        self.finish()
+        tree = Tree.unpacked(grown)
+        assert tree.host is not None
+        growth.rows = tree.host.rows(tree.row_sizes)
+        return tree if exactly is None else tree.changed(whole=True)
+
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        growth, self._growth = self._growth, None
+        if growth is not None:
+            self._sampled += bool(growth.samples)
+            growth.learn(result.tokens, self.tempering.learns(self._sampled))
+
+
+class _Growth:
+    """One tree per row as it grows, and what is learned from it; see
+    :class:`hf_spec.drafting.grow.Expands`.
+
+    Attributes:
+        trust: terms added to log-probabilities, per distance.
+        rows: the drafted trees.
+        samples: logits and noise of the first node of each level, where tokens are sampled.
+    """
+
+    def __init__(self, drafter: ForwardDrafter, state: DecodeState):
+        self.drafter, self.state = drafter, state
+        self.trust = drafter.exit.trust
+        self.rows: list[Row] = []
+        self.samples: list[tuple[Tensor, Tensor]] = []
+        self._cost = state.draft_cost() if state.timed else None
+        self._likeliest: list[Tensor] = []
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        drafter, state, depth = self.drafter, self.state, frontier.depth
+        if depth:
+            self._likeliest.append(frontier.tokens[:, 0])
+        if self._cost is not None:  # one transfer
+            paths = frontier.log_probs.exp().sum(-1).tolist()
+            paths = [path * on for path, on in zip(paths, state.active)]
+            worth = drafter.exit.is_worth(depth + 1, paths, self._cost)
+            if not worth and (depth or not drafter.exit.due()):
+                return None
+        logits = self._as_sampled(drafter.level(frontier).float(), depth)
+        best = logits.topk(min(drafter.width if drafter.width == 1 else GROWN, logits.shape[-1]))
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        ids = drafter.token_ids
+        tokens = best.indices if ids is None else ids[best.indices]
+        # Nothing is drafted for finished sequences, nor from logits that have overflowed.
+        out = log_probs.isnan() | ~sent(list(state.active), logits.device)[:, None, None]
+        return Children(tokens, log_probs.masked_fill(out, -torch.inf))
+
+    def _as_sampled(self, logits: Tensor, depth: int) -> Tensor:
+        """Logits given what the tokens will be sampled with, if they are sampled."""
+        noise = self.state.noise
+        if noise is None:
+            return logits
+        learned = self.drafter.tempering
+        ahead = noise.ahead(1, self.drafter.token_ids, first=depth).to(logits)
+        self.samples.append((logits[:, 0], ahead[:, 0]))
+        return learned.sharpness * logits + learned.share * ahead
+
+    def learn(self, emitted: Sequence[Sequence[int]], tempering: bool) -> None:
+        """Learn from the tokens that each sequence emitted.
+
+        Args:
+            tempering: whether to learn from samples, too.
+        """
+        self.drafter.exit.learn(self.trust, self.rows, emitted)
+        if not self.samples or not tempering:
+            return
+        logits, noise = (torch.stack(parts, 1) for parts in zip(*self.samples))
+        count, device = len(self.samples), logits.device
+        tokens = sent([[*row, *[-1] * count][:count] for row in emitted], device)
+        # Samples of a level count where the likeliest tokens above it were right.
+        right = torch.ones_like(tokens, dtype=torch.bool)
+        for level, likeliest in enumerate(self._likeliest[: count - 1], 1):
+            right[:, level] = right[:, level - 1] & (tokens[:, level - 1] == likeliest.to(device))
+        place, valid = tokens.clamp(min=0), right & (tokens >= 0)
+        if (ids := self.drafter.token_ids) is not None:
+            found = torch.searchsorted(ids, place).clamp(max=len(ids) - 1)
+            valid, place = valid & (ids[found] == place), found
+        self.drafter.tempering.learn(
+            *(part.flatten(0, 1) for part in (logits, noise, place, valid))
+        )

@@ -1,0 +1,64 @@
+"""When a drafter that runs a forward for each level of a tree stops: by what the next level brings
+and costs. Knows only numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_spec.core.host_tree import Row
+from hf_spec.core.memory import locked
+from hf_spec.policy.calibration import Calibration, walk
+
+#: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
+AGAIN = 64
+
+
+class DraftExit:
+    """Decides when to stop drafting. One object serves all calls on a model, in all threads.
+
+    Args:
+        depth: depth of the deepest draft token.
+
+    Attributes:
+        calibration: corrects the drafter's probabilities.
+    """
+
+    def __init__(self, depth: int):
+        self.calibration = Calibration(depth)
+        self._idle = 0
+
+    @property
+    def trust(self) -> list[float]:
+        """Terms added to log-probabilities, per distance."""
+        return self.calibration.log_factors
+
+    @locked
+    def due(self) -> bool:
+        """Whether this step should draft although it does not seem to pay, which is rare."""
+        self._idle = (self._idle + 1) % AGAIN
+        return not self._idle
+
+    def is_worth(
+        self, distance: int, paths: Sequence[float], cost: float, present: Sequence[float] = ()
+    ) -> bool:
+        """Whether to draft the tokens at a distance.
+
+        Args:
+            distance: the distance, from 1.
+            paths: probability of each sequence that all tokens before are accepted; 0 if it is
+                finished.
+            cost: tokens that the forward must bring.
+            present: probability of each sequence that a draft token at this distance is already in
+                the tree and accepted.
+        """
+        rate = self.calibration.rate(distance)
+        present = present or [0.0] * len(paths)
+        return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
+
+    @locked
+    def learn(
+        self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]
+    ) -> None:
+        """Learn from the tokens that each sequence emitted after its tree was proposed."""
+        for tree, tokens in zip(trees, emitted):
+            walk(self.calibration, tree.parents, tree.tokens, tree.probs, trust, tokens)
