@@ -70,7 +70,7 @@ class Acceptance:
             unfinished: rows that accept tokens.
         """
         if self.matches(tree):
-            return verify.match(tree, logits.argmax(-1))
+            return verify.match(tree, verify.likeliest(logits))
         stateful = bool(self.scorer.stateful)
         if stateful and self.scorer.eos:
             # Plain generation calls no processor for a row that has ended. The end itself is still

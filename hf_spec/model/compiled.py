@@ -77,7 +77,7 @@ class CompiledTarget(Target):
             kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
             if not match:
                 return (*found, *kept)
-            result = verify.match(rows, output.logits.argmax(-1))
+            result = verify.match(rows, verify.likeliest(output.logits))
             if result.path.shape[1] > 1:  # else the root, which is in place
                 traced.states.move(lengths, result.path)
             return (*found, result.path, result.counts, result.tokens, result.num_probes, *kept)
