@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from modeling_patches.given_positions import Positions
 from modeling_patches.per_call import Changes, replaced, step_aside
-from modeling_patches.positions import Positions, needs_positions, tree_positions
+from modeling_patches.positions import needs_positions, tree_positions
 
 logger = logging.getLogger(__name__)
 

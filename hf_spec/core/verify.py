@@ -100,7 +100,7 @@ class StepResult:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first largest entry of ``(..., vocab)`` logits, as ``argmax`` finds it: ``(...)`` int64."""
+    """``(...)`` int64, the first largest entry of ``(..., vocab)`` logits, as ``argmax`` finds it."""
     # PyTorch's argmax of bfloat16 and float16 takes four to eight times as long on CPUs.
     return logits.max(-1).indices
 

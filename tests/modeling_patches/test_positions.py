@@ -21,7 +21,8 @@ from tree_oracle import (
     random_tokens,
 )
 
-from modeling_patches.positions import Positions, needs_positions, tree_positions
+from modeling_patches.given_positions import Positions
+from modeling_patches.positions import needs_positions, tree_positions
 
 TINY = {"vocab_size": 128, "hidden_size": 48, "initializer_range": 0.3}
 
