@@ -100,7 +100,7 @@ class StepResult:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """``(...)`` int64, the first largest entry of ``(..., vocab)`` logits, as ``argmax`` finds it."""
+    """The first largest entry of logits ``(..., vocab)``, as ``argmax`` finds it: ``(...)`` ids."""
     # PyTorch's argmax of bfloat16 and float16 takes four to eight times as long on CPUs.
     return logits.max(-1).indices
 
