@@ -35,7 +35,7 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.policy.calibration import Array
 from hf_spec.policy.learned import ALPHA, WARM_UP, Learned, Setting
 from hf_spec.policy.plans import SIZES, Plan, Shapes, best_ends, ends
-from hf_spec.policy.step_times import CLIP, TICK, StepTimes
+from hf_spec.policy.step_times import TICK, StepTimes, ratio
 
 #: Number of recent decisions kept for reports.
 HISTORY = 128
@@ -296,10 +296,11 @@ class StepPolicy:
             if self._plan is None or budget is not charged:
                 budget.wait()
             elif plain:
-                # A stall says nothing, nor does a warm-up; and nothing is cheaper than a plain
-                # step: if it seems so, the machine sped up.
-                cost = min(seconds, CLIP * (expected or plain)) / plain
-                budget.charge(tokens / live, max(cost, 1.0), live)
+                # Nothing is cheaper than a plain step. A stall says nothing, nor does a warm-up:
+                # what differs from the expectation counts within bounds, alike in both directions,
+                # as noise would otherwise look like a cost.
+                usual = max(expected or plain, plain)
+                budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
 
     def _expected(self, times: StepTimes, rows: int, drafting: float) -> float | None:
         """Seconds that a step should take, by those before it; None while they do not tell."""

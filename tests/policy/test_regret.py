@@ -7,6 +7,7 @@ plain steps and emits ``gain`` tokens per row on average, with 20 % noise on all
 from __future__ import annotations
 
 import functools
+import math
 import random
 from typing import Any
 
@@ -49,13 +50,14 @@ def tokens_of_row(rng: random.Random, gain: float) -> int:
 
 def speedup(
     cost: float, gain: float, batch: int, calls: int, seeds: range,
-    promised: float | None = None, new: int = 128,
+    promised: float | None = None, new: int = 128, noise: float = 0.2,
 ) -> float:  # fmt: skip
     """Over plain decoding, the first call being the first of a process.
 
     Args:
         promised: predicted probability of each draft token, given that the one before was right;
             None if the strategy's trees are fixed.
+        noise: standard deviation of the logarithm of times.
     """
     drafter: Any = NoProbes()
     chain = range(DEPTH + 1)
@@ -70,7 +72,7 @@ def speedup(
         rng, learned = random.Random(seed), Learned()
 
         def turn(seconds: float, rng: random.Random = rng) -> None:
-            clock.now += seconds * max(rng.gauss(1.0, 0.2), 0.2)
+            clock.now += seconds * math.exp(rng.gauss(-(noise**2) / 2, noise))
 
         for _ in range(calls):
             stats = SpecStats()
@@ -96,10 +98,10 @@ def speedup(
 @pytest.mark.parametrize(
     ("cost", "gain", "promised", "first", "later"),
     [
-        (1.5, 1.0, 0.6, 0.91, 0.97),  # as predicted, it would pay
-        (2.0, 1.7, None, 0.90, 0.89),  # it nearly pays
-        (6.0, 1.0, None, 0.865, 0.955),  # each look costs five plain steps
-        (1.3, 2.0, None, 0.88, 0.90),
+        (1.5, 1.0, 0.6, 0.888, 0.945),  # as predicted, it would pay
+        (2.0, 1.7, None, 0.864, 0.89),  # it nearly pays
+        (6.0, 1.0, None, 0.846, 0.945),  # each look costs five plain steps
+        (1.3, 2.0, None, 0.88, 0.94),
     ],
 )
 def test_the_better_choice_is_found(
@@ -108,7 +110,7 @@ def test_the_better_choice_is_found(
     """Shares of the better of plain decoding and drafting, in a first call and in eight calls.
 
     Seeds are fixed. The bounds are the mean of six sets of as many seeds minus three standard
-    deviations between these, which are 0.004 to 0.03.
+    deviations between these, which are 0.004 to 0.03; the lower one of the two batches.
     """
     best = max(gain / cost, 1.0)
     assert speedup(cost, gain, batch, 1, promised=promised, seeds=range(8)) > first * best

@@ -407,6 +407,20 @@ def test_tokens_of_a_batch_are_counted_per_unfinished_row() -> None:
     assert learned.budget.lost == 1.5 - 2
 
 
+def test_noise_costs_nothing() -> None:
+    """A step that takes longer than expected counts as costlier, and as much cheaper if it takes
+    less time, within bounds."""
+    costs = []
+    for seconds in (1.0, 1.5, 0.75, 9.0, 0.1):
+        learned = knowing(line(0.0))
+        policy = StepPolicy(SpecStats(), learned, HERE)
+        assert policy.drafts()
+        tree = policy.choose(Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [9])
+        policy.observe(tree, [1], seconds)
+        costs.append(learned.budget.lost + 1)
+    assert costs == pytest.approx([1.0, 1.5, 0.75, 2.0, 0.5])
+
+
 # -- memory ------------------------------------------------------------------------------------
 
 
