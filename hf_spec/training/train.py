@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.bench.environment import package_version
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import check_count, check_range
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import attached, save_adapter
@@ -32,6 +32,8 @@ from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
 
+#: Epochs of a training that ends by time.
+UNCOUNTED = 10_000
 #: Record of the training, in the adapter folder.
 RECORD = "training.json"
 
@@ -44,6 +46,13 @@ class SpecArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Most random positions per sequence that have probes. Default: the method's."
+        },
+    )
+    max_minutes: float | None = field(
+        default=None,
+        metadata={
+            "help": "Minutes to train for, evaluations included. Then the learning rate follows "
+            "the time, and epochs are not counted unless num_train_epochs is given."
         },
     )
     max_length: int = field(default=1024, metadata={"help": "Longer sequences are cut, in tokens."})
@@ -60,6 +69,13 @@ class SpecArguments(TrainingArguments):
             check_count(name, getattr(self, name))
         if self.num_anchors is not None:
             check_count("num_anchors", self.num_anchors)
+        if self.max_minutes is not None:
+            check_range("max_minutes", self.max_minutes, 0.0, 10**6, open_low=True)
+            if self.warmup_steps >= 1:
+                raise ValueError(
+                    f"warmup_steps={self.warmup_steps}: with max_minutes the number of steps is "
+                    "not known. Give a share of the training, below 1."
+                )
         super().__post_init__()
 
 
@@ -167,6 +183,7 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
         "ddp_find_unused_parameters": False,
         **method.training,
         **config.training_defaults(),
+        **({} if given.get("max_minutes") is None else {"num_train_epochs": UNCOUNTED}),
         **given,
     }
     values.setdefault("save_steps", values["eval_steps"])

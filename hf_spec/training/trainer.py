@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, parse_flag_from_env
-from transformers import Trainer
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -18,6 +20,46 @@ from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.training.evaluation import EvalDecoding, decoding_metrics, top_k_counts, top_k_metrics
 from hf_spec.training.sharded import gathered_state, whole_root
 
+#: Steps of a schedule that follows the time.
+FINE = 10_000
+
+
+class TimeBar(ProgressCallback):
+    """A progress bar of seconds."""
+
+    def __init__(self, trainer: SpecTrainer):
+        super().__init__()
+        self.trainer, self.shown = trainer, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            total = round(60 * args.max_minutes)
+            self.training_bar = tqdm(total=total, unit="s", dynamic_ncols=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            spent = round(60 * args.max_minutes * self.trainer.progress)
+            self.training_bar.update(spent - self.shown)
+            self.shown = spent
+
+
+class TimeLimit(TrainerCallback):
+    """Ends a training after ``max_minutes``, those before it was resumed included."""
+
+    def __init__(self, trainer: SpecTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        spent = [entry["minutes"] for entry in state.log_history if "minutes" in entry]
+        self.trainer.began = time.monotonic() - 60 * max(spent, default=0.0)
+        self.trainer.see_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.see_time()
+        if self.trainer.progress >= 1:
+            control.should_training_stop = control.should_log = True
+            control.should_evaluate = control.should_save = True
+
 
 class SpecTrainer(Trainer):
     """Trains a ``PeftModel`` with an adapter of hf_spec; evaluation decodes real prompts.
@@ -26,6 +68,8 @@ class SpecTrainer(Trainer):
     checkpoints and resuming. ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``,
     and ``eval_tau``, ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its
     share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same prompts together.
+
+    With ``max_minutes``, the learning rate follows its schedule by time, not by steps.
 
     If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
 
@@ -39,6 +83,13 @@ class SpecTrainer(Trainer):
             **kwargs,
         )  # fmt: skip
         self.eval_decoding = eval_decoding
+        #: When the training began, by the clock; of training that is over.
+        self.began, self._time = 0.0, 0.0
+        if self.args.max_minutes is not None:
+            self.add_callback(TimeLimit(self))
+            if not self.args.disable_tqdm:
+                self.remove_callback(ProgressCallback)
+                self.add_callback(TimeBar(self))
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
         self.adapter_config: SpecPeftConfig = self.unwrapped.active_peft_config
@@ -80,6 +131,42 @@ class SpecTrainer(Trainer):
                     optimizer.add_param_group({**group, "params": moved, "lr": rate})
         return optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the Trainer's schedule, or the same over time."""
+        if self.args.max_minutes is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        schedule: Any = super().create_scheduler(FINE, optimizer)
+        if not hasattr(schedule, "lr_lambdas"):
+            raise ValueError(
+                f"lr_scheduler_type={self.args.lr_scheduler_type.value!r} cannot follow "
+                "max_minutes: choose another, such as cosine, or give max_steps instead."
+            )
+
+        def by_time(rate: Any) -> Any:
+            return lambda step: rate(round(FINE * self.progress))
+
+        schedule.lr_lambdas = list(map(by_time, schedule.lr_lambdas))
+        return schedule
+
+    @property
+    def progress(self) -> float:
+        """The part of the training that is over, from 0 to 1."""
+        if self.args.max_minutes is not None:
+            return min(self._time / (60 * self.args.max_minutes), 1.0)
+        return self.state.global_step / max(self.state.max_steps, 1)
+
+    def see_time(self) -> None:
+        """Look at the clock; that of the first process decides."""
+        seconds = [time.monotonic() - self.began]
+        if self.args.world_size > 1:
+            broadcast_object_list(seconds)
+        self._time = seconds[0]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.args.max_minutes is not None and self.is_in_train:
+            logs["minutes"] = round(self._time / 60, 3)
+        super().log(logs, *args, **kwargs)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         if self.trains_base and self.args.should_save:
@@ -103,8 +190,7 @@ class SpecTrainer(Trainer):
 
     def _untrained(self) -> dict[str, torch.nn.Parameter]:
         """Parameters of the adapter that are not trained yet, by name."""
-        progress = self.state.global_step / max(self.state.max_steps, 1)
-        names = self.adapter_config.untrained(progress)
+        names = self.adapter_config.untrained(self.progress)
         adapter = find_active(self._base, self.adapter_config.type_name) if names else None
         weights: dict[str, Any] = {} if adapter is None else adapter.weights()
         return {name: weights[name] for name in weights if name in names}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from fake_clock import FakeClock
 from running import configured, drafting
 from tiny_checkpoint import make_model, save_checkpoint
 from trained import (
@@ -41,6 +43,7 @@ from hf_spec.training.train import (
     split,
     train,
 )
+from hf_spec.training.trainer import SpecTrainer
 
 METHOD, CONFIG = TRAININGS["bita"]
 
@@ -118,6 +121,32 @@ def test_resumed_training_equals_uninterrupted(trained: Trained, tmp_path: Path,
     if name == "full":
         files = [folder / "model" / "model.safetensors" for folder in (whole, tmp_path)]
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learning rate falls with the time, and a resumed training ends when the whole would."""
+    clock = FakeClock()
+    monkeypatch.setattr("hf_spec.training.trainer.time", SimpleNamespace(monotonic=clock))
+    step = SpecTrainer.training_step
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.now += 6.0
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(SpecTrainer, "training_step", slow)
+    settings = {**SETTINGS, "max_minutes": 1.0, "logging_steps": 1, "warmup_steps": 0.1}
+    del settings["max_steps"]
+    arguments = (answers(), "bita", tmp_path, CONFIG, settings)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(), *arguments, callbacks=[Stop()])
+    clock.now += 500.0
+    made = train(make_model(), *arguments, resume=True)
+    rates = history(tmp_path, "learning_rate")
+    assert made["settings"]["steps"] == 10 == len(rates)
+    peak = rates.index(max(rates))
+    assert rates[0] == 0 < rates[-1] < 0.2 * rates[peak] and peak <= 2
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert made["history"][-1]["minutes"] == 1.0 and "eval_tau" in made["history"][-1]
 
 
 def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +236,8 @@ def test_the_commonest_tokens_are_predicted(
         (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
         (["bita", "--max-steps", "many"], "'hf-spec train bita': argument --max_steps.*'many'"),
         (["bita", "--held-out", "0"], "held_out=0: must be a whole number of at least 1"),
+        (["bita", "--max-minutes", "0"], r"max_minutes=0.0: must be a number in \(0"),
+        (["bita", "--max-minutes", "5", "--warmup-steps", "9"], "a share of the training"),
         (["bita", "--adapter", "/none"], "cannot read '/none/generation_config.json'"),
         (["space", "--update", "none", "--p-ar", "1.0"], "p_ar=1.0: nothing is trained"),
         (["bita", "--model="], "'hf-spec train bita' needs --model"),
