@@ -4,7 +4,7 @@ Reads ``results.json`` of ``hf-spec bench``, from several folders if adapters of
 measured one after the other on the same prompts. For each contender it prints tau and speedup, and
 beside ``--against`` (the first one by default) the difference of tau and the ratio of speedups,
 with 95% intervals from resampling the prompts that both have answered (paired bootstrap; see
-``hf_spec/bench/intervals.py``). A difference whose interval holds 0, or a ratio whose interval
+``hf_spec/bench/results.py``). A difference whose interval holds 0, or a ratio whose interval
 holds 1, is within the noise of these prompts. It says nothing about other training seeds: train
 several, and compare those.
 """

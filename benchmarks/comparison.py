@@ -1,0 +1,145 @@
+"""All methods beside each other at equal training time: ``python benchmarks/comparison.py --model M
+--answers A --prompts P``.
+
+Every method that can be trained gets an adapter with its defaults, trained on the same answers for
+the same time (``hf-spec train --max-minutes``). ``hf-spec bench`` then measures all of them and
+``prompt_lookup`` in one process, at the policy's choice, greedily and sampled; and the greedy tau
+of trees with given numbers of draft tokens, every step drafting, without lookups. The result is
+``comparison.md`` in ``--output``. What exists there is not made again: an interrupted command goes
+on, and methods that are added later join with their own lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from papers import command
+
+from hf_spec.files import write_atomically
+from hf_spec.hub.folder import read_json
+from hf_spec.methods.registry import methods
+
+#: Draft tokens of a step.
+SIZES = (4, 8, 16, 32)
+#: What needs no training.
+UNTRAINED = "prompt_lookup"
+
+
+def train(name: str, args: argparse.Namespace) -> Path:
+    """The folder of a method's adapter, trained unless it is there."""
+    folder: Path = args.output / "adapters" / name
+    if not (folder / "training.json").is_file():
+        command(
+            "train", name, "--model", args.model, "--data", str(args.answers), "--output",
+            str(folder), "--max-minutes", str(args.minutes), "--threads", str(args.threads),
+            "--resume",
+        )  # fmt: skip
+    return folder
+
+
+def measure(
+    name: str, contenders: list[str], adapters: list[Path], args: argparse.Namespace, *more: str
+) -> list[dict[str, Any]]:
+    """Results of contenders over all prompts, measured unless they are there."""
+    folder: Path = args.output / name
+    known = folder / "results.json"
+    done = read_json(known) if known.is_file() else None
+    have = {run["strategy"] for run in done["runs"]} if done else set()
+    if done is None or done["environment"]["interrupted"] or not set(contenders) <= have:
+        command(
+            "bench", "--model", args.model, "--prompts", str(args.prompts), "--strategies",
+            ",".join(contenders), *(f"--adapter={adapter}" for adapter in adapters),
+            "--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens),
+            "--threads", str(args.threads), "--output", str(folder), *more,
+        )  # fmt: skip
+    runs: list[dict[str, Any]] = read_json(known)["runs"]
+    return [run for run in runs if run["task"] == "all"]
+
+
+def by_size(name: str, size: int) -> tuple[str, str]:
+    """A contender whose trees have so many draft tokens, and its options."""
+    options = {"drafting": "always", "lookup": False, "num_draft_tokens": size}
+    return f"{name}:{size}", f"{name}:{size}={json.dumps(options)}"
+
+
+def shown(run: dict[str, Any], figure: str, unit: str = "") -> str:
+    """A figure with its interval."""
+    ends = run.get(f"{figure}_interval")
+    between = "" if ends is None else f" ({ends[0]:.2f}-{ends[1]:.2f})"
+    return f"{run[figure]:.2f}{unit}{between}"
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--answers", type=Path, required=True, help="what hf-spec distill wrote")
+    parser.add_argument("--prompts", type=Path, required=True, help="not trained on")
+    parser.add_argument("--output", type=Path, default=Path("comparison"))
+    parser.add_argument("--minutes", type=float, default=10.0, help="training time of each")
+    parser.add_argument("--methods", help="comma-separated; all that can be trained by default")
+    parser.add_argument("--limit", type=int, default=26, help="number of prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args(given)
+    trainable = [name for name, method in methods().items() if method.training is not None]
+    names = args.methods.split(",") if args.methods else trainable
+    if unknown := sorted(set(names) - set(trainable)):
+        parser.error(f"{unknown[0]!r} is not trained: choose among {', '.join(trainable)}")
+    print(f"training takes {len(names) * args.minutes:.0f} minutes", flush=True)
+    adapters = {name: train(name, args) for name in names}
+    every, folders = [UNTRAINED, *names], list(adapters.values())
+    greedy = measure("greedy", every, folders, args, "--batch-size", "1,8")
+    sampled = measure(
+        "sampled",
+        every,
+        folders,
+        args,
+        "--batch-size",
+        "1,8",
+        "--do-sample",
+        "--temperature",
+        "0.7",
+    )
+    sized = [name for name in names if "num_draft_tokens" not in methods()[name].drafter.unused]
+    contenders = [by_size(name, size) for name in sized for size in SIZES]
+    options = [f"--strategy-kwargs={option}" for _, option in contenders]
+    labels, own = [label for label, _ in contenders], [adapters[name] for name in sized]
+    trees = measure("trees", labels, own, args, *options)
+    taus = {run["strategy"]: run["tau"] for run in trees}
+    lines = [
+        "| strategy | parameters | drafting | tau | B1 | B8 | B1, 0.7 | B8, 0.7 | tau at "
+        + ", ".join(map(str, SIZES)) + " draft tokens |",
+        "| --- " * 9 + "|",
+    ]  # fmt: skip
+    for name in every:
+        found = {
+            (kind, run["batch_size"]): run
+            for kind, runs in (("greedy", greedy), ("sampled", sampled))
+            for run in runs
+            if run["strategy"] == name
+        }
+        first = found["greedy", 1]
+        phases = {key: value for key, value in first["stats"].items() if key.endswith("_seconds")}
+        share = phases["draft_seconds"] / sum(phases.values())
+        parameters = "-"
+        if name in adapters:
+            parameters = f"{read_json(adapters[name] / 'training.json')['trainable_parameters']:,}"
+        speeds = [shown(found[key], "speedup", "x") for key in sorted(found)]
+        tau_of = [taus.get(f"{name}:{size}") for size in SIZES]
+        sizes = ", ".join("-" if tau is None else f"{tau:.2f}" for tau in tau_of)
+        lines.append(
+            " | ".join(
+                [f"| `{name}`", parameters, f"{share:.0%}", shown(first, "tau"), *speeds, sizes]
+            ) + " |"
+        )  # fmt: skip
+    table = "\n".join(lines)
+    write_atomically(args.output / "comparison.md", table + "\n")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
