@@ -213,6 +213,10 @@ def prompts(model_type: str, rows: list[tuple[int, int]]) -> dict[str, Tensor]:
     width = max(map(len, sequences))
     ids = torch.tensor([[0] * (width - len(one)) + one for one in sequences])
     mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in sequences])
+    return {"input_ids": ids, "attention_mask": mask, **given, **token_types(model, ids)}
+
+
+def token_types(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """What a model wants to know of each token, of those ``(batch, width)``: where images are."""
     types = {"token_type_ids", "mm_token_type_ids"} & {*inspect.signature(model.forward).parameters}
-    given |= dict.fromkeys(types, (ids == placeholder).long())
-    return {"input_ids": ids, "attention_mask": mask, **given}
+    return dict.fromkeys(types, ((ids == IMAGE) | (ids == AUDIO)).long())
