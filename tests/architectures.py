@@ -148,8 +148,8 @@ _ALL = "bita layer_skip medusa ppd prompt_lookup propd space"
 #: Strategies that are refused, in transformers 5.24.
 REFUSED: dict[str, str] = {
     # Recurrent states by code of their own, or outside the cache.
-    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "minimax", "qwen4_exp",
-            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm", "zaya"),
+    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "qwen4_exp",
+            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"),
     # Blocks of slots in the cache; positions that are made in several places; no cache of keys; a
     # mask that is wrong where a batch is padded.
     **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
@@ -164,7 +164,7 @@ REFUSED: dict[str, str] = {
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified",
             "gemma4_unified_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_linear",
-            "lfm2", "lfm2_moe", "mimo_v2_flash", "minicpm3", "olmo_hybrid", "qwen3_5",
+            "lfm2", "lfm2_moe", "mimo_v2_flash", "minicpm3", "minimax", "olmo_hybrid", "qwen3_5",
             "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "sarvam_mla", "youtu"),
     # Layers that share keys, and several streams of states.
     **_same(f"{_KEYS} layer_skip propd", "gemma3n_text", "hy_v4"),
@@ -172,6 +172,7 @@ REFUSED: dict[str, str] = {
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     **_same(f"{_KEYS} propd", "lara_mini", "lfm3", "mllama"),  # layers that wait for an image
     **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
+    "zaya": "layer_skip propd",  # a router's states pass from layer to layer
     **_same("propd", "falcon_h1", "inkling_text"),  # states and keys in one layer
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
-from hf_spec.cache.convert import check_packable
+from hf_spec.cache.convert import check_packable, with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import StepResult
@@ -163,7 +163,7 @@ def prefill(
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
         end = outputs.logits[:, -1], *_read(reads, chunks, input_ids, real), 0
-        source = cache_in(outputs)
+        source = with_layers(cache_in(outputs))
         check_packable(source)
         width = sequences.width if mask is None else mask.shape[1]
         capacity = max(width, sequences.width) + min(budget, RESERVE)
