@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import random
 from collections import Counter
@@ -29,7 +30,7 @@ from recurrent_models import CONFIGS, shared_recurrent
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, LogitsProcessor
 
-from hf_spec.bench.agreement import Agreement, classify
+from hf_spec.bench.agreement import is_tie, next_token_logits
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
@@ -113,6 +114,18 @@ class Matcher(LogitsProcessor):
         return scores.masked_fill(allowed % 2 == 1, -torch.inf)
 
 
+def pairs(kinds: Iterable[str] = MODELS) -> list[Case]:
+    """Each model of these kinds with each strategy, as calls that are drawn otherwise."""
+    cases = []
+    every = [(kind, model, name) for kind in kinds for model in MODELS[kind] for name in methods()]
+    for number, (kind, model, name) in enumerate(every):
+        drawn = (draw(start, [kind]) for start in itertools.count(number, len(every)))
+        case = next(case for case in drawn if case.name == name)
+        attention = "eager" if model in EAGER_ONLY else "sdpa"
+        cases.append(case._replace(model=model, attention=attention))
+    return cases
+
+
 def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
     """The case of a number among these kinds of models."""
     rng = random.Random(number)
@@ -157,13 +170,13 @@ def _matching() -> set[tuple[str, str]]:
 
 def model_of(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     """The case's model, shared by all cases."""
-    if case.kind == "attention":
-        return shared(case.model, case.attention, dtype)
-    return _as(case.kind, case.model, dtype)
+    return _model(*case[1:4], dtype)
 
 
 @cache
-def _as(kind: str, name: str, dtype: torch.dtype) -> Any:
+def _model(kind: str, name: str, attention: str, dtype: torch.dtype) -> Any:
+    if kind == "attention":
+        return shared(name, attention, dtype)
     model = shared_recurrent(name) if kind == "recurrent" else multimodal.build(name)
     return model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
 
@@ -172,8 +185,10 @@ class Outcome(NamedTuple):
     """What came of a case.
 
     Attributes:
-        result: ``exact``, ``tie`` (see :mod:`hf_spec.bench.agreement`), ``different``,
-            ``refused``, ``raised``, or ``invalid`` where plain generation raises.
+        result: ``exact``; ``tie``, see :mod:`hf_spec.bench.agreement`; ``rounding``, as plain
+            generation's own distance from float32 is larger than that of the scores of both
+            tokens; ``different``; ``refused``; ``raised``; ``invalid`` where plain generation
+            raises.
         note: the error, or where the first difference is.
         tokens: that plain generation made.
         drafted: tokens that were drafted in place of them, in all turns.
@@ -219,8 +234,8 @@ def run(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
         pairs = enumerate(zip(ours[row], turn.answers[row]))
         first = next((place for place, (one, other) in pairs if one != other), None)
         note = f"turn {index}, row {row}, token {first}"
-        tied = [_tied(case, model, turn, row, ours[row]) for row in wrong]
-        result = "tie" if all(tied) else "different"
+        kinds = [_difference(case, turn, row, ours[row], dtype) for row in wrong]
+        result = max(kinds, key=("tie", "rounding", "different").index)
         return Outcome(result, note, tokens, drafted, accepted, len(wrong))
     return Outcome("exact", "", tokens, drafted, accepted)
 
@@ -231,14 +246,18 @@ class Turn(NamedTuple):
     Attributes:
         inputs: of plain generation.
         prompts: tokens of each row.
-        answers: the new tokens of each row, with padding behind its end.
+        answers: the new tokens of each row.
         new: number of tokens of all rows.
+        scores, logits: of each new token, ``(batch, vocab)`` what it was chosen from, and that
+            before processors.
     """
 
     inputs: dict[str, Any]
     prompts: list[list[int]]
     answers: list[list[int]]
     new: int
+    scores: tuple[Tensor, ...]
+    logits: tuple[Tensor, ...]
 
 
 def _plain(case: Case, model: Any) -> list[Turn]:
@@ -256,13 +275,12 @@ def _plain(case: Case, model: Any) -> list[Turn]:
     turns = [_answered(case, model, inputs, own)]
     if case.turn is not None:
         first = turns[0]
-        ends = case.settings.get("eos_token_id", [])
-        rows = []
-        for row, (tokens, answer) in enumerate(zip(first.prompts, first.answers)):
-            stop = next((place for place, one in enumerate(answer) if one in ends), len(answer))
-            kept = max(stop + 1 - case.removed, 0) if case.removed else stop + 1
-            more = prompt(3 + row, seed=case.number + 50)[0].tolist()
-            rows.append(tokens + answer[:kept] + more)
+        rows = [
+            tokens
+            + answer[: max(len(answer) - case.removed, 0)]
+            + prompt(3 + row, seed=case.number + 50)[0].tolist()
+            for row, (tokens, answer) in enumerate(zip(first.prompts, first.answers))
+        ]
         if case.turn == "dynamic":
             more = prompt(4, len(rows), seed=case.number + 50)
             ids = torch.cat([inputs["input_ids"], torch.tensor(first.answers), more], 1)
@@ -295,15 +313,23 @@ def _generate(case: Case, model: Any, inputs: dict[str, Any], **more: Any) -> An
     if case.matched:
         more["logits_processor"] = [Matcher()]
     torch.manual_seed(case.number)
-    return model.generate(**inputs, **case.settings, **more)
+    return model.generate(**inputs, **case.settings, **more, return_dict_in_generate=True)
 
 
 def _answered(case: Case, model: Any, inputs: dict[str, Any], own: dict[str, Any]) -> Turn:
     width = inputs["input_ids"].shape[1]
-    answers = _generate(case, model, inputs, **own)[:, width:].tolist()
+    out = _generate(case, model, inputs, **own, output_scores=True, output_logits=True)
+    answers = [_ended(case, row) for row in out.sequences[:, width:].tolist()]
     real = inputs["attention_mask"].bool()
     prompts = [ids[keep].tolist() for ids, keep in zip(inputs["input_ids"], real)]
-    return Turn(inputs, prompts, answers, sum(map(len, answers)))
+    return Turn(inputs, prompts, answers, sum(map(len, answers)), out.scores, out.logits)
+
+
+def _ended(case: Case, answer: list[int]) -> list[int]:
+    """An answer without padding behind its end."""
+    ends = case.settings.get("eos_token_id", [])
+    stop = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+    return answer[: stop + 1]
 
 
 def _strategy(
@@ -322,8 +348,9 @@ def _strategy(
             known = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
             inputs = {name: value for name, value in inputs.items() if name in known}
             spec = {name: value for name, value in spec.items() if name not in COMPILED}
-        out = _generate(case, model, inputs, **spec, **own, return_dict_in_generate=True)
-        found.append(out.sequences[:, inputs["input_ids"].shape[1] :].tolist())
+        out = _generate(case, model, inputs, **spec, **own)
+        answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        found.append([_ended(case, row) for row in answers])
         drafted += out.spec_stats.num_drafted_tokens
         accepted += out.spec_stats.num_generated_tokens - out.spec_stats.num_row_steps
         if case.turn == "tree":
@@ -331,18 +358,28 @@ def _strategy(
     return found, drafted, accepted
 
 
-def _tied(case: Case, model: Any, turn: Turn, row: int, ours: list[int]) -> bool:
-    """Whether a row differs at a tie, where that is known: in texts that nothing processes."""
-    options = {"max_new_tokens", "do_sample", "eos_token_id", "repetition_penalty"}
-    if case.settings["do_sample"] or case.matched or case.kind == "images":
-        return False
-    if set(case.settings) - options:
-        return False
-    # In a second turn, the prompt as well as the answer count as seen.
-    found = classify(
-        model, turn.prompts[row], ours, turn.answers[row], case.settings.get("repetition_penalty")
-    )
-    return found is Agreement.DIVERGED_AT_TIE
+def _difference(case: Case, turn: Turn, row: int, ours: list[int], dtype: torch.dtype) -> str:
+    """What a row's first difference is; see :class:`Outcome`."""
+    pairs = enumerate(zip(ours, turn.answers[row]))
+    place = next((place for place, (one, other) in pairs if one != other), None)
+    if place is None or case.settings["do_sample"]:  # one of them ends before the other
+        return "different"
+    both = [ours[place], turn.answers[row][place]]
+    scores = turn.scores[place][row]
+    if is_tie(scores, *both, dtype):
+        return "tie"
+    if dtype == torch.float32 or case.kind == "images":
+        return "different"
+    prefix = torch.tensor([turn.prompts[row] + turn.answers[row][:place]])
+    exact = next_token_logits(_precise(*case[1:4], dtype), prefix)
+    chosen = scores.max() - scores[both].min()
+    rounding = (turn.logits[place][row] - exact)[both].diff().abs()
+    return "rounding" if float(rounding) >= float(chosen) else "different"
+
+
+@cache
+def _precise(kind: str, name: str, attention: str, dtype: torch.dtype) -> Any:
+    return copy.deepcopy(_model(kind, name, attention, dtype)).float()
 
 
 # -- as a program --------------------------------------------------------------------------------
@@ -352,6 +389,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--count", type=int, default=1000, help="how many cases")
+    parser.add_argument("--pairs", action="store_true", help="each model with each strategy")
     parser.add_argument("--kinds", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--new", type=int, help="tokens per turn, where models take as many")
@@ -361,10 +399,14 @@ def main(arguments: list[str] | None = None) -> int:
     if given.output is not None and given.output.exists():
         lines = map(json.loads, given.output.read_text().splitlines())
         known = {line["number"]: line for line in lines}
-    for number in range(given.first, given.first + given.count):
+    numbers = range(given.first, given.first + given.count)
+    cases = pairs(given.kinds) if given.pairs else (draw(one, given.kinds) for one in numbers)
+    for case in cases:
+        number = case.number
         if number in known:
             continue
-        case = draw(number, given.kinds)
+        if given.dtype != "float32" and case.settings["do_sample"]:
+            continue  # a difference in the last place moves every draw after it
         if given.new is not None:
             case = case._replace(settings={**case.settings, "max_new_tokens": given.new})
         outcome = run(case, getattr(torch, given.dtype))
