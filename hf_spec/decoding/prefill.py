@@ -141,7 +141,7 @@ def prefill(
     real = None if mask is None else mask.bool()
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
-        first.check_tokens_alone(later, [len(row) for row in rows])
+        first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         target = make_target(cache, cache.lengths + counts, later)
         end = extend(target, rows, group)
@@ -172,6 +172,7 @@ def prefill(
         later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(first.once(later))
+        cache.generated = first.changed(later)
         target = make_target(cache, cache.lengths, later)
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]

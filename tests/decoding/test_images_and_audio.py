@@ -127,6 +127,24 @@ def test_the_next_turn(kind: str, size: int) -> None:
     assert tokens(kind, {**turn, **types, CACHE: first[CACHE]}, **spec) == wanted
 
 
+def test_a_next_turn_of_another_kind_than_what_is_generated() -> None:
+    """Tokens of PaliGemma's prompts attend in both directions, which those in a cache cannot."""
+    model, call = built("paligemma"), given("paligemma", 0)
+    spec = {**drafting("prompt_lookup"), "max_new_tokens": 6, "return_dict_in_generate": True}
+    first = model.generate(**call, **spec)
+    more = torch.cat([first.sequences, prompt(5)], dim=1)
+    types = pad(call["token_type_ids"], [0, more.shape[1] - call["token_type_ids"].shape[1]])
+    turn = {"input_ids": more, "token_type_ids": types, CACHE: first[CACHE]}
+    with pytest.raises(ValueError, match=r"\(token_type_ids\) with a TreeCache.*kind that is gen"):
+        model.generate(**turn, **spec)
+    suffix = types.clone()
+    suffix[:, call["input_ids"].shape[1] :] = 1
+    wanted = tokens("paligemma", {**call, "input_ids": more, "token_type_ids": suffix,
+                                  "attention_mask": torch.ones_like(more)})  # fmt: skip
+    found = tokens("paligemma", {**turn, "token_type_ids": suffix}, **drafting("prompt_lookup"))
+    assert found == wanted
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
 def test_the_callers_dynamic_cache(kind: str) -> None:
     """It is left as plain generation leaves it, and continued."""
