@@ -392,7 +392,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pairs", action="store_true", help="each model with each strategy")
     parser.add_argument("--kinds", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--new", type=int, help="tokens per turn, where models take as many")
+    parser.add_argument("--new", type=int, help="so many tokens, in one turn of at most two rows")
     parser.add_argument("--output", type=Path, help="a line per case; goes on where it stops")
     given = parser.parse_args(arguments)
     known: dict[int, dict[str, Any]] = {}
@@ -408,7 +408,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.dtype != "float32" and case.settings["do_sample"]:
             continue  # a difference in the last place moves every draw after it
         if given.new is not None:
-            case = case._replace(settings={**case.settings, "max_new_tokens": given.new})
+            settings = {**case.settings, "max_new_tokens": given.new}
+            case = case._replace(settings=settings, turn=None, rows=case.rows[:2])
         outcome = run(case, getattr(torch, given.dtype))
         known[number] = {**case._asdict(), **outcome._asdict()}
         known[number]["settings"] = str(case.settings)
