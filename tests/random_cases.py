@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -69,7 +68,8 @@ class Case(NamedTuple):
     """A call of ``generate``, perhaps with a second turn.
 
     Attributes:
-        number: what it is drawn from.
+        number: of the case.
+        seed: what it is drawn from.
         kind: of the model, see :data:`MODELS`.
         model: name of the model.
         attention: its attention implementation.
@@ -85,6 +85,7 @@ class Case(NamedTuple):
     """
 
     number: int
+    seed: int
     kind: str
     model: str
     attention: str
@@ -114,16 +115,19 @@ class Matcher(LogitsProcessor):
         return scores.masked_fill(allowed % 2 == 1, -torch.inf)
 
 
-def pairs(kinds: Iterable[str] = MODELS) -> list[Case]:
-    """Each model of these kinds with each strategy, as calls that are drawn otherwise."""
-    cases = []
-    every = [(kind, model, name) for kind in kinds for model in MODELS[kind] for name in methods()]
-    for number, (kind, model, name) in enumerate(every):
-        drawn = (draw(start, [kind]) for start in itertools.count(number, len(every)))
-        case = next(case for case in drawn if case.name == name)
-        attention = "eager" if model in EAGER_ONLY else "sdpa"
-        cases.append(case._replace(model=model, attention=attention))
-    return cases
+def pairs(kinds: Iterable[str] = MODELS) -> Iterator[Case]:
+    """Each model of these kinds with each strategy, in one drawn call for each model."""
+    number = 0
+    for kind, model in [(one, model) for one in kinds for model in MODELS[one]]:
+        call = draw(number, [kind])._replace(
+            model=model, attention="eager" if model in EAGER_ONLY else "sdpa", matched=False,
+            settings={"max_new_tokens": 36, "do_sample": False}, drafting="always", turn=None,
+        )  # fmt: skip
+        for name in methods():
+            variants = [variant for owner, variant in RUNS if owner == name]
+            variant = random.Random(number).choice(variants)
+            yield call._replace(number=number, name=name, variant=variant)
+            number += 1
 
 
 def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
@@ -152,7 +156,7 @@ def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
     if not images and turn is None and rng.random() < 0.06:
         settings["prefill_chunk_size"] = rng.randint(2, 6)
     return Case(
-        number, kind, model, "eager" if eager else "sdpa", name, variant,
+        number, number, kind, model, "eager" if eager else "sdpa", name, variant,
         rng.choice(("always",) * 9 + ("auto",)), rows, settings, matched,
         compiled=rng.random() < 0.03, turn=turn,
         removed=rng.choice((0, 0, 1, 3)) if turn == "tree" else 0,
@@ -170,7 +174,7 @@ def _matching() -> set[tuple[str, str]]:
 
 def model_of(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     """The case's model, shared by all cases."""
-    return _model(*case[1:4], dtype)
+    return _model(case.kind, case.model, case.attention, dtype)
 
 
 @cache
@@ -208,7 +212,7 @@ def run(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
     """Run a case with its strategy and without."""
     model = model_of(case, dtype)
     try:
-        turns = _plain(case, model)
+        turns = _remembered(case, model)
     except Exception as error:
         return Outcome("invalid", f"{type(error).__name__}: {error}")
     try:
@@ -260,12 +264,25 @@ class Turn(NamedTuple):
     logits: tuple[Tensor, ...]
 
 
+_last: dict[str, list[Turn]] = {}
+
+
+def _remembered(case: Case, model: Any) -> list[Turn]:
+    """What plain generation makes of a call; of the last one without running it again."""
+    call = str((case._replace(number=0, name="", variant="", drafting=""), model.dtype))
+    if call not in _last:
+        turns = _plain(case, model)
+        _last.clear()
+        _last[call] = turns
+    return _last[call]
+
+
 def _plain(case: Case, model: Any) -> list[Turn]:
     if case.kind == "images":
         inputs = multimodal.prompts(case.model, case.rows)
     else:
         lengths = [length for _, length in case.rows]
-        rows = [prompt(length, seed=case.number + i)[0] for i, length in enumerate(lengths)]
+        rows = [prompt(length, seed=case.seed + i)[0] for i, length in enumerate(lengths)]
         inputs = _padded([row.tolist() for row in rows])
     inputs = {
         name: value.to(model.dtype) if value.is_floating_point() else value
@@ -278,11 +295,11 @@ def _plain(case: Case, model: Any) -> list[Turn]:
         rows = [
             tokens
             + answer[: max(len(answer) - case.removed, 0)]
-            + prompt(3 + row, seed=case.number + 50)[0].tolist()
+            + prompt(3 + row, seed=case.seed + 50)[0].tolist()
             for row, (tokens, answer) in enumerate(zip(first.prompts, first.answers))
         ]
         if case.turn == "dynamic":
-            more = prompt(4, len(rows), seed=case.number + 50)
+            more = prompt(4, len(rows), seed=case.seed + 50)
             ids = torch.cat([inputs["input_ids"], torch.tensor(first.answers), more], 1)
             mask = torch.ones_like(ids)
             mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
@@ -312,7 +329,7 @@ def _padded(rows: list[list[int]]) -> dict[str, Tensor]:
 def _generate(case: Case, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
     if case.matched:
         more["logits_processor"] = [Matcher()]
-    torch.manual_seed(case.number)
+    torch.manual_seed(case.seed)
     return model.generate(**inputs, **case.settings, **more, return_dict_in_generate=True)
 
 
@@ -371,7 +388,7 @@ def _difference(case: Case, turn: Turn, row: int, ours: list[int], dtype: torch.
     if dtype == torch.float32 or case.kind == "images":
         return "different"
     prefix = torch.tensor([turn.prompts[row] + turn.answers[row][:place]])
-    exact = next_token_logits(_precise(*case[1:4], dtype), prefix)
+    exact = next_token_logits(_precise(case.kind, case.model, case.attention, dtype), prefix)
     chosen = scores.max() - scores[both].min()
     rounding = (turn.logits[place][row] - exact)[both].diff().abs()
     return "rounding" if float(rounding) >= float(chosen) else "different"
