@@ -33,7 +33,7 @@ from modeling_patches.modules import (
 from modeling_patches.per_call import Changes, step_aside
 
 #: MLPs that return (hidden states, something) where others return hidden states.
-_PAIR_RETURNING_MLPS = {"GptOssMLP"}
+_PAIR_RETURNING_MLPS = {"GptOssMLP", "ZayaSparseMoeBlock"}
 
 
 class LayerSkipper:

@@ -174,7 +174,7 @@ REFUSED: dict[str, str] = {
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     "mllama": f"{_KEYS} propd",  # layers that wait for an image
     **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
-    "zaya": "layer_skip propd",  # a router's states pass from layer to layer
+    "zaya": "propd",  # a router's states pass from layer to layer
 }  # fmt: skip
 
 #: Of these, only where a batch is padded: plain generation then masks the wrong tokens.
