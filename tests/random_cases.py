@@ -29,7 +29,7 @@ from recurrent_models import CONFIGS, shared_recurrent
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, LogitsProcessor
 
-from hf_spec.bench.agreement import is_tie, next_token_logits
+from hf_spec.bench.agreement import TIE_ULPS, next_token_logits, ulp
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
@@ -382,16 +382,17 @@ def _difference(case: Case, turn: Turn, row: int, ours: list[int], dtype: torch.
     if place is None or case.settings["do_sample"]:  # one of them ends before the other
         return "different"
     both = [ours[place], turn.answers[row][place]]
-    scores = turn.scores[place][row]
-    if is_tie(scores, *both, dtype):
+    scores, logits = turn.scores[place][row], turn.logits[place][row]
+    apart = float(scores.max() - scores[both].min())
+    # Processors compute in float32 from what was rounded.
+    if apart <= TIE_ULPS * ulp(float(torch.cat([scores[both], logits[both]]).abs().max()), dtype):
         return "tie"
     if dtype == torch.float32 or case.kind == "images":
         return "different"
     prefix = torch.tensor([turn.prompts[row] + turn.answers[row][:place]])
     exact = next_token_logits(_precise(case.kind, case.model, case.attention, dtype), prefix)
-    chosen = scores.max() - scores[both].min()
-    rounding = (turn.logits[place][row] - exact)[both].diff().abs()
-    return "rounding" if float(rounding) >= float(chosen) else "different"
+    rounding = float((logits - exact)[both].diff().abs())
+    return "rounding" if rounding >= apart else "different"
 
 
 @cache
