@@ -6,6 +6,7 @@
 #                 which it installs
 #   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
 #   make sweep     every causal language model of Transformers with every strategy, and docs/guides/models.md
+#   make random    1,000 random calls of generate with a strategy and without (ARGS="--count 10000")
 #   make docs      the documentation site, in site/
 #   make figures   its figures, and docs/tour.ipynb with its outputs
 #   make dist      wheel and sdist, in dist/; make dist-check also runs the demo from each of them
@@ -17,10 +18,10 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-all test-latest sweep docs figures dist dist-check quality clean
+.PHONY: help venv demo test test-all test-latest sweep random docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,12s/^#\( *\)/\1/p' Makefile
+	@sed -n '2,13s/^#\( *\)/\1/p' Makefile
 
 venv: $(STAMP)
 
@@ -67,6 +68,9 @@ test-latest:
 
 sweep: $(STAMP)
 	$(PYTEST) -q tests/test_every_architecture.py --every-architecture --models-page
+
+random: $(STAMP)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python tests/random_cases.py $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -73,7 +73,7 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
 RECURRENT = ("linear_attention", "conv", "mamba")
 
 
-#: Attention beside a recurrent state, and what its masks are called.
+#: Attention beside a recurrent state, and what some models call its masks.
 BESIDE_STATES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
@@ -170,6 +170,7 @@ class TreeAttention:
         if "" in masks:
             return made[id(masks[""])]
         by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
+        by_kind |= {kind: by_kind[name] for kind, name in BESIDE_STATES.items() if name in by_kind}
         return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling_patches.linear_attention import keeps_states
+from modeling_patches.linear_attention import returns_pair
 from modeling_patches.modules import (
     INLINE_MLP,
     MIXER_NAMES,
@@ -33,7 +33,7 @@ from modeling_patches.modules import (
 from modeling_patches.per_call import Changes, step_aside
 
 #: MLPs that return (hidden states, something) where others return hidden states.
-_PAIR_RETURNING_MLPS = {"GptOssMLP"}
+_PAIR_RETURNING_MLPS = {"GptOssMLP", "ZayaSparseMoeBlock"}
 
 
 class LayerSkipper:
@@ -104,8 +104,7 @@ def _attention(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., An
     found = mixers(layer)
     if not found:
         raise _missing(layer, index, "attention", MIXER_NAMES)
-    # Attention returns its weights, too; a recurrence has none.
-    return {module: _nothing(module, pair=not keeps_states(module)) for module in found}
+    return {module: _nothing(module, pair=returns_pair(module)) for module in found}
 
 
 def _mlp(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., Any]]:

@@ -5,7 +5,8 @@ and others) at each call, in the module that defines their class. A permanent di
 place of each, which asks the running call (:mod:`.per_call`) what to run; other calls run what was
 there before, be it code of Transformers, of a package such as ``fla`` or ``mamba_ssm``, or a kernel
 from the Hub. Layers are found by the names that their code uses, so those of unknown models are
-found, too.
+found, too. Those that update a state without these functions have a forward of ours for trees
+(:mod:`.inline_recurrences`), or are refused by name.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from modeling_patches import recurrences as rules
+from modeling_patches.inline_recurrences import INLINE, Inline, States
 from modeling_patches.mamba import MAMBA1, MAMBA2, mamba1_run, mamba2_run
-from modeling_patches.per_call import Changes, replaced
-from modeling_patches.recurrences import Kept, Rule, Step
+from modeling_patches.per_call import Changes, plain, replaced
+from modeling_patches.recurrences import Rule
 
 _CONV = "causal_conv1d_fn"
 #: Functions that apply a rule to several tokens, by name.
@@ -39,20 +41,6 @@ WITHOUT_STATE = frozenset({"mamba_selective_scan"})
 _UPDATES = {"update_conv_state", "update_recurrent_state", "get_linear_cache"}
 
 
-class States(Protocol):
-    """What holds the states of a call."""
-
-    @property
-    def step(self) -> Step:
-        """The tokens of the running forward."""
-
-    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
-        """The running layer's state before the step, and what it has kept of the step so far."""
-
-    def keep(self, rule: Rule, kept: Kept) -> None:
-        """Keep what the rule needs to advance the running layer's state."""
-
-
 class RecurrentModule(NamedTuple):
     """A module that keeps states.
 
@@ -60,11 +48,13 @@ class RecurrentModule(NamedTuple):
         module: the module.
         owner: the Python module in which its class looks functions up.
         functions: the names of the functions.
+        inline: its forward for trees, if it uses none of them.
     """
 
     module: nn.Module
     owner: ModuleType
     functions: frozenset[str]
+    inline: Inline | None = None
 
 
 def keeps_states(module: nn.Module) -> bool:
@@ -73,16 +63,28 @@ def keeps_states(module: nn.Module) -> bool:
     return bool(_names(kind) & _UPDATES)
 
 
+def returns_pair(module: nn.Module) -> bool:
+    """Whether attention, or a recurrence, returns something beside the hidden states."""
+    inline = INLINE.get(type(module).__name__)
+    return not keeps_states(module) if inline is None else inline.pair
+
+
 def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
     """The modules of a model that keep states in its cache.
 
     Raises:
-        ValueError: the forward of one of them updates a state by code of its own.
+        ValueError: the forward of one of them updates a state by code of its own that is not known.
     """
     found = []
     for module in filter(keeps_states, model.modules()):
         kind: Any = type(module)
         names = _names(kind)
+        forward = inspect.unwrap(kind.forward)
+        owner = sys.modules[forward.__module__]
+        inline = INLINE.get(kind.__name__)
+        if inline is not None:
+            found.append(RecurrentModule(module, owner, frozenset(), inline))
+            continue
         functions = frozenset(names & set(RULES))
         convolves, recurs = _CONV in functions, bool(functions - {_CONV})
         # Every rule follows a convolution, whose update tells which layer runs.
@@ -91,8 +93,7 @@ def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
                 f"{type(module).__name__} updates a recurrent state by code of its own, which is "
                 "not written for trees"
             )
-        forward = inspect.unwrap(type(module).forward)
-        found.append(RecurrentModule(module, sys.modules[forward.__module__], functions))
+        found.append(RecurrentModule(module, owner, functions))
     return found
 
 
@@ -103,15 +104,16 @@ def recurrent_rules(model: nn.Module) -> dict[int, Rule]:
         ValueError: see :func:`recurrent_modules`.
     """
     found: dict[int, Rule] = {}
-    for module, _, functions in recurrent_modules(model):
+    for module, _, functions, inline in recurrent_modules(model):
         index: Any = module.layer_idx
-        found[index] = RULES[next(iter(functions - {_CONV}), _CONV)]
+        rule = RULES[next(iter(functions - {_CONV}), _CONV)]
+        found[index] = rule if inline is None else inline.rule
     return found
 
 
 def loses_state(model: nn.Module) -> bool:
     """Whether a recurrent state is lost where a forward of several tokens continues it."""
-    return any(WITHOUT_STATE & functions for _, _, functions in recurrent_modules(model))
+    return any(WITHOUT_STATE & found.functions for found in recurrent_modules(model))
 
 
 @functools.lru_cache(maxsize=1024)  # asked for every module in each call
@@ -124,7 +126,9 @@ def _names(kind: type) -> frozenset[str]:
 
 def tree_recurrences(model: nn.Module, changes: Changes, states: States) -> None:
     """Have the model's layers apply their rules to the tokens of ``states.step``."""
-    for module, owner, functions in recurrent_modules(model):
+    for module, owner, functions, inline in recurrent_modules(model):
+        if inline is not None:
+            changes.instead(module, "forward", _forward(module, inline, states))
         own = vars(module).get("forward")
         if getattr(own, "__func__", None) is not None and not hasattr(own, "_hf_hook"):
             # A kernel from the Hub replaces the whole layer: run the class's forward.
@@ -134,6 +138,16 @@ def tree_recurrences(model: nn.Module, changes: Changes, states: States) -> None
             if not isinstance(function, _Function):
                 setattr(owner, name, _Function(owner, name, function))
             changes.replace_function(owner, name, _ADAPTED[name](states))
+
+
+def _forward(module: Any, inline: Inline, states: States) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if states.plain:
+            return plain(module, "forward")(*args, **kwargs)
+        states.run_next(module.layer_idx)
+        return inline.forward(module, states, *args, **kwargs)
+
+    return forward
 
 
 class _Function:

@@ -209,6 +209,42 @@ def conv_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Ten
     return entries(rows, places, 1).transpose(1, 2)
 
 
+def windows(
+    x: Tensor, width: int, state: Tensor, step: Step, earlier: Kept | None
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """What convolutions of modules see of each token: its last inputs, oldest first.
+
+    Args:
+        x: ``(batch, n, channels)``
+        width: how many inputs, the token's own included.
+        state: ``(batch, channels, at least width - 1)`` the last inputs before the step.
+
+    Returns:
+        ``(batch, n, width, channels)``
+    """
+    inputs = joined(earlier, "x", x, 1)
+    rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1)
+    taps = step.taps(width, state.shape[2])
+    return entries(rows, taps.flatten(1), 1).unflatten(1, taps.shape[1:]), {"x": inputs}
+
+
+def delay_run(
+    x: Tensor, state: Tensor, step: Step, earlier: Kept | None
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """The previous token's input.
+
+    Args:
+        x: ``(batch, n, channels)``
+        state: ``(batch, channels)``
+    """
+    seen, kept = windows(x, 2, state[..., None], step, earlier)
+    return seen[:, :, 0], kept
+
+
+def delay_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
+    return conv_advance(state[..., None], kept, path, counts)[..., 0]
+
+
 # -- gated delta rule, one decay per head (Yang et al., 2024) or per channel (KDA) -----------------
 
 
@@ -345,6 +381,7 @@ def lightning_run(
 
 _DECAYED = "g", "c", "k", "u"
 CONV = Rule(conv_run, conv_advance, 3, ("x",))
+DELAY = Rule(delay_run, delay_advance, 2, ("x",))
 DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
 KDA = Rule(kda_run, kda_advance, 4, _DECAYED)
 LIGHTNING = Rule(lightning_run, delta_advance, 4, _DECAYED)

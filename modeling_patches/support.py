@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from modeling_patches.cache_name import CACHE
+from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
@@ -83,11 +83,7 @@ def _obstacles(model: Any) -> Iterator[str]:
         yield f": {error}"
     else:
         stateful = getattr(model, "_is_stateful", False)
-        if (
-            states - known
-            or (stateful and not known)
-            or not model._supports_default_dynamic_cache()
-        ):
+        if states - known or (not known and (stateful or not takes_any_cache(model))):
             yield " keeps a recurrent state in a way that is not written for trees"
     kinds = [type(layer).__name__ for layer in DynamicCache(config=text).layers]
     for kind in kinds:
@@ -156,12 +152,24 @@ def check_cache_stays(model: Any) -> None:
         )
 
 
+def takes_any_cache(model: Any) -> bool:
+    """Whether a model takes caches of any class. Others (MiniMax) make one of a class of their own,
+    and check for it unless ``use_cache`` is False; a given cache serves all the same."""
+    return bool(model._supports_default_dynamic_cache())
+
+
+def empty_cache(model: Any) -> DynamicCache | None:
+    """What ``generate`` gives to the first forward; None if the model makes its cache itself."""
+    text = model.config.get_text_config(decoder=True)
+    return DynamicCache(config=text) if takes_any_cache(model) else None
+
+
 def _one_token(model: Any) -> DynamicCache:
     """The cache after a token has run."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = empty_cache(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=placement(model).device)
-    model(input_ids=token, use_cache=True, **{CACHE: cache})
-    return cache
+    output = model(input_ids=token, use_cache=True, **{CACHE: cache})
+    return cache_in(output) if cache is None else cache
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ EXCLUDED = {
     "musicgen_melody": "its causal language model is built from a part of its config",
 }
 
-_NO_MLP = "layer_skip"  # bert's layers have no module of that name
+_NO_MLP = "layer_skip"  # no module of that name in bert's layers, nor in all of Mamba's
 _TRANSFORM = "bita medusa ppd propd space"  # behind the decoder: heads and probes would be misread
 _NO_LAYERS = "layer_skip propd space"  # not in one list, or with attention of another name
 _KEYS = "bita"  # keys and values of several shapes, or not in every layer
@@ -148,8 +148,8 @@ _ALL = "bita layer_skip medusa ppd prompt_lookup propd space"
 #: Strategies that are refused, in transformers 5.24.
 REFUSED: dict[str, str] = {
     # Recurrent states by code of their own, or outside the cache.
-    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "minimax", "qwen4_exp",
-            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm", "zaya"),
+    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "qwen4_exp",
+            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"),
     # Blocks of slots in the cache; positions that are made in several places; no cache of keys; a
     # mask that is wrong where a batch is padded.
     **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
@@ -159,20 +159,22 @@ REFUSED: dict[str, str] = {
             "xlm-roberta-xl", "xmod"),
     "bert-generation": _NO_MLP,
     **_same(_NO_LAYERS, "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
-    **_same(f"{_NO_LAYERS} {_KEYS}", "falcon_mamba", "longcat_flash", "mamba", "mamba2",
-            "nemotron_h", "zamba", "zamba2"),
+    "longcat_flash": f"{_NO_LAYERS} {_KEYS}",
+    **_same(f"{_NO_MLP} {_KEYS}", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba",
+            "zamba2"),
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified",
             "gemma4_unified_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_linear",
-            "lfm2", "lfm2_moe", "mimo_v2_flash", "minicpm3", "olmo_hybrid", "qwen3_5",
-            "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "sarvam_mla", "youtu"),
+            "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "minimax",
+            "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+            "qwen3_next", "sarvam_mla", "youtu"),
     # Layers that share keys, and several streams of states.
     **_same(f"{_KEYS} layer_skip propd", "gemma3n_text", "hy_v4"),
     "glm_moe_dsa": f"{_KEYS} layer_skip",  # attention that returns more
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
-    **_same(f"{_KEYS} propd", "lara_mini", "lfm3", "mllama"),  # layers that wait for an image
+    "mllama": f"{_KEYS} propd",  # layers that wait for an image
     **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
-    **_same("propd", "falcon_h1", "inkling_text"),  # states and keys in one layer
+    "zaya": "propd",  # a router's states pass from layer to layer
 }  # fmt: skip
 
 #: Of these, only where a batch is padded: plain generation then masks the wrong tokens.

@@ -96,6 +96,36 @@ def _placed(model: Any, images: int) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
+def _shaped(model: Any, images: int) -> dict[str, Tensor]:
+    """Four by two patches, the last of which are padding in every other image."""
+    shapes = torch.tensor([[4, 2 + 2 * (i % 2)] for i in range(images)])
+    real = torch.arange(16) < shapes.prod(-1, keepdim=True)
+    size = (images, 16, 3 * model.config.vision_config.patch_size**2)
+    pixels = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
+
+
+def _both(model: Any, images: int) -> dict[str, Tensor]:
+    vision = model.config.high_res_vision_config
+    size = (images, 3, vision.image_size, vision.image_size)
+    pixels = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    return {**_whole(model, images), "high_res_pixel_values": pixels}
+
+
+def _joined(model: Any, images: int) -> dict[str, Tensor]:
+    """Patches of all images in a row; every other image is twice as high."""
+    sizes = torch.tensor([[4 * (1 + i % 2), 4] for i in range(images)])
+    size, patches = model.config.vision_config.patch_size, int(sizes.prod(-1).sum())
+    pixels = torch.randn((1, 3, size, size * patches), generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "target_sizes": sizes}
+
+
+def _flat(model: Any, images: int) -> dict[str, Tensor]:
+    """Four patches each."""
+    size = (images, 4, 3 * model.config.patch_size**2)
+    return {"pixel_values": torch.randn(size, generator=torch.Generator().manual_seed(0))}
+
+
 def _heard(model: Any, sounds: int) -> dict[str, Tensor]:
     frames = 2 * _HEARING["max_source_positions"]
     shape = (sounds, _HEARING["num_mel_bins"], frames)
@@ -109,6 +139,19 @@ def _masked(model: Any, sounds: int, name: str = "input_features_mask") -> dict[
 
 def _attended(model: Any, sounds: int) -> dict[str, Tensor]:
     return _masked(model, sounds, "feature_attention_mask")
+
+
+def _frames(model: Any, videos: int) -> dict[str, Tensor]:
+    """Eight frames each."""
+    return {"pixel_values_videos": _of(model, videos, 8)}
+
+
+def _clips(model: Any, videos: int) -> dict[str, Tensor]:
+    """Two pairs of frames; every other video is twice as high."""
+    given = _grids(model, videos)
+    pixels = torch.cat([given["pixel_values"]] * 2)
+    grids = given["image_grid_thw"] * torch.tensor([2, 1, 1])
+    return {"pixel_values_videos": pixels, "video_grid_thw": grids}
 
 
 class Kind(NamedTuple):
@@ -139,7 +182,7 @@ _LARGE = {"d_model": 32, "encoder_ffn_dim": 128, "intermediate_size": 128}
 
 KINDS: dict[str, Kind] = {
     **_kinds(_whole, {}, "aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2",
-             "internvl", "janus", "llava", "ovis2", "paligemma", "qianfan_ocr"),
+             "internvl", "janus", "llava", "ovis2", "paligemma", "qianfan_ocr", "video_llava"),
     "aria": Kind(_whole, {"projector_patch_to_query_dict": {4: 4}}),
     "step3p7": Kind(_whole, {"text_config": {"sliding_window": 5}}),
     "vipllava": Kind(_whole, {"vision_feature_layers": [-1, -2]}),
@@ -160,6 +203,13 @@ KINDS: dict[str, Kind] = {
             "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 8,
         },
     }),
+    "lfm2_vl": Kind(_shaped, {
+        "vision_config": {"vision_use_head": False},
+        "text_config": {"layer_types": ["conv", "full_attention"] * 2},
+    }),
+    "deepseek_vl_hybrid": Kind(_both),
+    "minicpmv4_6": Kind(_joined, {"insert_layer_id": 0}),
+    "fuyu": Kind(_flat),
     "glmasr": Kind(_masked, {"audio_config": {
         "num_mel_bins": 8, "hidden_size": 32, "intermediate_size": 128,
         "max_position_embeddings": 20,
@@ -169,50 +219,74 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
+#: Videos for some of them.
+VIDEOS: dict[str, Callable[[Any, int], dict[str, Tensor]]] = {
+    **dict.fromkeys(("llava_next_video", "llava_onevision", "video_llava"), _frames),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), _clips),
+}  # fmt: skip
+#: What stands in a prompt for an input, and whose features an encoder makes of it.
+_PLACEHOLDERS = {
+    "pixel_values": (IMAGE, "image"), "pixel_values_videos": (VIDEO, "video"),
+    "input_features": (AUDIO, "audio"),
+}  # fmt: skip
+
+
 @cache
 def build(model_type: str) -> Any:
     """A random model; tests must leave it as they found it."""
     torch.manual_seed(0)
-    config = tiny_of(CONFIG_MAPPING[model_type], KINDS[model_type].fields, _SIZES)
+    fields = KINDS[model_type].fields if model_type in KINDS else {}
+    config = tiny_of(CONFIG_MAPPING[model_type], fields, _SIZES)
     model: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     randomise_all(model)
     model.generation_config.suppress_tokens = [HEAR, END, START, IMAGE, VIDEO, AUDIO]
     return model
 
 
-def _encoded(model: Any, given: dict[str, Tensor]) -> Any:
+def _encoded(model: Any, given: dict[str, Tensor], seen: str) -> Any:
     """What the model's encoder makes of images or sounds: a part of each, or all in one tensor."""
-    name = f"get_{'image' if 'pixel_values' in given else 'audio'}_features"
-    owner = model.model if hasattr(model.model, name) else model
+    name = f"get_{seen}_features"
+    inner = getattr(model, "model", model)
+    owner = inner if hasattr(inner, name) else model
     with torch.no_grad():
-        return getattr(owner, name)(**given, return_dict=True).pooler_output
+        found = getattr(owner, name)(**given, return_dict=True)
+    pooled = getattr(found, "pooler_output", None)
+    return found.last_hidden_state if pooled is None else pooled
 
 
-def prompts(model_type: str, rows: list[tuple[int, int]]) -> dict[str, Tensor]:
+def prompts(
+    model_type: str, rows: list[tuple[int, int]], videos: bool = False
+) -> dict[str, Tensor]:  # fmt: skip
     """A batch, padded on the left.
 
     Args:
         rows: of each row, the number of its images, which come after two tokens, and its length
             without them.
+        videos: whether it has videos instead.
     """
     model, kind = build(model_type), KINDS[model_type]
     total = sum(images for images, _ in rows)
-    given = kind.inputs(model, total)
+    given = (VIDEOS[model_type] if videos else kind.inputs)(model, total)
+    placeholder, seen = next(_PLACEHOLDERS[name] for name in given if name in _PLACEHOLDERS)
     sizes = [kind.placeholders] * total
     if kind.placeholders is None:
-        found = _encoded(model, given)
+        found = _encoded(model, given, seen)
         each = found if isinstance(found, (list, tuple)) else found.reshape(
             total, -1, found.shape[-1]
         )  # fmt: skip
         sizes = [one.numel() // one.shape[-1] for one in each]
-    placeholder, remaining, sequences = IMAGE if "pixel_values" in given else AUDIO, iter(sizes), []
+    remaining, sequences = iter(sizes), []
     for row, (images, length) in enumerate(rows):
         text = prompt(length, seed=row)[0].clamp(max=HEAR - 1).tolist()
-        seen = [t for _ in range(images) for t in (START, *[placeholder] * next(remaining), END)]
-        sequences.append(text[:2] + seen + text[2:])
+        parts = [(START, *[placeholder] * next(remaining), END) for _ in range(images)]
+        sequences.append(text[:2] + [token for part in parts for token in part] + text[2:])
     width = max(map(len, sequences))
     ids = torch.tensor([[0] * (width - len(one)) + one for one in sequences])
     mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in sequences])
+    return {"input_ids": ids, "attention_mask": mask, **given, **token_types(model, ids)}
+
+
+def token_types(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """What a model wants to know of each token, of those ``(batch, width)``: where images are."""
     types = {"token_type_ids", "mm_token_type_ids"} & {*inspect.signature(model.forward).parameters}
-    given |= dict.fromkeys(types, (ids == placeholder).long())
-    return {"input_ids": ids, "attention_mask": mask, **given}
+    return dict.fromkeys(types, ((ids == IMAGE) | (ids == AUDIO)).long() + 2 * (ids == VIDEO))

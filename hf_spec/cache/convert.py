@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from hf_spec.cache.buffers import aligned
 from hf_spec.cache.recurrent import fill
@@ -72,6 +72,26 @@ def take_over(
         cache.recurrent.take_over(source.layers, cache.host_lengths)
 
 
+def with_layers(cache: Any) -> Any:
+    """A prompt's cache that holds each recurrent state in a layer.
+
+    MiniMax's own class holds them beside its layers, of which those of recurrences are empty, and
+    the last ones missing.
+    """
+    states = getattr(cache, "linear_cache", None)
+    if states is None:
+        return cache
+    found = DynamicCache()
+    for index in range(len(cache)):
+        state = states[index] if index < len(states) else None
+        if isinstance(state, Tensor):
+            found.layers.append(LinearAttentionLayer())
+            found.layers[-1].update_recurrent_state(state)
+        else:
+            found.layers.append(cache.layers[index])
+    return found
+
+
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
     """Fill a user's ``DynamicCache`` in place, as plain generation would have left it.
 
@@ -131,6 +151,11 @@ def check_packable(cache: Cache) -> None:
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
         raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
+    if hasattr(cache, "linear_cache"):
+        raise ValueError(
+            f"the given cache is a {type(cache).__name__}, which takes the length of its first "
+            f"layer, a recurrent one perhaps, for that of the sequence. {remedy}"
+        )
     for layer in cache.layers:
         # Subclasses of the dynamic layer not named there quantise or compress.
         if type(layer).__name__ not in LAYERS or "Static" in type(layer).__name__:

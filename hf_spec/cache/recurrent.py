@@ -150,6 +150,12 @@ class RecurrentStates:
         self._kept[place] = [{"state": state}]
         return state
 
+    def append(self, layer: int, number: int, inputs: Tensor) -> None:
+        """What a plain step adds to the inputs ``(batch, channels, n)`` of a convolution."""
+        before = self._state(("conv", layer, number))
+        state = torch.cat([before, inputs.to(before.dtype)], -1)[..., -before.shape[-1] :]
+        self._kept["conv", layer, number] = [{"state": state}]
+
     def replace(self, layer: int, number: int, state: Tensor) -> None:
         """What a plain step makes of a recurrent state."""
         self._kept["rule", layer, number] = [{"state": state}]

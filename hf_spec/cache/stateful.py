@@ -55,7 +55,10 @@ class StatefulCache(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        self._in_block().run_next(layer_idx, state_idx)
+        states = self._in_block()
+        states.run_next(layer_idx, state_idx)
+        if states.plain:
+            states.append(layer_idx, state_idx, conv_states)
         return conv_states
 
     def update_recurrent_state(
@@ -65,6 +68,14 @@ class StatefulCache(Cache):
         if states.plain:
             states.replace(layer_idx, state_idx, recurrent_states)
         return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """MiniMax's name of :meth:`get_recurrent_state`."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """MiniMax's name of :meth:`update_recurrent_state`."""
+        self.update_recurrent_state(linear_cache, layer_idx)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

@@ -46,6 +46,8 @@ class TreeCache(StatefulCache):
             axis that the model rotates by; None for 0.
         inputs: names of what the states depend on besides tokens, such as an image: rows cannot be
             computed again from their tokens.
+        generated: of further inputs with a value per token, that of generated tokens, by name,
+            where it is not that of the prompt's last one.
         padding: columns before each row's first token, which some models count as positions; None
             if they are not known.
         block: the open block, if one is open.
@@ -69,6 +71,7 @@ class TreeCache(StatefulCache):
         self.tokens: list[list[int]] | None = None
         self.shift: Tensor | None = None
         self.inputs: list[str] = []
+        self.generated: dict[str, float] = {}
         self.padding: list[int] | None = None
         self.block: OpenBlock | None = None
         self.recurrent = RecurrentStates(rules, batch_size) if rules else None

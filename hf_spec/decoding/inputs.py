@@ -51,31 +51,52 @@ class PromptInputs(NamedTuple):
         """Names of the inputs of the prompt's forward alone."""
         return [key for key in self.others if key not in later.others | later.per_token]
 
-    def check_tokens_alone(self, later: LaterInputs, counts: list[int]) -> None:
+    def changed(self, later: LaterInputs) -> dict[str, float]:
+        """What generated tokens have of inputs with a value per token, by name, where the last
+        token of a prompt has something else."""
+        return {
+            key: value.flatten()[0].item()
+            for key, value in later.per_token.items()
+            if key in self.others and bool((self.others[key][:, -1:] != value).any())
+        }
+
+    def check_tokens_alone(
+        self, later: LaterInputs, counts: list[int], generated: dict[str, float]
+    ) -> None:  # fmt: skip
         """Check that a continued TreeCache needs no more than tokens.
 
         Args:
-            counts: new tokens of each row, the last of the prompt. An input of the prompt that has
-                a value per token, such as its type, may be 0 for all of them: text.
+            counts: new tokens of each row, the last of the prompt. An input with a value per token,
+                such as its type, must be that of generated tokens for all of them, or 0 where these
+                have none: text.
+            generated: what generated tokens have if it is not what the prompt's last token has, by
+                name; see :meth:`changed`.
 
         Raises:
             ValueError: naming the inputs that it lacks.
         """
 
-        def is_text(value: Any) -> bool:
+        def is_text(key: str) -> bool:
+            value, kinds = self.others[key], later.per_token.get(key)
+            if key in generated or kinds is None:
+                kinds = torch.full((len(counts), 1), generated.get(key, 0))
             return (
                 isinstance(value, Tensor)
                 and value.ndim == 2
                 and value.shape[1] >= max(counts)
                 and len(value) == len(counts)
-                and not any(row[len(row) - n :].any() for row, n in zip(value, counts))
+                and all(
+                    bool((row[len(row) - n :] == kind.to(row.device)).all())
+                    for row, kind, n in zip(value, kinds, counts)
+                )
             )
 
-        missing = [key for key in self.once(later) if not is_text(self.others[key])]
+        missing = [key for key in self.others if key not in later.others and not is_text(key)]
         if missing:
             raise ValueError(
                 f"an image or the like ({', '.join(missing)}) with a TreeCache as {CACHE}: it is "
-                f"continued by tokens alone. Leave out what it has seen, or leave {CACHE} out."
+                "continued by tokens alone, of the kind that is generated. Leave out what it has "
+                f"seen, or leave {CACHE} out."
             )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
-from hf_spec.cache.convert import check_packable
+from hf_spec.cache.convert import check_packable, with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import StepResult
@@ -141,7 +141,7 @@ def prefill(
     real = None if mask is None else mask.bool()
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
-        first.check_tokens_alone(later, [len(row) for row in rows])
+        first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         target = make_target(cache, cache.lengths + counts, later)
         end = extend(target, rows, group)
@@ -163,7 +163,7 @@ def prefill(
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
         end = outputs.logits[:, -1], *_read(reads, chunks, input_ids, real), 0
-        source = cache_in(outputs)
+        source = with_layers(cache_in(outputs))
         check_packable(source)
         width = sequences.width if mask is None else mask.shape[1]
         capacity = max(width, sequences.width) + min(budget, RESERVE)
@@ -172,6 +172,7 @@ def prefill(
         later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(first.once(later))
+        cache.generated = first.changed(later)
         target = make_target(cache, cache.lengths, later)
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]

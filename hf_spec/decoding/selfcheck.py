@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
@@ -36,7 +35,7 @@ from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import decoder_of
 from modeling_patches.per_call import Changes
-from modeling_patches.support import VERIFIED, context_ends
+from modeling_patches.support import VERIFIED, context_ends, empty_cache
 from modeling_patches.weights import placement
 
 #: The root with two children, of which the second has a child.
@@ -198,7 +197,7 @@ class _Trial:
         mask = self.mask.repeat(copies, 1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0) + self.start
         return {
-            "attention_mask": mask, CACHE: DynamicCache(config=self.text_config), "use_cache": True,
+            "attention_mask": mask, CACHE: empty_cache(self.model), "use_cache": True,
             **taken(self.model, position_ids=positions, logits_to_keep=1),
         }  # fmt: skip
 

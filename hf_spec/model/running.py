@@ -18,6 +18,15 @@ class Running:
         assert self.states is not None
         return self.states.step
 
+    @property
+    def plain(self) -> bool:
+        assert self.states is not None
+        return self.states.plain
+
+    def run_next(self, layer: int) -> None:
+        assert self.states is not None
+        self.states.run_next(layer, 0)
+
     def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
         assert self.states is not None
         return self.states.read(rule)

@@ -34,6 +34,7 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
+from modeling_patches.support import takes_any_cache
 from modeling_patches.weights import placement
 
 #: Names of a forward's own variables; see :meth:`Target.variables`.
@@ -289,7 +290,7 @@ class Target:
                 self.dtype,
             ),
             CACHE: self.cache,
-            "use_cache": True,
+            "use_cache": takes_any_cache(self.model),
             "return_dict": True,
         }
         if self.takes_positions:

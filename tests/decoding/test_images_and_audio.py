@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import prompt, ragged
-from multimodal import IMAGE, KINDS, PATCH, SIZE, prompts
+from multimodal import IMAGE, KINDS, PATCH, SIZE, VIDEOS, prompts
 from multimodal import build as built
 from PIL import Image
 from running import drafting
@@ -82,11 +82,48 @@ def test_exact(model_type: str, name: str) -> None:
     assert drafted
 
 
+@pytest.mark.parametrize("kind", VIDEOS)
+def test_videos(kind: str) -> None:
+    model = built(kind)
+    for rows in BATCHES:
+        call = prompts(kind, rows, videos=True)
+        wanted = tokens(kind, call)
+        assert tokens(kind, {**call, "pixel_values_videos": -call["pixel_values_videos"]}) != wanted
+        for name in NAMES:
+            with adapted(model, name):
+                assert tokens(kind, call, **drafting(name)) == wanted
+
+
+def test_an_image_before_the_text() -> None:
+    """GIT puts it there itself, without placeholders."""
+    model = built("git")
+    for rows in (1, 2):
+        image = torch.randn(rows, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+        call = {"input_ids": prompt(9, rows).clamp(max=57), "pixel_values": image}
+        wanted = tokens("git", call)
+        assert tokens("git", {**call, "pixel_values": -image}) != wanted
+        for name in NAMES:
+            with adapted(model, name):
+                assert tokens("git", call, **drafting(name)) == wanted
+
+
+def test_refused_with_an_image() -> None:
+    model = built("kosmos-2")
+    seen = torch.full((1, model.config.latent_query_num), IMAGE)
+    ids = torch.cat([prompt(2), seen, prompt(7)], dim=1)
+    call = {
+        "input_ids": ids, "image_embeds_position_mask": ids == IMAGE,
+        "pixel_values": torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)),
+    }  # fmt: skip
+    assert tokens("kosmos-2", call)
+    with pytest.raises(ValueError, match="Kosmos2TextForCausalLM drops position_ids and counts"):
+        tokens("kosmos-2", call, **drafting("prompt_lookup"))
+
+
 def test_what_is_seen_matters(model_type: str) -> None:
     """Otherwise the other tests would show nothing."""
-    call = dict(given(model_type, 0))
-    name = "pixel_values" if "pixel_values" in call else "input_features"
-    call[name] = -call[name]
+    call = given(model_type, 0)
+    call = {name: -one if one.is_floating_point() else one for name, one in call.items()}
     other = built(model_type).generate(**call, **GREEDY).logits[0]
     assert not torch.allclose(other, plain(model_type, 0).logits[0], atol=1e-2)
 
@@ -125,6 +162,24 @@ def test_the_next_turn(kind: str, size: int) -> None:
     types = {name: pad(call[name], wider) for name in call if name.endswith("type_ids")}
     wanted = tokens(kind, {**call, **turn, **types})
     assert tokens(kind, {**turn, **types, CACHE: first[CACHE]}, **spec) == wanted
+
+
+def test_a_next_turn_of_another_kind_than_what_is_generated() -> None:
+    """Tokens of PaliGemma's prompts attend in both directions, which those in a cache cannot."""
+    model, call = built("paligemma"), given("paligemma", 0)
+    spec = {**drafting("prompt_lookup"), "max_new_tokens": 6, "return_dict_in_generate": True}
+    first = model.generate(**call, **spec)
+    more = torch.cat([first.sequences, prompt(5)], dim=1)
+    types = pad(call["token_type_ids"], [0, more.shape[1] - call["token_type_ids"].shape[1]])
+    turn = {"input_ids": more, "token_type_ids": types, CACHE: first[CACHE]}
+    with pytest.raises(ValueError, match=r"\(token_type_ids\) with a TreeCache.*kind that is gen"):
+        model.generate(**turn, **spec)
+    suffix = types.clone()
+    suffix[:, call["input_ids"].shape[1] :] = 1
+    wanted = tokens("paligemma", {**call, "input_ids": more, "token_type_ids": suffix,
+                                  "attention_mask": torch.ones_like(more)})  # fmt: skip
+    found = tokens("paligemma", {**turn, "token_type_ids": suffix}, **drafting("prompt_lookup"))
+    assert found == wanted
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])

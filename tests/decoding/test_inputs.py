@@ -132,3 +132,19 @@ def test_values_per_token(tiny: Tiny, spec: Spec, embedded: bool) -> None:
     plain = model.generate(**given, token_type_ids=types, **GREEDY)
     assert not torch.equal(model.generate(**given, **GREEDY), plain)
     assert torch.equal(model.generate(**given, token_type_ids=types, **GREEDY, **spec), plain)
+
+
+def test_values_per_token_in_the_next_turn(tiny: Tiny, spec: Spec) -> None:
+    """New tokens run as generated ones do: with one value for all of them, in a ``TreeCache``."""
+    model = tiny("gpt2")
+    settings = {**GREEDY, **spec, "return_dict_in_generate": True}
+    first = model.generate(prompt(), token_type_ids=torch.ones_like(prompt()), **settings)
+    ids = torch.cat([first.sequences, prompt(5)], dim=1)
+    types = torch.ones_like(ids)
+    plain = model.generate(ids, token_type_ids=types, **GREEDY)
+    cache = copy.deepcopy(first[CACHE])
+    found = model.generate(ids, token_type_ids=types, **GREEDY, **spec, **{CACHE: cache})
+    assert torch.equal(found, plain)
+    types[:, -3] = 0
+    with pytest.raises(ValueError, match=r"\(token_type_ids\) with a TreeCache.*kind that is gen"):
+        model.generate(ids, token_type_ids=types, **settings, **{CACHE: first[CACHE]})

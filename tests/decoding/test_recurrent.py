@@ -27,11 +27,13 @@ from transformers import CompileConfig, DynamicCache, StoppingCriteriaList
 
 import hf_spec
 from hf_spec.cache import recurrent as recurrent_module
+from hf_spec.cache.convert import with_layers
 from hf_spec.cache.recurrent import stock_states
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE
+from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.support import empty_cache
 
 NEW = 64
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -50,6 +52,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "space": ({"num_mask_tokens": 3}, {}),
     "propd": ({"num_heads": 3, "prune_layer": 2}, {"prune": True, "prune_top_k": 2}),
 }
+#: MiniMax-Text-01 begins with a layer that has a state and no keys.
+LINEAR_FIRST = {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]}
 CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -138,6 +142,16 @@ def test_compiled(kind: str) -> None:
         assert not refused and stats.details["compiled"]["made"]
 
 
+@pytest.mark.parametrize("kind", ["minimax", "zaya"])
+def test_compiled_where_a_forward_of_ours_updates_the_state(kind: str) -> None:
+    model, settings = recurrent(kind), {**GREEDY, "max_new_tokens": 8}
+    model.set_experts_implementation("batched_mm")  # which can be captured in float32
+    wanted = model.generate(**one_row(), **settings).tolist()
+    assert model.generate(**one_row(), **settings, **LOOKUP, **CAPTURED).tolist() == wanted
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and not stats.details["compiled"]["refused"]
+
+
 @pytest.mark.parametrize("name", ["space", "layer_skip"])
 def test_compiled_with_probes_and_skipped_layers(name: str) -> None:
     fields, options = STRATEGIES[name]
@@ -170,6 +184,20 @@ def test_low_rank_updates() -> None:
         check("qwen3_5_text", model, **drafting("layer_skip"))
 
 
+def test_padding_where_the_first_layer_has_no_keys() -> None:
+    """MiniMax's own cache then counts no tokens, and plain generation hides all keys of a padded
+    row: such a batch is refused."""
+    model = recurrent("minimax", **LINEAR_FIRST)
+    for given in (one_row(), {"input_ids": prompt(12, 3)}):
+        wanted = model.generate(**given, **GREEDY).tolist()
+        assert model.generate(**given, **GREEDY, **SAME_MODEL).tolist() == wanted
+    with pytest.raises(ValueError, match="MiniMaxForCausalLM.*in a trial with padding"):
+        model.generate(**ragged(), **GREEDY, **LOOKUP)
+    past = model.generate(**one_row(), **GREEDY, return_dict_in_generate=True)[CACHE]
+    with pytest.raises(ValueError, match="a MiniMaxCache, which takes the length of its first"):
+        model.generate(prompt(80), **GREEDY, **LOOKUP, **{CACHE: past})
+
+
 # -- plain steps ---------------------------------------------------------------------------------
 
 
@@ -179,13 +207,13 @@ def test_plain_steps_are_those_of_plain_generation(
 ) -> None:
     """Bit for bit: layers run their own code. Of hybrid models in the first layer, as attention
     with a mask is another function."""
-    model = shared_recurrent(kind)
+    model = recurrent("minimax", **LINEAR_FIRST) if kind == "minimax" else shared_recurrent(kind)
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookups: False)
+    settings = {**GREEDY, "return_dict_in_generate": True}
     for given in (one_row(), {"input_ids": prompt(12, 3)}):
-        caches = [DynamicCache(config=model.config) for _ in range(2)]
-        for past, spec in zip(caches, ({}, LOOKUP)):
-            model.generate(**given, **GREEDY, **spec, **{CACHE: past})
-        theirs, ours = (dict(stock_states(past.layers)) for past in caches)
+        past = with_layers(model.generate(**given, **settings)[CACHE])
+        cache = model.generate(**given, **settings, **LOOKUP)[CACHE]
+        theirs, ours = dict(stock_states(past.layers)), dict(cache.recurrent.states())
         places = [place for place in theirs if kind == "mamba" or place[1] == 0]
         assert places and all(torch.equal(ours[place], theirs[place]) for place in places)
 
@@ -258,10 +286,10 @@ def stops(ids: Tensor, *ends: int) -> StoppingCriteriaList:
 
 def states_of(model: Any, tokens: list[int]) -> dict[Any, Tensor]:
     """What Transformers computes from these tokens alone."""
-    alone = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.tensor([tokens]), **{CACHE: alone})
-    return {place: state[0] for place, state in stock_states(alone.layers)}
+        out = model(torch.tensor([tokens]), use_cache=True, **{CACHE: empty_cache(model)})
+    layers = with_layers(cache_in(out)).layers
+    return {place: state[0] for place, state in stock_states(layers)}
 
 
 def check_close(found: Tensor, wanted: Tensor) -> None:

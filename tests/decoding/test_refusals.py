@@ -160,8 +160,8 @@ def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
         ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state.*Generate without"),
         ("rwkv", "RwkvForCausalLM keeps a recurrent state.*Generate without"),
-        ("minimax", "MiniMaxLightningAttention updates a recurrent state by code of its own.*with"),
-        ("zaya", "ZayaCCAProjection updates a recurrent state by code of its own.*Generate with"),
+        ("inkling2_text", "Inkling2DynamicShortConvolution updates a recurrent state.*Generate w"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM keeps a recurrent state.*Generate without"),
     ],
 )  # fmt: skip
 def test_models(model_type: str, message: str) -> None:

@@ -177,6 +177,13 @@ def lightning() -> Case:
     )  # fmt: skip
 
 
+def delay() -> Case:
+    def one(state: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
+        return state, given["x"]
+
+    return Case(rules.DELAY, {"x": normal(BATCH, NODES, 6)}, {"x": 1}, normal(BATCH, 6), one, 1)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "convolution": lambda: conv(None),
     "convolution, activated": lambda: conv("silu"),
@@ -186,6 +193,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Mamba-2": mamba2,
     "Mamba-1": mamba1,
     "lightning": lightning,
+    "delay": delay,
 }
 
 

@@ -1,0 +1,452 @@
+"""Random calls of ``generate``: does a strategy give the tokens of plain generation?
+
+``python tests/random_cases.py --count 10000 --output cases.jsonl`` draws models with attention,
+recurrent layers and images, strategies with their variants, batches with padding, processors, ends,
+sampling, compiled steps and second turns. Case number n is the same in every run; those that the
+output has are not run again. It prints what differed and a summary. ``make random`` runs 1,000;
+``make test`` runs a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import multimodal
+import torch
+from adapter_oracle import lent
+from conftest import ARCHITECTURES, EAGER_ONLY, EOS, PAD, VOCAB, prompt, shared
+from method_variants import VARIANTS
+from recurrent_models import CONFIGS, shared_recurrent
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, LogitsProcessor
+
+from hf_spec.bench.agreement import TIE_ULPS, next_token_logits, ulp
+from hf_spec.methods.registry import methods
+from modeling_patches.cache_name import CACHE
+
+#: Kinds of models, and the models of each.
+MODELS: dict[str, tuple[str, ...]] = {
+    "attention": tuple(ARCHITECTURES),
+    "recurrent": tuple(CONFIGS),
+    "images": tuple(multimodal.KINDS),
+}
+#: What each method runs with: its variants, those that sample drafts included, and drafts that are
+#: all accepted.
+RUNS: dict[tuple[str, str], dict[str, Any]] = {
+    (name, variant): options
+    for name, run in VARIANTS.items()
+    for variant, options in {**run.options, **run.sampled}.items()
+} | {
+    ("layer_skip", "whole"): {
+        "skip_attention": [], "skip_mlp": [], "draft_exit": "fixed", "max_draft": 4,
+    },
+}  # fmt: skip
+COMPILED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+PROCESSORS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 1.2},
+    {"bad_words_ids": [[5], [6, 7], [9, 10, 11]]}, {"sequence_bias": {(5,): 3.0, (8, 9): -4.0}},
+    {"begin_suppress_tokens": list(range(3, 30))}, {"min_new_tokens": 6},
+    {"exponential_decay_length_penalty": (4, 1.3)},
+    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
+)  # fmt: skip
+WARPERS: tuple[dict[str, Any], ...] = (
+    {"top_k": 0}, {"temperature": 0.7, "top_k": 7}, {"top_k": 0, "top_p": 0.8},
+    {"temperature": 1.5, "top_k": 20, "min_p": 0.02},
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A call of ``generate``, perhaps with a second turn.
+
+    Attributes:
+        number: of the case.
+        seed: what it is drawn from.
+        kind: of the model, see :data:`MODELS`.
+        model: name of the model.
+        attention: its attention implementation.
+        name: the strategy.
+        variant: what it runs with, see :mod:`method_variants`.
+        drafting: which steps draft.
+        rows: of each row, images and tokens besides.
+        settings: options of ``generate``.
+        matched: whether a processor keeps a state per row.
+        compiled: whether steps are compiled.
+        turn: cache of a second turn: a ``"tree"`` or a ``"dynamic"`` one; None for one turn.
+        removed: tokens of the first answer that the second turn leaves out.
+    """
+
+    number: int
+    seed: int
+    kind: str
+    model: str
+    attention: str
+    name: str
+    variant: str
+    drafting: str
+    rows: list[tuple[int, int]]
+    settings: dict[str, Any]
+    matched: bool = False
+    compiled: bool = False
+    turn: str | None = None
+    removed: int = 0
+
+
+class Matcher(LogitsProcessor):
+    """Allows half of the vocabulary, which half by all tokens so far, as grammars do."""
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.state is None:
+            self.state = torch.zeros(len(input_ids), dtype=torch.long)
+        else:
+            self.state = (self.state * 31 + input_ids[:, -1] + 1) % 1009
+        allowed = torch.arange(scores.shape[1])[None] + self.state[:, None]
+        return scores.masked_fill(allowed % 2 == 1, -torch.inf)
+
+
+def pairs(kinds: Iterable[str] = MODELS) -> Iterator[Case]:
+    """Each model of these kinds with each strategy, in one drawn call for each model."""
+    number = 0
+    for kind, model in [(one, model) for one in kinds for model in MODELS[one]]:
+        call = draw(number, [kind])._replace(
+            model=model, attention="eager" if model in EAGER_ONLY else "sdpa", matched=False,
+            settings={"max_new_tokens": 36, "do_sample": False}, drafting="always", turn=None,
+        )  # fmt: skip
+        for name in methods():
+            variants = [variant for owner, variant in RUNS if owner == name]
+            variant = random.Random(number).choice(variants)
+            yield call._replace(number=number, name=name, variant=variant)
+            number += 1
+
+
+def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
+    """The case of a number among these kinds of models."""
+    rng = random.Random(number)
+    kind = rng.choice([*kinds])
+    model = rng.choice(MODELS[kind])
+    eager = kind == "attention" and (model in EAGER_ONLY or rng.random() < 0.4)
+    name = rng.choice([*methods()])
+    variant = rng.choice([variant for owner, variant in RUNS if owner == name])
+    size = rng.choice((1, 1, 2, 3, 4))
+    images = kind == "images"
+    rows = [(rng.randint(1, 2) * images, rng.randint(3 + images, 16)) for _ in range(size)]
+    settings: dict[str, Any] = {"max_new_tokens": rng.randint(6, 36), "do_sample": False}
+    matched = rng.random() < 0.08
+    if not matched and rng.random() < 0.5:
+        settings |= rng.choice(PROCESSORS)
+    # The match rule draws as plain generation does in one row; others only keep the distribution.
+    if size == 1 and rng.random() < 0.35 and (name, variant) in _matching():
+        settings |= {"do_sample": True, **rng.choice(WARPERS)}
+    if rng.random() < 0.4 or "exponential_decay_length_penalty" in settings:
+        settings["eos_token_id"] = sorted(rng.sample(range(EOS, VOCAB - 3), rng.randint(1, 8)))
+    turn = rng.choice(("tree", "tree", "dynamic")) if rng.random() < 0.3 else None
+    if turn == "dynamic" and "eos_token_id" in settings and size > 1:
+        turn = "tree"  # plain generation would go on to fill it with padding
+    if not images and turn is None and rng.random() < 0.06:
+        settings["prefill_chunk_size"] = rng.randint(2, 6)
+    return Case(
+        number, number, kind, model, "eager" if eager else "sdpa", name, variant,
+        rng.choice(("always",) * 9 + ("auto",)), rows, settings, matched,
+        compiled=rng.random() < 0.03, turn=turn,
+        removed=rng.choice((0, 0, 1, 3)) if turn == "tree" else 0,
+    )  # fmt: skip
+
+
+@cache
+def _matching() -> set[tuple[str, str]]:
+    return {
+        (name, variant)
+        for (name, variant), options in RUNS.items()
+        if methods()[name].parse_options(options).acceptance == "match"
+    }
+
+
+def model_of(case: Case, dtype: torch.dtype = torch.float32) -> Any:
+    """The case's model, shared by all cases."""
+    return _model(case.kind, case.model, case.attention, dtype)
+
+
+@cache
+def _model(kind: str, name: str, attention: str, dtype: torch.dtype) -> Any:
+    if kind == "attention":
+        return shared(name, attention, dtype)
+    model = shared_recurrent(name) if kind == "recurrent" else multimodal.build(name)
+    return model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
+
+
+class Outcome(NamedTuple):
+    """What came of a case.
+
+    Attributes:
+        result: ``exact``; ``tie``, see :mod:`hf_spec.bench.agreement`; ``rounding``, as plain
+            generation's own distance from float32 is larger than that of the scores of both
+            tokens; ``different``; ``refused``; ``raised``; ``invalid`` where plain generation
+            raises.
+        note: the error, or where the first difference is.
+        tokens: that plain generation made.
+        drafted: tokens that were drafted in place of them, in all turns.
+        accepted: of these, those that were accepted.
+        differences: rows that differ.
+    """
+
+    result: str
+    note: str = ""
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    differences: int = 0
+
+
+def run(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Run a case with its strategy and without."""
+    model = model_of(case, dtype)
+    try:
+        turns = _remembered(case, model)
+    except Exception as error:
+        return Outcome("invalid", f"{type(error).__name__}: {error}")
+    try:
+        with ExitStack() as stack:
+            method, run = methods()[case.name], VARIANTS[case.name]
+            if method.needs_adapter:
+                fields = dict(run.adapters.get(case.variant) or {})
+                if case.name == "bita" and case.kind != "attention":
+                    fields["prompt_depth"] = "none"  # not every layer has keys and values
+                config = method.adapter_config(**fields)
+                stack.enter_context(lent(model, config, random=bool(fields)))
+            found, drafted, accepted = _strategy(case, model, turns)
+    except ValueError as error:
+        return Outcome("refused", str(error))
+    except Exception as error:
+        return Outcome("raised", f"{type(error).__name__}: {error}")
+    tokens = sum(turn.new for turn in turns)
+    for index, (turn, ours) in enumerate(zip(turns, found)):
+        wrong = [row for row, pair in enumerate(zip(ours, turn.answers)) if pair[0] != pair[1]]
+        if not wrong:
+            continue
+        row = wrong[0]
+        pairs = enumerate(zip(ours[row], turn.answers[row]))
+        first = next((place for place, (one, other) in pairs if one != other), None)
+        note = f"turn {index}, row {row}, token {first}"
+        kinds = [_difference(case, turn, row, ours[row], dtype) for row in wrong]
+        result = max(kinds, key=("tie", "rounding", "different").index)
+        return Outcome(result, note, tokens, drafted, accepted, len(wrong))
+    return Outcome("exact", "", tokens, drafted, accepted)
+
+
+class Turn(NamedTuple):
+    """A prompt, and what plain generation adds.
+
+    Attributes:
+        inputs: of plain generation.
+        prompts: tokens of each row.
+        answers: the new tokens of each row.
+        new: number of tokens of all rows.
+        scores, logits: of each new token, ``(batch, vocab)`` what it was chosen from, and that
+            before processors.
+    """
+
+    inputs: dict[str, Any]
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    new: int
+    scores: tuple[Tensor, ...]
+    logits: tuple[Tensor, ...]
+
+
+_last: dict[str, list[Turn]] = {}
+
+
+def _remembered(case: Case, model: Any) -> list[Turn]:
+    """What plain generation makes of a call; of the last one without running it again."""
+    call = str((case._replace(number=0, name="", variant="", drafting=""), model.dtype))
+    if call not in _last:
+        turns = _plain(case, model)
+        _last.clear()
+        _last[call] = turns
+    return _last[call]
+
+
+def _plain(case: Case, model: Any) -> list[Turn]:
+    if case.kind == "images":
+        inputs = multimodal.prompts(case.model, case.rows)
+    else:
+        lengths = [length for _, length in case.rows]
+        rows = [prompt(length, seed=case.seed + i)[0] for i, length in enumerate(lengths)]
+        inputs = _padded([row.tolist() for row in rows])
+    inputs = {
+        name: value.to(model.dtype) if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    own = {CACHE: _dynamic(model)} if case.turn == "dynamic" else {}
+    turns = [_answered(case, model, inputs, own)]
+    if case.turn is not None:
+        first = turns[0]
+        rows = [
+            tokens
+            + answer[: max(len(answer) - case.removed, 0)]
+            + prompt(3 + row, seed=case.seed + 50)[0].tolist()
+            for row, (tokens, answer) in enumerate(zip(first.prompts, first.answers))
+        ]
+        if case.turn == "dynamic":
+            more = prompt(4, len(rows), seed=case.seed + 50)
+            ids = torch.cat([inputs["input_ids"], torch.tensor(first.answers), more], 1)
+            mask = torch.ones_like(ids)
+            mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+            following = {"input_ids": ids, "attention_mask": mask}
+        else:
+            following = _padded(rows)
+        if case.kind == "images":
+            following |= multimodal.token_types(model, following["input_ids"])
+            if case.turn == "tree":
+                following = {**inputs, **following}
+        turns.append(_answered(case, model, following, own))
+    return turns
+
+
+def _dynamic(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _padded(rows: list[list[int]]) -> dict[str, Tensor]:
+    """A batch of these rows, padded on the left."""
+    width = max(map(len, rows))
+    ids = [[PAD] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def _generate(case: Case, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+    if case.matched:
+        more["logits_processor"] = [Matcher()]
+    torch.manual_seed(case.seed)
+    return model.generate(**inputs, **case.settings, **more, return_dict_in_generate=True)
+
+
+def _answered(case: Case, model: Any, inputs: dict[str, Any], own: dict[str, Any]) -> Turn:
+    width = inputs["input_ids"].shape[1]
+    out = _generate(case, model, inputs, **own, output_scores=True, output_logits=True)
+    answers = [_ended(case, row) for row in out.sequences[:, width:].tolist()]
+    real = inputs["attention_mask"].bool()
+    prompts = [ids[keep].tolist() for ids, keep in zip(inputs["input_ids"], real)]
+    return Turn(inputs, prompts, answers, sum(map(len, answers)), out.scores, out.logits)
+
+
+def _ended(case: Case, answer: list[int]) -> list[int]:
+    """An answer without padding behind its end."""
+    ends = case.settings.get("eos_token_id", [])
+    stop = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+    return answer[: stop + 1]
+
+
+def _strategy(
+    case: Case, model: Any, turns: list[Turn]
+) -> tuple[list[list[list[int]]], int, int]:  # fmt: skip
+    """What the strategy adds in each turn; how many tokens were drafted and accepted."""
+    options = {**RUNS[case.name, case.variant], "drafting": case.drafting}
+    spec: dict[str, Any] = {"assistant_strategy": case.name, "assistant_kwargs": options}
+    if case.compiled and case.turn != "dynamic":
+        spec |= COMPILED
+    own = {CACHE: _dynamic(model)} if case.turn == "dynamic" else {}
+    found, drafted, accepted = [], 0, 0
+    for index, turn in enumerate(turns):
+        inputs = turn.inputs
+        if index and case.turn == "tree":  # which has seen the images
+            known = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+            inputs = {name: value for name, value in inputs.items() if name in known}
+            spec = {name: value for name, value in spec.items() if name not in COMPILED}
+        out = _generate(case, model, inputs, **spec, **own)
+        answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        found.append([_ended(case, row) for row in answers])
+        drafted += out.spec_stats.num_drafted_tokens
+        accepted += out.spec_stats.num_generated_tokens - out.spec_stats.num_row_steps
+        if case.turn == "tree":
+            own = {CACHE: out[CACHE]}
+    return found, drafted, accepted
+
+
+def _difference(case: Case, turn: Turn, row: int, ours: list[int], dtype: torch.dtype) -> str:
+    """What a row's first difference is; see :class:`Outcome`."""
+    pairs = enumerate(zip(ours, turn.answers[row]))
+    place = next((place for place, (one, other) in pairs if one != other), None)
+    if place is None or case.settings["do_sample"]:  # one of them ends before the other
+        return "different"
+    both = [ours[place], turn.answers[row][place]]
+    scores, logits = turn.scores[place][row], turn.logits[place][row]
+    apart = float(scores.max() - scores[both].min())
+    # Processors compute in float32 from what was rounded.
+    if apart <= TIE_ULPS * ulp(float(torch.cat([scores[both], logits[both]]).abs().max()), dtype):
+        return "tie"
+    if dtype == torch.float32 or case.kind == "images":
+        return "different"
+    prefix = torch.tensor([turn.prompts[row] + turn.answers[row][:place]])
+    exact = next_token_logits(_precise(case.kind, case.model, case.attention, dtype), prefix)
+    rounding = float((logits - exact)[both].diff().abs())
+    return "rounding" if rounding >= apart else "different"
+
+
+@cache
+def _precise(kind: str, name: str, attention: str, dtype: torch.dtype) -> Any:
+    return copy.deepcopy(_model(kind, name, attention, dtype)).float()
+
+
+# -- as a program --------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--count", type=int, default=1000, help="how many cases")
+    parser.add_argument("--pairs", action="store_true", help="each model with each strategy")
+    parser.add_argument("--kinds", nargs="+", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--new", type=int, help="so many tokens, in one turn of at most two rows")
+    parser.add_argument("--output", type=Path, help="a line per case; goes on where it stops")
+    given = parser.parse_args(arguments)
+    known: dict[int, dict[str, Any]] = {}
+    if given.output is not None and given.output.exists():
+        lines = map(json.loads, given.output.read_text().splitlines())
+        known = {line["number"]: line for line in lines}
+    numbers = range(given.first, given.first + given.count)
+    cases = pairs(given.kinds) if given.pairs else (draw(one, given.kinds) for one in numbers)
+    for case in cases:
+        number = case.number
+        if number in known:
+            continue
+        if given.dtype != "float32" and case.settings["do_sample"]:
+            continue  # a difference in the last place moves every draw after it
+        if given.new is not None:
+            settings = {**case.settings, "max_new_tokens": given.new}
+            case = case._replace(settings=settings, turn=None, rows=case.rows[:2])
+        outcome = run(case, getattr(torch, given.dtype))
+        known[number] = {**case._asdict(), **outcome._asdict()}
+        known[number]["settings"] = str(case.settings)
+        if outcome.result in ("different", "raised"):
+            print(f"{outcome.result}: {outcome.note}: {case}", flush=True)
+        if given.output is not None:
+            with given.output.open("a") as file:
+                file.write(json.dumps(known[number]) + "\n")
+    results = Counter(line["result"] for line in known.values())
+    tokens, drafted, accepted = (
+        sum(line[name] for line in known.values()) for name in ("tokens", "drafted", "accepted")
+    )
+    print(f"{dict(results)}; {tokens} tokens, {drafted} drafted, {accepted} accepted")
+    for kind in given.kinds:
+        own = Counter(line["result"] for line in known.values() if line["kind"] == kind)
+        print(f"  {kind}: {dict(own)}")
+    return int(bool(results["different"] or results["raised"]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    raise SystemExit(main())
