@@ -148,7 +148,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             tree = Tree.chain(tokens)
             mask = block_mask(cache, tree.ancestors, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
-            found = network.run(tokens, hidden[:, part], positions, mask, cache)
+            found = self._run_true(tokens, hidden[:, part], positions, mask, cache)
             counts = [min(max(count - start, 0), tokens.shape[1]) for count in rows.counts]
             cache.commit(counts)
             last = sent([max(count - 1, 0) for count in counts], tokens.device)[:, None]
@@ -158,6 +158,12 @@ class AutoregressiveDrafter(ForwardDrafter):
                 states = torch.where(new, states, self._root[0])
                 after = torch.where(new, after, self._root[1])
             self._root = states, after
+
+    def _run_true(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`DraftNetwork.run` of true rows, which follow :attr:`_root`."""
+        return self.network.run(tokens, hidden, positions, mask, cache)
 
     def level(self, frontier: Frontier) -> Tensor:
         assert self._root is not None and self.cache is not None
