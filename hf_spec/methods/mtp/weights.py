@@ -175,8 +175,7 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
             "can run code. Choose another strategy."
         )
     with _readable(single), safe_open(single, framework="pt") as file:
-        names = list(file.keys())
-    return place, {name: single for name in names if is_mtp(name, below)}
+        return place, {name: single for name in list(file.keys()) if is_mtp(name, below)}
 
 
 def _file(origin: Origin, name: str) -> Path | None:
