@@ -148,7 +148,7 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
     Args:
         below: number of the model's layers.
     """
-    place = getattr(model.config, "name_or_path", None) or model.name_or_path
+    place = checkpoint_of(model)
     if not place:
         raise ValueError(
             f"assistant_strategy='mtp': {type(model).__name__} was not loaded from a checkpoint, "
@@ -176,6 +176,11 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
         )
     with _readable(single), safe_open(single, framework="pt") as file:
         return place, {name: single for name in list(file.keys()) if is_mtp(name, below)}
+
+
+def checkpoint_of(model: Any) -> str:
+    """The folder or repository that a model was loaded from; empty for none."""
+    return str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
 
 
 def _file(origin: Origin, name: str) -> Path | None:
