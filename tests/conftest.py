@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,18 @@ def tiny() -> Callable[..., PreTrainedModel]:
     A test must leave it as it found it; one that changes a model takes ``fresh``.
     """
     return shared
+
+
+@pytest.fixture(autouse=True, scope="session")
+def random_mtp() -> Iterator[None]:
+    """The strategy ``mtp`` runs on models whose checkpoints have no layers for it, too."""
+    from random_mtp import read_or_random
+
+    from hf_spec.methods.mtp import weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_read", read_or_random(weights._read))
+        yield
 
 
 _plain: dict[Any, torch.Tensor] = {}

@@ -5,7 +5,7 @@ A package that registers a method of its own adds an entry in its ``conftest.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class Variants:
             Such an adapter's parameters are random, so that all of them matter.
         configs: fields of configs whose adapters have different parameters, by name.
         trained: fields of the config that is trained in the tests.
+        architectures: those of the tests' that it can run on; None for all.
     """
 
     options: Options
@@ -34,10 +35,18 @@ class Variants:
     adapters: Options = field(default_factory=dict)
     configs: Options = field(default_factory=lambda: {"default": {}})
     trained: dict[str, Any] = field(default_factory=dict)
+    architectures: Collection[str] | None = None
 
 
 #: The tree of every token of the tests' models.
 WIDE: dict[str, Any] = {"tree": [[rank] for rank in range(61)], "max_depth": 1}
+#: The likeliest tokens after the next one.
+LEVEL: dict[str, Any] = {"num_draft_tokens": 32, "max_depth": 1}
+#: Architectures whose decoder layers are given rotations.
+ROTARY = (
+    "llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma3", "gemma2", "phi", "phi3",
+    "stablelm", "starcoder2", "mixtral", "cohere2",
+)  # fmt: skip
 SHARED = {"markov_rank": 4, "draft_vocab_size": 40}
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
 MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "lookup": True}
@@ -59,6 +68,15 @@ VARIANTS: dict[str, Variants] = {
             "shallow": {"num_prompt_tokens": 5, "prompt_depth": "shallow"},
             "masks only": {"prompt_depth": "none"},
         },
+    ),
+    "draft_model": Variants(
+        {
+            "adaptive": {},
+            "chain": {"tree": "chain", "max_depth": 3, "lookup": True},
+            "narrow": {"num_draft_tokens": 6, "width": 2},
+            "wide": LEVEL,
+        },
+        hitting="wide",
     ),
     "layer_skip": Variants(
         {
@@ -95,6 +113,16 @@ VARIANTS: dict[str, Variants] = {
             "shared": {"num_layers": 2, "num_heads": 3},
             "own": {"projection": "own"},
         },
+    ),
+    "mtp": Variants(
+        {
+            "adaptive": {},
+            "chain": {"tree": "chain", "max_depth": 3, "lookup": True},
+            "narrow": {"num_draft_tokens": 6, "width": 2},
+            "wide": LEVEL,
+        },
+        hitting="wide",
+        architectures=ROTARY,
     ),
     "ppd": Variants(
         {

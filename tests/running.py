@@ -20,7 +20,19 @@ def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:
     tests' size these are noise: counts of steps would differ from run to run, and a strategy that
     is given up early would be compared with plain generation where it is plain generation.
     """
-    return {"assistant_strategy": strategy, "assistant_kwargs": {"drafting": "always", **options}}
+    given = {"assistant_strategy": strategy, "assistant_kwargs": {"drafting": "always", **options}}
+    return {**given, **needed(strategy)}
+
+
+def needed(strategy: str) -> dict[str, Any]:
+    """Further keywords of ``generate`` without which a strategy cannot run."""
+    from conftest import shared
+
+    from hf_spec.methods.registry import get_method
+
+    if not get_method(strategy).needs_assistant:
+        return {}
+    return {"assistant_model": shared("llama")}
 
 
 def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:

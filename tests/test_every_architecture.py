@@ -20,6 +20,7 @@ import transformers
 from adapter_oracle import lent
 from architectures import EXCLUDED, PADDED, REFUSED, build, model_types
 from conftest import ragged
+from running import needed
 from test_method_contract import RUNS
 
 from hf_spec.methods.registry import methods
@@ -101,6 +102,7 @@ def test_exact_or_refused(
                 found = model.generate(
                     **given, **GREEDY, assistant_strategy=name,
                     assistant_kwargs={**OPTIONS.get(name, {}), "drafting": "always"},
+                    **needed(name),
                 )  # fmt: skip
         except ValueError as error:
             check_refusal(error, model)

@@ -22,7 +22,7 @@ from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, prompt, ragged
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
 from peft import PeftConfig
-from running import drafting
+from running import drafting, needed
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
@@ -66,6 +66,11 @@ def adapted(model: PreTrainedModel, name: str, variant: str) -> Any:
         return
     with lent(model, method.adapter_config(**(fields or {})), random=fields is not None):
         yield model
+
+
+def runs_on(name: str, architecture: str) -> bool:
+    known = RUNS[name].architectures
+    return known is None or architecture in known
 
 
 def back_ends(architecture: str) -> list[str]:
@@ -157,6 +162,7 @@ def test_described(name: str) -> None:
             for row in (None, 1)
             # Options have nothing to do with the back end: one of them will do.
             if case in FIRST or attention == back_ends(architecture)[-1]
+            if runs_on(case[0], architecture)
         ],
         # Each strategy on each architecture, each of its variants with each kind of positions.
         lambda name, variant, architecture, attention, row: [
@@ -199,7 +205,8 @@ def test_greedy_equals_plain_where_the_policy_decides(
 ) -> None:
     """As the option ``drafting`` is by default: which steps draft depends on what they take."""
     model = tiny("llama")
-    spec = {"assistant_strategy": name, "assistant_kwargs": options(name, variant)}
+    kwargs = options(name, variant)
+    spec = {"assistant_strategy": name, "assistant_kwargs": kwargs, **needed(name)}
     with adapted(model, name, variant):
         for row in (None, 1):
             out = model.generate(**inputs(row), **spec, max_new_tokens=NEW, do_sample=False)
@@ -275,7 +282,8 @@ def test_candidates_for_stock_assisted_decoding(
     model = tiny()
     method = methods()[name]
     with adapted(model, name, variant), torch.no_grad():
-        drafter = method.drafter(model, method.parse_options(options(name, variant)))
+        parsed = method.parse_options(options(name, variant))
+        drafter = method.make_drafter(model, parsed, needed(name).get("assistant_model"))
         ids = prompt()
         candidates, _ = drafter.get_candidates(ids)
         assert candidates.shape[0] == 1 and candidates.dtype == ids.dtype
@@ -302,6 +310,7 @@ WARPERS: dict[str, dict[str, Any]] = {
             for case in CASES
             for architecture in ("llama", "gemma3", "opt")
             for warper in WARPERS
+            if runs_on(case[0], architecture)
         ],
         lambda name, variant, architecture, warper: [
             (name, variant), (name, architecture), (name, warper), (architecture, warper),

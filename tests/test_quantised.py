@@ -17,7 +17,7 @@ import torch
 from conftest import prompt, ragged
 from datasets import Dataset
 from peft import get_peft_model
-from running import every_step
+from running import every_step, needed
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, TorchAoConfig
 
 import hf_spec
@@ -92,7 +92,7 @@ def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> N
     plain = tokens(model)
     assert plain == base
     kwargs = {"assistant_strategy": name, "assistant_kwargs": OPTIONS.get(name, {})}
-    assert tokens(model, **kwargs) == plain
+    assert tokens(model, **kwargs, **needed(name)) == plain
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 

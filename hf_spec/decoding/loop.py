@@ -42,6 +42,7 @@ def decode(
     synced_gpus: bool = False,
     streamer: Any = None,
     tokenizer: Any = None,
+    assistant_model: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput:
     """Decode with ``generation_config.assistant_strategy``; ``generate()`` calls this.
@@ -61,7 +62,8 @@ def decode(
     )  # fmt: skip
     check_length(model, sequences.max_length)
     scorer = Scorer(logits_processor, sequences)
-    strategy = Strategy.of(model, config, unsure=synced_gpus or real is not None)
+    unsure = synced_gpus or real is not None
+    strategy = Strategy.of(model, config, unsure, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats()

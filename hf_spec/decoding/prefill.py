@@ -20,10 +20,11 @@ from hf_spec.cache.convert import check_packable, with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import StepResult
-from hf_spec.decoding.continued import append, extend, new_tokens, padding_before, reach_of
+from hf_spec.decoding.continued import extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.model.appending import append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at

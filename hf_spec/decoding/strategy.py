@@ -47,19 +47,22 @@ class Strategy:
     samples: bool
 
     @classmethod
-    def of(cls, model: Any, config: GenerationConfig, unsure: bool = False) -> Strategy:
+    def of(
+        cls, model: Any, config: GenerationConfig, unsure: bool = False, assistant: Any = None
+    ) -> Strategy:
         """Set up the strategy of a prepared config.
 
         Args:
             unsure: check tree masks with padding, too: rows are padded, or several ranks run the
                 model together.
+            assistant: the call's assistant model, if it has one.
 
         Raises:
             ValueError: if the model or another option does not work with the strategy.
         """
         method = get_method(config.assistant_strategy)
         options = method.parse_options(config.assistant_kwargs)
-        drafter = method.drafter(model, options)
+        drafter = method.make_drafter(model, options, assistant)
         check_tree_forward(model, method.name, drafter, unsure)
         samples = bool(config.do_sample)
         timed, lookup = resolve(options, drafter, samples)

@@ -54,11 +54,13 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
         value = getattr(config, option, None)
         if value is not None and value != off and value is not False:
             refuse(option, value, "it names another decoding method.", leave)
-    if mode_kwargs.get("assistant_model") is not None:
+    assistant = mode_kwargs.get("assistant_model")
+    if method.needs_assistant or assistant is not None:
+        method.make_drafter(model, options, assistant)
+    if mode_kwargs.get("assistant_tokenizer") is not None:
         refuse(
-            "assistant_model", "...", "a strategy drafts by itself.",
-            f"{leave} To let the assistant draft with a strategy, name it in the assistant's "
-            "generation_config.",
+            "assistant_tokenizer", type(mode_kwargs["assistant_tokenizer"]).__name__,
+            "draft tokens are the model's own, so both have one tokenizer.", leave,
         )  # fmt: skip
     if config.use_cache is False and model.generation_config.use_cache is not False:
         refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
@@ -115,4 +117,4 @@ def check_strategy(model: Any, config: GenerationConfig) -> None:
     """
     validate_call(model, copy.copy(config), {})
     method = get_method(config.assistant_strategy)
-    method.drafter(model, method.parse_options(config.assistant_kwargs))
+    method.make_drafter(model, method.parse_options(config.assistant_kwargs))

@@ -23,7 +23,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.committed import Committed, Rows
 from hf_spec.drafting.forward_drafter import Exit, ForwardDrafter, Tempers
-from hf_spec.drafting.grow import Frontier
+from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads, captured, states_at
@@ -148,7 +148,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             tree = Tree.chain(tokens)
             mask = block_mask(cache, tree.ancestors, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
-            found = network.run(tokens, hidden[:, part], positions, mask, cache)
+            found = self._run_true(tokens, hidden[:, part], positions, mask, cache)
             counts = [min(max(count - start, 0), tokens.shape[1]) for count in rows.counts]
             cache.commit(counts)
             last = sent([max(count - 1, 0) for count in counts], tokens.device)[:, None]
@@ -159,36 +159,24 @@ class AutoregressiveDrafter(ForwardDrafter):
                 after = torch.where(new, after, self._root[1])
             self._root = states, after
 
+    def _run_true(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`DraftNetwork.run` of true rows, which follow :attr:`_root`."""
+        return self.network.run(tokens, hidden, positions, mask, cache)
+
     def level(self, frontier: Frontier) -> Tensor:
         assert self._root is not None and self.cache is not None
         if not frontier.depth:
             return self.network.logits(self._root[0])
         before = self._root[1] if self._level is None else self._level
         cache, hidden = self.cache, states_at(before, frontier.parents)
-        block, first = self._extended(frontier.tokens, frontier.parents)
+        self._block, first = extended(self._block, frontier)
+        block = self._block
         mask = block_mask(cache, block.ancestors[:, first:], cache.begin(block, first))
         positions = cache.lengths[:, None] + block.depths[:, first:]
         states, self._level = self.network.run(frontier.tokens, hidden, positions, mask, cache)
         return self.network.logits(states)
-
-    def _extended(self, tokens: Tensor, parents: Tensor) -> tuple[Tree, int]:
-        """The drafted rows with those of another level, and where these begin."""
-        batch, count = tokens.shape
-        seen = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-        depths, above, first = torch.zeros_like(tokens), parents - 1, 0
-        if (block := self._block) is not None and self._level is not None:
-            first = block.num_nodes
-            above = first - self._level.shape[1] + parents
-            up = block.ancestors.gather(1, above[:, :, None].expand(-1, -1, first))
-            unseen = seen.new_zeros(batch, first, count)
-            seen = torch.cat([torch.cat([block.ancestors, unseen], 2), torch.cat([up, seen], 2)], 1)
-            depths = torch.cat([block.depths, depths + block.depths[:, -1:] + 1], 1)
-            tokens = torch.cat([block.tokens, tokens], 1)
-            above = torch.cat([block.parents, above], 1)
-        sizes = (tokens.shape[1] - 1,) * batch
-        tree = Tree(tokens, above, depths, torch.ones_like(tokens, dtype=torch.bool), sizes, sizes)
-        self._block = tree.with_ancestors(seen)
-        return self._block, first
 
     def finish(self) -> None:
         assert self.cache is not None

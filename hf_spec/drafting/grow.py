@@ -126,6 +126,35 @@ def grow(
     return Tree.packed(above, depths, tokens.gather(1, order), best).to(root.device)
 
 
+def extended(block: Tree | None, frontier: Frontier) -> tuple[Tree, int]:
+    """The drafted nodes, without the root, as a block for forwards level by level.
+
+    Args:
+        block: those of earlier levels; None if there are none.
+        frontier: a level, not the root's.
+
+    Returns:
+        The block with those of the frontier, and the index of the first of these.
+    """
+    tokens, parents = frontier.tokens, frontier.parents
+    batch, count = tokens.shape
+    seen = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+    depths, above, first = torch.full_like(tokens, frontier.depth - 1), parents - 1, 0
+    if block is not None:
+        first = block.num_nodes
+        last = block.depths[0].eq(frontier.depth - 2).sum()  # nodes of the level before
+        above = first - last + parents
+        up = block.ancestors.gather(1, above[:, :, None].expand(-1, -1, first))
+        unseen = seen.new_zeros(batch, first, count)
+        seen = torch.cat([torch.cat([block.ancestors, unseen], 2), torch.cat([up, seen], 2)], 1)
+        depths = torch.cat([block.depths, depths], 1)
+        tokens = torch.cat([block.tokens, tokens], 1)
+        above = torch.cat([block.parents, above], 1)
+    sizes = (tokens.shape[1] - 1,) * batch
+    tree = Tree(tokens, above, depths, torch.ones_like(tokens, dtype=torch.bool), sizes, sizes)
+    return tree.with_ancestors(seen), first
+
+
 def _bounds(width: int, device: torch.device) -> Tensor:
     """The largest log-probability of each child, likeliest first."""
     return torch.arange(width, device=device) * -EPSILON

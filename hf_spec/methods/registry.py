@@ -89,6 +89,8 @@ class Method:
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter.
+        needs_assistant: whether the call's assistant model drafts, which is then the third argument
+            of ``drafter``.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
@@ -107,6 +109,7 @@ class Method:
     adapter_module: type[Adapter] | None = None
     objective: Objective | None = None
     needs_adapter: bool = False
+    needs_assistant: bool = False
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
@@ -161,6 +164,35 @@ class Method:
                 f"tree={tree!r}: choose one of {', '.join(trees)}, or give rank paths."
             )
         return options
+
+    def make_drafter(self, model: Any, options: DraftOptions, assistant: Any = None) -> Drafter:
+        """Build the drafter of a call.
+
+        Args:
+            assistant: the call's assistant model; None if it has none.
+
+        Raises:
+            ValueError: there is an assistant and the method has no use for it, or none although it
+                needs one; or the drafter cannot work with the model.
+        """
+        given = f"assistant_strategy={self.name!r}"
+        if not self.needs_assistant:
+            if assistant is not None:
+                raise ValueError(
+                    f"assistant_model={type(assistant).__name__} with {given}: this strategy "
+                    "drafts by itself. Leave one of the two out, or name 'draft_model', with "
+                    "which the assistant drafts. To let the assistant draft with a strategy, name "
+                    "it in the assistant's generation_config."
+                )
+            return self.drafter(model, options)
+        if assistant is None:
+            raise ValueError(
+                f"{given} without assistant_model: give the smaller model that drafts, "
+                "generate(assistant_model=...)."
+            )
+        make: Any = self.drafter
+        made: Drafter = make(model, options, assistant)
+        return made
 
 
 _registered: dict[str, Method] = {}

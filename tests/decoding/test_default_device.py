@@ -15,6 +15,7 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import EOS, ragged
+from running import needed
 from test_compiled import ADAPTERS, CAPTURED, OPTIONS, generate, strategy
 
 from hf_spec.decoding import selfcheck
@@ -59,7 +60,8 @@ def test_every_strategy(shallow: Make, name: str) -> None:
         assert torch.equal(found[0].sequences, found[1].sequences)
     options = {**OPTIONS.get(name, {}), "drafting": "auto"}
     with torch.device("meta"):
-        ours = generate(model, ONE["input_ids"], assistant_strategy=name, assistant_kwargs=options)
+        spec = {"assistant_strategy": name, "assistant_kwargs": options, **needed(name)}
+        ours = generate(model, ONE["input_ids"], **spec)
         ids = torch.cat([ours.sequences, ONE["input_ids"]], dim=1)
         ours = generate(model, ids, **{CACHE: ours[CACHE]}, **strategy(name))
     assert torch.equal(ours.sequences, generate(model, ids).sequences)

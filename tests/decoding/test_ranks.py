@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shared
+from running import needed
 from transformers import AutoModelForCausalLM
 
 import hf_spec
@@ -70,6 +71,7 @@ def halves(rank: int, folder: str) -> dict[str, Any]:
             torch.manual_seed(2)
             model.add_adapter(method.adapter_config(), name)
         ours = {"assistant_strategy": name, "assistant_kwargs": OPTIONS.get(name, {})}
+        ours |= needed(name)
         found[name] = outputs(model, ours, seeds=100 * rank)
         if method.needs_adapter:
             model.delete_adapter(name)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt, ragged
-from running import fingerprint
+from running import fingerprint, needed
 from transformers import PreTrainedModel
 
 from hf_spec.methods.registry import methods
@@ -27,7 +27,7 @@ def calls() -> list[dict[str, Any]]:
     for name in methods():
         for options in ({}, {"drafting": "always"}):
             kwargs = {**OPTIONS.get(name, {}), **options}
-            found.append({"assistant_strategy": name, "assistant_kwargs": kwargs})
+            found.append({"assistant_strategy": name, "assistant_kwargs": kwargs, **needed(name)})
     return found
 
 

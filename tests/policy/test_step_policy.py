@@ -22,6 +22,7 @@ import torch
 from conftest import PAD, STRATEGIES, prompt, ragged
 from covering import covering
 from fake_clock import FakeClock
+from running import needed
 from transformers import PreTrainedModel
 
 import hf_spec
@@ -572,6 +573,7 @@ def as_it_pays(name: str, **options: Any) -> dict[str, Any]:
     return {
         "assistant_strategy": name,
         "assistant_kwargs": {**given, "drafting": "auto", **options},
+        **needed(name),
     }
 
 

@@ -177,7 +177,7 @@ class ProPDDrafter(WrappedDrafter):
             inner = HeadDrafter(model, options, weights, source)
         else:
             method = drafting_method(options)
-            inner = method.drafter(model, method.parse_options(options.drafter_kwargs))
+            inner = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
         super().__init__(inner)
         self.options = options
         self._early: EarlyPruning | None = None

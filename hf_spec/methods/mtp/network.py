@@ -1,0 +1,110 @@
+"""A model's layers for multi-token prediction as the network of a drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
+from hf_spec.model.block import Block
+from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.tree_mask import Slots
+from modeling_patches.mtp import MtpLayers
+from modeling_patches.weights import device_of
+
+
+class MtpNetwork:
+    """The layers with the model's embeddings; see :class:`DraftNetwork`.
+
+    Layer ``d`` predicts what follows a draft token of depth ``d``, and takes the output of layer
+    ``d - 1`` at the row before (DeepSeek-V3, section 2.2). So a row runs through all layers that
+    are still to come, and the next row takes the outputs of all but the last, side by side. Below
+    the last layer's depth, it is used again and takes its own output.
+
+    Args:
+        model: the causal language model.
+        layers: its layers.
+    """
+
+    token_ids: Tensor | None = None
+
+    def __init__(self, model: Any, layers: MtpLayers):
+        self.model, self.layers = model, layers
+        self.num_layers = len(layers.layers)
+        self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
+
+    def features(self, states: Tensor) -> Tensor:
+        return states.to(self.weight)
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+    ) -> tuple[Tensor, Tensor]:
+        parts = hidden.split(self.weight.shape[0], dim=-1)
+        embeddings, first = self._embedded(tokens), self.num_layers - len(parts)
+        found = [
+            self._layer(first + index, embeddings, part, positions, mask, cache)
+            for index, part in enumerate(parts)
+        ]
+        return found[0], self._after(found)
+
+    def run_true(
+        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, positions: Tensor,
+        mask: Tensor, cache: TreeCache,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Forward of true rows that follow each other; see :meth:`run`.
+
+        Args:
+            hidden: ``(batch, n, hidden)`` :meth:`features`.
+            before: ``(batch, 1, ...)`` what the row before the first one has returned for the next;
+                None if there is none.
+        """
+        embeddings, found = self._embedded(tokens), []
+        width = hidden.shape[-1]
+        for index in range(self.num_layers):
+            found.append(self._layer(index, embeddings, hidden, positions, mask, cache))
+            last = torch.zeros_like(hidden[:, :1])
+            if before is not None and index + 1 < self.num_layers:
+                last = before[..., index * width : (index + 1) * width]
+            hidden = torch.cat([last, found[-1][:, :-1]], dim=1)
+        return found[0], self._after(found)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return output_logits(self.model, states)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        module = self.model.get_input_embeddings()
+        found: Tensor = module(tokens.to(device_of(module)))
+        return found.to(self.weight)
+
+    def _layer(
+        self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
+        cache: TreeCache,
+    ) -> Tensor:  # fmt: skip
+        """Forward of one layer, which has no rows of the first ``index`` tokens."""
+        slots = torch.arange(mask.shape[-1], device=mask.device)
+        seen = mask & (slots >= index)
+        if (size := self.layers.window(index)) is not None:
+            seen = seen & _near(size, positions, mask.shape, cache)
+        # Rows that do not exist see something, since the softmax of nothing is no number.
+        seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
+        device = self.weight.device
+        return self.layers.run(
+            index, embeddings, hidden, positions.to(device), seen.to(device), cache
+        )
+
+    @staticmethod
+    def _after(found: list[Tensor]) -> Tensor:
+        return found[0] if len(found) == 1 else torch.cat(found[:-1], dim=-1)
+
+
+def _near(size: int, positions: Tensor, shape: torch.Size, cache: TreeCache) -> Tensor:
+    """``(batch, 1, n, slots)`` bool, the slots fewer than ``size`` positions back."""
+    assert cache.block is not None and cache.block.tree is not None
+    zero = torch.zeros_like(positions[:, :1])
+    slots = Slots(cache, zero, zero + torch.iinfo(torch.int32).max, zero)
+    at_keys = slots.positions(Block.of(cache.block.tree), shape[-1])
+    near = masks.window(size, positions, at_keys)
+    return masks.build(near, shape[0], shape[2], shape[3], positions.device)

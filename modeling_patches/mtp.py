@@ -1,0 +1,302 @@
+"""Layers for multi-token prediction (MTP): tensors of checkpoints that Transformers does not load.
+
+They are decoder layers of the model's own class behind its last one, each with two norms and a
+projection before it and a norm after it (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
+2.2). What checkpoints call them follows one of a few layouts. Transformers' own ``MtpModel`` knows
+the layer numbers of released models; here layers are counted from the model's last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from modeling_patches.cache_name import CACHE
+from modeling_patches.modules import decoder_layers, decoder_of
+from modeling_patches.weights import in_use
+
+#: Prefix of the decoder layer's tensors in :class:`MtpLayer`.
+BLOCK = "mtp_block."
+SLIDING = "sliding_attention"
+
+# -- names in checkpoints ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What checkpoints of some families call these tensors.
+
+    Attributes:
+        names: prefixes in checkpoints, with ``{}`` for the number of a layer if layers do not share
+            the tensor, and in :class:`MtpLayer`; None for a copy of a tensor of the model. The
+            first one that fits counts.
+        continued: whether layers are numbered on from the model's last one.
+    """
+
+    names: Mapping[str, str | None]
+    continued: bool = False
+
+    def parse(self, name: str, num_layers: int) -> tuple[int | None, str | None] | None:
+        """Which tensor a name means.
+
+        Args:
+            name: the name in a checkpoint.
+            num_layers: of the model.
+
+        Returns:
+            The number of its layer, from 0, or None for all of them; and its name in
+            :class:`MtpLayer`, or None for a copy. None if it is no tensor of these layers.
+        """
+        for prefix, ours in self.names.items():
+            pattern = re.escape(prefix).replace(r"\{\}", r"(\d+)")
+            found = re.search(rf"(?:^|\.){pattern}(.+)", name)
+            if found is None:
+                continue
+            *numbers, rest = found.groups()
+            layer = int(numbers[0]) - num_layers * self.continued if numbers else None
+            if layer is None or layer >= 0:
+                return layer, None if ours is None else ours + rest
+        return None
+
+
+_LAYOUTS = (
+    # Qwen3-Next, Qwen3.5, Mellum, EXAONE
+    Layout({
+        "mtp.fc.": "eh_proj.",
+        "mtp.pre_fc_norm_embedding.": "enorm.",
+        "mtp.pre_fc_norm_hidden.": "hnorm.",
+        "mtp.norm.": "post_norm.",
+        "mtp.layers.{}.": BLOCK,
+    }),
+    # DeepSeek-V3, GLM-4.5
+    Layout({
+        "layers.{}.eh_proj.": "eh_proj.",
+        "layers.{}.enorm.": "enorm.",
+        "layers.{}.hnorm.": "hnorm.",
+        "layers.{}.shared_head.norm.": "post_norm.",
+        "layers.{}.shared_head.head.": None,
+        "layers.{}.embed_tokens.": None,
+        "layers.{}.": BLOCK,
+    }, continued=True),
+    # MiMo-V2
+    Layout({
+        "mtp.layers.{}.eh_proj.": "eh_proj.",
+        "mtp.layers.{}.enorm.": "enorm.",
+        "mtp.layers.{}.hnorm.": "hnorm.",
+        "mtp.layers.{}.final_layernorm.": "post_norm.",
+        "mtp.layers.{}.pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
+        "mtp.layers.{}.": BLOCK,
+    }),
+)  # fmt: skip
+
+
+def is_mtp(name: str, num_layers: int) -> bool:
+    """Whether a checkpoint's tensor of this name belongs to such layers, of a known layout or not.
+
+    Args:
+        num_layers: of the model.
+    """
+    known = any(layout.parse(name, num_layers) is not None for layout in _LAYOUTS)
+    return known or re.search(r"(?:^|[._])mtp[._]", name) is not None
+
+
+def layout_of(names: Iterable[str], num_layers: int) -> Layout | None:
+    """The layout of a checkpoint; None if it is none of those known."""
+    names = list(names)
+    for layout in _LAYOUTS:
+        if any(
+            (layout.parse(name, num_layers) or (0, ""))[1] == "eh_proj.weight" for name in names
+        ):
+            return layout
+    return None
+
+
+# -- the layers ----------------------------------------------------------------------------------
+
+
+class MtpLayer(nn.Module):
+    """One of these layers.
+
+    Args:
+        config: of the decoder layer.
+        kind: class of the decoder layer.
+        norm: a norm of the model, whose class the others are of.
+        index: number of the layer, from 0.
+    """
+
+    def __init__(self, config: Any, kind: type[nn.Module], norm: Any, index: int):
+        super().__init__()
+        width = config.hidden_size
+        eps = getattr(norm, "variance_epsilon", None) or norm.eps
+        self.enorm, self.hnorm, self.post_norm = (type(norm)(width, eps=eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.mtp_block = kind(config, index)
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
+        """``(batch, n, hidden)``, of which the output embeddings make logits and which the next row
+        takes.
+
+        Args:
+            embeddings: ``(batch, n, hidden)`` of each row's token.
+            hidden: ``(batch, n, hidden)`` final states of the token before.
+            **inputs: further ones of the decoder layer.
+        """
+        joined = torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1)
+        out = self.mtp_block(self.eh_proj(joined), **inputs)
+        normed: Tensor = self.post_norm(out[0] if isinstance(out, tuple) else out)
+        return normed
+
+
+class MtpLayers(nn.Module):
+    """All of these layers of a model, without weights at first.
+
+    Args:
+        model: a causal language model.
+        count: number of layers.
+        sparse: whether their MLPs are mixtures of experts, where the model has both kinds.
+
+    Raises:
+        ValueError: the model's decoder layers cannot be used so; the message names its class.
+    """
+
+    def __init__(self, model: Any, count: int, sparse: bool):
+        super().__init__()
+        layers = decoder_layers(model)
+        kind: Any = type(in_use(layers[-1]))
+        norm = in_use(getattr(layers[-1], "input_layernorm", None))
+        rotary = getattr(decoder_of(model), "rotary_emb", None)
+        if (
+            "position_embeddings" not in inspect.signature(kind.forward).parameters
+            or norm is None
+            or rotary is None
+        ):
+            raise ValueError(
+                f"{type(model).__name__}: its decoder layers ({kind.__name__}) do not have the "
+                "input_layernorm and the position_embeddings that layers for multi-token "
+                "prediction are built with. Choose another strategy."
+            )
+        self.config = _config(model, count, sparse)
+        #: Kind of attention of each layer; None if the model has but one.
+        self.kinds: list[str | None] = list(
+            getattr(self.config, "layer_types", None) or [None] * count
+        )
+        try:
+            with torch.device("meta"):
+                made = [MtpLayer(self.config, kind, norm, index) for index in range(count)]
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{type(model).__name__}: {kind.__name__} cannot be built as a layer for "
+                f"multi-token prediction ({type(error).__name__}: {error}). Choose another "
+                "strategy."
+            ) from error
+        self.layers = nn.ModuleList(made)
+        # One of its own, as some adapt to the positions that they see.
+        self.rotary = type(rotary)(config=self.config)
+
+    @staticmethod
+    def _by_kind(rotary: nn.Module) -> bool:
+        """Whether a rotary module rotates by the kind of layer."""
+        return "layer_type" in inspect.signature(type(rotary).forward).parameters
+
+    def window(self, index: int) -> int | None:
+        """Number of positions that a layer sees; None for all."""
+        if self.kinds[index] != SLIDING:
+            return None
+        size: int = self.config.sliding_window
+        return size
+
+    def run(
+        self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
+        cache: Any,
+    ) -> Tensor:  # fmt: skip
+        """Forward of a layer; see :meth:`MtpLayer.forward`.
+
+        Args:
+            index: number of the layer.
+            positions: ``(batch, n)``
+            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot.
+            cache: takes ``update(keys, values, index)``.
+        """
+        given = {"layer_type": self.kinds[index]} if self._by_kind(self.rotary) else {}
+        if self.config._attn_implementation == "eager":
+            mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, -torch.inf)
+        found: Tensor = self.layers[index](
+            embeddings, hidden, position_ids=positions, attention_mask=mask,
+            position_embeddings=self.rotary(embeddings, positions, **given), **{CACHE: cache},
+        )  # fmt: skip
+        return found
+
+
+def _config(model: Any, count: int, sparse: bool) -> Any:
+    """The model's config with what it says of single layers replaced by what holds for these."""
+    config = copy.deepcopy(model.config.get_text_config(decoder=True))
+
+    def of_each(name: str, default: str) -> list[str]:
+        given = list(getattr(config, f"mtp_{name}", None) or [])
+        return (given + [default] * count)[:count]
+
+    values: dict[str, Any] = {
+        "layer_types": of_each("layer_types", "full_attention"),
+        "mlp_layer_types": of_each("mlp_layer_types", "sparse" if sparse else "dense"),
+        "first_k_dense_replace": 0 if sparse else count,
+        "mlp_only_layers": [] if sparse else list(range(count)),
+        "decoder_sparse_step": 1,
+        "num_hidden_layers": count,
+    }
+    for name, value in values.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    config._attn_implementation = "sdpa" if type(model)._supports_sdpa else "eager"
+    return config
+
+
+def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A decoder layer's tensors as the model's class wants them, with experts stacked, say.
+
+    Args:
+        model: the model, whose conversions Transformers knows.
+        tensors: by their names in checkpoints, without the layer's prefix.
+    """
+    known = get_model_conversion_mapping(model)
+    for one in known:
+        one.scope_prefix = None  # also of a part of a multimodal model
+    renamings = [one for one in known if isinstance(one, WeightRenaming)]
+    converters = [one for one in known if isinstance(one, WeightConverter)]
+    of_pattern = {source: one for one in converters for source in one.source_patterns}
+    prefix, found = "layers.0.", dict[str, Tensor]()
+    made: dict[str, Any] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(prefix + name, renamings, converters)
+        if pattern is None:
+            found[target] = tensors[name]
+        else:
+            one = made.setdefault(target, copy.deepcopy(of_pattern[pattern]))
+            one.add_tensor(target, prefix + name, pattern, tensors[name])
+    for target, one in made.items():
+        for name, value in one.convert(target, model=model, config=model.config).items():
+            found[name] = value[0] if isinstance(value, list) else value
+    return {name.removeprefix(prefix): value for name, value in found.items()}
+
+
+def dtypes(model: Any) -> dict[str, torch.dtype]:
+    """In which dtype the model keeps the floating-point tensors of its decoder layers, by name."""
+    found: dict[str, torch.dtype] = {}
+    for layer in decoder_layers(model):
+        for name, tensor in layer.state_dict().items():
+            if tensor.is_floating_point():
+                found.setdefault(name, tensor.dtype)
+    return found

@@ -1,0 +1,178 @@
+"""An assistant model drafts: its trees are its own predictions, and the output is the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from conftest import plainly, prompt, ragged
+from covering import covering
+from running import drafting, no_forward
+from transformers import CompileConfig, PreTrainedModel
+
+import hf_spec
+from hf_spec.drafting.grow import Frontier
+from hf_spec.methods.registry import get_method
+from modeling_patches.cache_name import CACHE
+
+Tiny = Callable[..., PreTrainedModel]
+NEW = 16
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "always": (drafting("draft_model"), {}),
+    "chain": (drafting("draft_model", tree="chain", lookup=True), {}),
+    "exactly": (drafting("draft_model", num_draft_tokens=5, width=2, max_depth=2), {}),
+    "auto": ({"assistant_strategy": "draft_model"}, {}),
+    "sampled": (drafting("draft_model"), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
+}
+#: Of the tests' models, and random ones with recurrent states or tables of positions.
+ASSISTANTS = ["llama", "gpt2", "gemma3", "falcon_alibi", "qwen3_next", "mamba2"]
+
+
+def assistant_of(tiny: Tiny, name: str) -> Any:
+    return architectures.build(name) if name in ("qwen3_next", "mamba2") else tiny(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "given"),
+    covering(
+        (name, setting, given) for name in ASSISTANTS for setting in SETTINGS for given in GIVEN
+        if (setting, given) != ("sampled", "batch")  # which draws in another order
+    ),
+)  # fmt: skip
+def test_output_is_that_of_plain_generation(
+    tiny: Tiny, name: str, setting: str, given: str
+) -> None:
+    model, assistant = tiny("llama_tied"), assistant_of(tiny, name)
+    spec, settings = SETTINGS[setting]
+    settings = {**GREEDY, **settings}
+    torch.manual_seed(3)
+    plain = plainly(model, **GIVEN[given], **settings)
+    torch.manual_seed(3)
+    out = model.generate(**GIVEN[given], **settings, **spec, assistant_model=assistant)
+    assert out.tolist() == plain.tolist()
+    if setting != "auto":
+        assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3_next"])
+@pytest.mark.parametrize("tree", ["adaptive", "chain"])
+def test_a_model_that_drafts_for_itself_is_always_right(tiny: Tiny, name: str, tree: str) -> None:
+    model: Any = architectures.build(name) if name == "qwen3_next" else tiny(name)
+    for given in GIVEN.values():
+        out = model.generate(
+            **given, **GREEDY, **drafting("draft_model", tree=tree), assistant_model=model
+        )
+        assert out.tolist() == model.generate(**given, **GREEDY).tolist()
+        stats = hf_spec.last_stats(model)
+        # 15 tokens after the first one: chains of 8 draft tokens and a bonus.
+        assert stats.num_steps == 3 if tree == "chain" else stats.num_steps < 12
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3_next", "mamba2"])
+@torch.no_grad()
+def test_nodes_of_a_tree_are_as_the_assistant_alone(tiny: Tiny, name: str) -> None:
+    assistant, method = assistant_of(tiny, name), get_method("draft_model")
+    drafter: Any = method.make_drafter(tiny("llama"), method.parse_options({}), assistant)
+    batch = [prompt(7)[0].tolist(), prompt(4, seed=1)[0].tolist()]
+    state: Any = SimpleNamespace(
+        batch_size=2, tokens=batch, remaining=[9, 9], timed=False, do_sample=False
+    )
+    drafter.start(state)
+    for step in range(2):
+        drafter.catch_up(state)
+        zeros = torch.zeros(2, 1, dtype=torch.long)
+        logits = drafter.level(Frontier(0, zeros, zeros.float(), zeros, zeros))
+        paths: list[list[list[int]]] = [[[]], [[]]]
+        for depth in range(3):
+            for row in range(2):
+                for node, path in enumerate(paths[row]):
+                    alone = assistant(torch.tensor([batch[row] + path])).logits[0, -1]
+                    torch.testing.assert_close(
+                        logits[row, node], alone[: drafter.shared], rtol=1e-4, atol=1e-4
+                    )
+            tokens = torch.tensor([[3 + depth, 9, 5]] * 2)
+            parents = torch.tensor([[1, 0, 1]] * 2).clamp(max=logits.shape[1] - 1)
+            paths = [
+                [rows[above] + [int(token)] for above, token in zip(parents[0], tokens[0])]
+                for rows in paths
+            ]
+            frontier = Frontier(depth + 1, tokens, tokens.float(), tokens, parents)
+            logits = drafter.level(frontier)
+        drafter.finish()
+        batch[0] += [8, 11, 4][: 3 * step or 1]
+        batch[1] += [6] * (step + 1)
+
+
+def test_finished_sequences_leave_the_batch(tiny: Tiny) -> None:
+    model = tiny("llama_tied")
+    plain = plainly(model, **ragged(), **GREEDY)
+    settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
+    expected = plainly(model, **ragged(), **settings)
+    out = model.generate(
+        **ragged(), **settings, **drafting("draft_model"), assistant_model=tiny("qwen2")
+    )
+    assert out.tolist() == expected.tolist()
+
+
+def test_compiled_and_continued(tiny: Tiny) -> None:
+    model = tiny("llama_tied")
+    spec = {**drafting("draft_model"), "assistant_model": tiny("llama")}
+    compiled = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+    first = model.generate(**ragged(), **GREEDY, **spec, **compiled, return_dict_in_generate=True)
+    assert first.sequences.tolist() == plainly(model, **ragged(), **GREEDY).tolist()
+    ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
+    mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2, dtype=torch.long)], dim=1)
+    plain = model.generate(ids, attention_mask=mask, **GREEDY)
+    out = model.generate(ids, attention_mask=mask, **GREEDY, **spec, **{CACHE: first[CACHE]})
+    assert out.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("size", [40, 64])
+def test_vocabularies_of_other_padded_sizes(tiny: Tiny, fresh: Tiny, size: int) -> None:
+    """Tokens that only one of the models has are not drafted, and may yet be emitted."""
+    model, assistant = tiny("llama_tied"), fresh("llama")
+    assistant.resize_token_embeddings(size)
+    for given in GIVEN.values():
+        plain = plainly(model, **given, **GREEDY)
+        assert size > 61 or plain.max() >= size
+        out = model.generate(
+            **given, **GREEDY, **drafting("draft_model"), assistant_model=assistant
+        )
+        assert out.tolist() == plain.tolist()
+        assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def test_refused(tiny: Tiny, fresh: Tiny) -> None:
+    model, spec = tiny(), drafting("draft_model")
+    with no_forward(model):
+        with pytest.raises(ValueError, match="draft_model' without assistant_model: give"):
+            model.generate(prompt(), **GREEDY, **spec)
+        with pytest.raises(ValueError, match="assistant_model='gpt2': give a loaded model"):
+            model.generate(prompt(), **GREEDY, **spec, assistant_model="gpt2")
+        with pytest.raises(
+            ValueError, match="assistant_model=LlamaForCausalLM with .*'prompt_lookup'.*itself"
+        ):
+            model.generate(
+                prompt(), **GREEDY, **drafting("prompt_lookup"), assistant_model=tiny("llama_tied")
+            )
+        other = fresh("llama")
+        other.config.bos_token_id = other.generation_config.bos_token_id = 7
+        with pytest.raises(ValueError, match=r"another tokenizer.*bos_token_id \[1\] and \[7\]"):
+            model.generate(prompt(), **GREEDY, **spec, assistant_model=other)
+        other = fresh("llama")
+        other.resize_token_embeddings(2000)
+        with pytest.raises(ValueError, match="61 and 2000 tokens.*same family"):
+            model.generate(prompt(), **GREEDY, **spec, assistant_model=other)
+        with pytest.raises(ValueError, match="xlstm|XLSTM|xLSTM"):
+            model.generate(prompt(), **GREEDY, **spec, assistant_model=architectures.build("xlstm"))
+        with pytest.raises(ValueError, match="assistant_tokenizer='object'.*one tokenizer"):
+            model.generate(
+                prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"), tokenizer=object(),
+                assistant_tokenizer=object(),
+            )  # fmt: skip

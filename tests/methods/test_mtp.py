@@ -1,0 +1,218 @@
+"""Layers for multi-token prediction: what they compute, against what others' code has recorded."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from covering import covering
+from running import drafting
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompileConfig
+
+import hf_spec
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.grow import Frontier
+from hf_spec.methods.mtp import weights
+from hf_spec.methods.registry import get_method
+from modeling_patches.cache_name import CACHE
+
+FIXTURES = Path(__file__).parents[1] / "fixtures/drafters/mtp"
+NAMES = ["qwen3", "qwen3_next", "qwen3_5_text", "mellum", "deepseek_v3", "glm4_moe_2"]
+#: Sums in other orders, over some hundred products.
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No random layers; see :mod:`random_mtp`."""
+    monkeypatch.setattr(weights, "_read", weights._read.__wrapped__)
+
+
+@cache
+def model_of(name: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        FIXTURES / name / "checkpoint", dtype=torch.float32
+    )
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def recorded(name: str) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
+    """The text, the base's final states, the known tokens at each step, and all tensors."""
+    found = load_file(FIXTURES / name / "io.safetensors")
+    ids = found.get("ids", found.get("input_ids"))
+    committed = json.loads((FIXTURES / name / "meta.json").read_text())["committed"]
+    return ids, found["base.last_hidden"], committed, found
+
+
+def chain_of(found: dict[str, Tensor], step: int) -> Tensor:
+    return found.get(f"step{step}.chain_logits", found.get(f"step{step}.draft_logits"))
+
+
+def drafter_of(name: str, rows: int) -> tuple[Any, Any]:
+    """A drafter after its start, and the state."""
+    method = get_method("mtp")
+    drafter = method.drafter(model_of(name), method.parse_options({"tree": "chain"}))
+    root = torch.zeros(rows, dtype=torch.long)
+    state = SimpleNamespace(batch_size=rows, root=root, timed=False, do_sample=False)
+    drafter.start(state)
+    return drafter, state
+
+
+def chain(drafter: Any, state: Any, depth: int) -> Tensor:
+    """``(batch, depth, vocab)`` logits of a greedy chain."""
+    drafter.catch_up(state)
+    tokens = zeros = torch.zeros(state.batch_size, 1, dtype=torch.long)
+    found = []
+    for level in range(depth):
+        frontier = Frontier(level, tokens, zeros.float(), zeros, zeros)
+        found.append(drafter.level(frontier))
+        tokens = found[-1].argmax(-1)
+    drafter.finish()
+    return torch.cat(found, dim=1)
+
+
+def advance(drafter: Any, ids: Tensor, hidden: Tensor, parts: list[tuple[int, int]]) -> None:
+    """A step that commits these ranges of tokens, one of each row."""
+    most = max(end - start for start, end in parts)
+    tokens = torch.full((len(parts), most), 7)
+    states = torch.full((len(parts), most, hidden.shape[-1]), torch.nan)
+    for row, (start, end) in enumerate(parts):
+        tokens[row, : end - start] = ids[0, start + 1 : end + 1]
+        states[row, : end - start] = hidden[0, start:end]
+    counts = [end - start for start, end in parts]
+    path = torch.arange(most).expand(len(parts), -1)
+    zeros = torch.zeros(len(parts), dtype=torch.long)
+    drafter.advance(StepResult(path, torch.tensor(counts), tokens, zeros), states)
+    drafter._committed.confirm(
+        HostResult([[*range(n)] for n in counts], [[]] * len(parts), [0] * len(parts))
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_chains_are_those_recorded(name: str) -> None:
+    """Also after drafts of which none, some or all were accepted."""
+    ids, hidden, committed, found = recorded(name)
+    drafter, state = drafter_of(name, 1)
+    done = 0
+    for step, known in enumerate(committed):
+        advance(drafter, ids, hidden, [(done, known - 1)])
+        done, expected = known - 1, chain_of(found, step)
+        torch.testing.assert_close(chain(drafter, state, expected.shape[1]), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mellum", "glm4_moe_2"])
+@torch.no_grad()
+def test_rows_of_a_batch_are_as_alone(name: str) -> None:
+    """One is a step behind the other; then the first one leaves."""
+    ids, hidden, committed, found = recorded(name)
+    drafter, state = drafter_of(name, 2)
+    ends = [0, *(known - 1 for known in committed)]
+    behind = [0, 3, *ends[1:]]
+    for step in range(len(committed)):
+        advance(drafter, ids, hidden, [tuple(ends[step:][:2]), tuple(behind[step:][:2])])
+        expected = chain_of(found, step)
+        drafted = chain(drafter, state, expected.shape[1])
+        torch.testing.assert_close(drafted[:1], expected, **CLOSE)
+        if step:
+            torch.testing.assert_close(drafted[1:], chain_of(found, step - 1), **CLOSE)
+    drafter.select([1])
+    state.batch_size = 1
+    advance(drafter, ids, hidden, [(ends[-2], ends[-1])])
+    expected = chain_of(found, len(committed) - 1)
+    torch.testing.assert_close(chain(drafter, state, expected.shape[1]), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:
+    """Two nodes of each level, of which the second goes on."""
+    ids, hidden, committed, _ = recorded(name)
+    drafter, state = drafter_of(name, 1)
+    advance(drafter, ids, hidden, [(0, committed[0] - 1)])
+    drafter.catch_up(state)
+    depth, zeros = 3, torch.zeros(1, 1, dtype=torch.long)
+    logits = drafter.level(Frontier(0, zeros, zeros.float(), zeros, zeros))
+    path, found = [], []
+    for level in range(1, depth):
+        tokens = logits[:, -1].topk(2).indices
+        parents = torch.full_like(tokens, logits.shape[1] - 1)
+        logits = drafter.level(Frontier(level, tokens, tokens.float(), tokens, parents))
+        path.append(tokens[0, 1])
+        found.append(logits[0, 1])
+    drafter.finish()
+    for level in range(1, depth):
+        tokens = zeros
+        for above in range(level + 1):
+            logits = drafter.level(Frontier(above, tokens, zeros.float(), zeros, zeros))
+            tokens = path[above][None, None] if above < level else tokens
+        drafter.finish()
+        torch.testing.assert_close(logits[0, 0], found[level - 1], **CLOSE)
+
+
+# -- generate ------------------------------------------------------------------------------------
+
+BATCH = {
+    "input_ids": torch.tensor(
+        [[5, 9, 5, 9, 7, 5, 9], [0, 0, 0, 11, 4, 11, 4], [0, 0, 0, 0, 0, 0, 8]]
+    ),
+    "attention_mask": torch.tensor([[1] * 7, [0] * 3 + [1] * 4, [0] * 6 + [1]]),
+}
+GIVEN = {"row": {"input_ids": BATCH["input_ids"][:1]}, "batch": BATCH}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "always": (drafting("mtp"), {}),
+    "chain": (drafting("mtp", tree="chain", lookup=True), {}),
+    "exactly": (drafting("mtp", num_draft_tokens=5, width=2, max_depth=2), {}),
+    "auto": ({"assistant_strategy": "mtp"}, {}),
+    "compiled": (
+        drafting("mtp"),
+        {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")},
+    ),
+    "sampled": (drafting("mtp"), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "given"),
+    covering(
+        [(name, setting, given) for name in NAMES for setting in SETTINGS for given in GIVEN
+         if (setting, given) != ("sampled", "batch")]  # which draws in another order
+    ),
+)  # fmt: skip
+def test_output_is_that_of_plain_generation(name: str, setting: str, given: str) -> None:
+    inputs = GIVEN[given]
+    model, (spec, settings) = model_of(name), SETTINGS[setting]
+    settings = {"max_new_tokens": 16, "do_sample": False, **settings}
+    torch.manual_seed(3)
+    stock = {
+        key: value for key, value in settings.items() if "comp" not in key and "cache" not in key
+    }
+    plain = model.generate(**inputs, **stock)
+    torch.manual_seed(3)
+    out = model.generate(**inputs, **settings, **spec)
+    assert out.tolist() == plain.tolist()
+    if setting != "auto":
+        assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe_2"])
+def test_continued_cache(name: str) -> None:
+    """The drafter has not seen what an earlier call has cached."""
+    model, settings = model_of(name), {"max_new_tokens": 8, "do_sample": False}
+    first = model.generate(**BATCH, **settings, **drafting("mtp"), return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, torch.tensor([[5, 9], [6, 4], [8, 8]])], dim=1)
+    mask = torch.cat([BATCH["attention_mask"], torch.ones(3, 10, dtype=torch.long)], dim=1)
+    plain = model.generate(ids, attention_mask=mask, **settings)
+    out = model.generate(
+        ids, attention_mask=mask, **settings, **drafting("mtp"), **{CACHE: first[CACHE]}
+    )
+    assert out.tolist() == plain.tolist()
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
