@@ -26,9 +26,10 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_SHAPE, MAX_SIZE
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import num_layers
-from modeling_patches.weights import input_features, output_weight
+from modeling_patches.weights import device_of, input_features, output_features
 
 #: Config and layer classes of each architecture.
 ARCHITECTURES: dict[str, tuple[type[Any], type[nn.Module]]] = {
@@ -239,9 +240,9 @@ class Eagle3Adapter(Adapter):
     @torch.no_grad()
     def _start_head(self, tokens: Tensor, model: Any) -> None:
         """Let the output matrix start as the base's rows of these tokens, if it has such."""
-        weight, own = output_weight(model), self.lm_head.weight
-        if weight is not None and weight.is_floating_point() and weight.shape[-1] == own.shape[1]:
-            own.copy_(weight.detach()[tokens.to(weight.device)])
+        own = self.lm_head.weight
+        if not own.is_meta and output_features(model)[0] == own.shape[1]:
+            own.copy_(DraftVocabulary(tokens, model).weight)
 
     def set_vocabulary(self, tokens: Tensor, model: Any) -> None:
         super().set_vocabulary(tokens, model)
@@ -249,7 +250,7 @@ class Eagle3Adapter(Adapter):
 
     def fused(self, states: Tensor) -> Tensor:
         """``(batch, n, hidden)`` what a row takes of the base's states ``(batch, n, features)``."""
-        states = states.to(self.fc.weight)
+        states = states.to(device_of(self.fc), self.fc.weight.dtype)
         if self.config.norm_before_fc:
             states = self.input_norm(states)
         if self.config.fc_norm:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
+from modeling_patches.weights import device_of
 
 
 class Eagle3Network:
@@ -31,8 +32,8 @@ class Eagle3Network:
         known, size = vocab_size(self.model), self.adapter.lm_head.out_features
         ids: Tensor | None = getattr(self.adapter, VOCABULARY, None)
         if ids is None:
-            weight = self.adapter.lm_head.weight
-            return None if size == known else torch.arange(size, device=weight.device)
+            device = device_of(self.adapter.lm_head)
+            return None if size == known else torch.arange(size, device=device)
         ascending = bool((ids[1:] > ids[:-1]).all())
         if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= known:
             raise ValueError(
