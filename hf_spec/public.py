@@ -15,6 +15,7 @@ from hf_spec.decoding.validate import validate_call as _validate_call
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.bita import BitaConfig
+from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.methods.layer_skip import LayerSkipConfig
 from hf_spec.methods.medusa import MedusaConfig
 from hf_spec.methods.ppd import PPDConfig
@@ -44,6 +45,7 @@ def strategies() -> dict[str, str]:
 __all__ = [
     "BitaConfig",
     "Drafter",
+    "Eagle3Config",
     "LayerSkipConfig",
     "MedusaConfig",
     "Method",

@@ -78,6 +78,27 @@ VARIANTS: dict[str, Variants] = {
         },
         hitting="wide",
     ),
+    "eagle3": Variants(
+        {
+            "adaptive": {},
+            "chain": {"tree": "chain", "max_depth": 3, "lookup": True},
+            "narrow": {"num_draft_tokens": 5, "width": 2, "max_depth": 4},
+            "wide": {"num_draft_tokens": 61, "max_depth": 1},
+        },
+        hitting="wide",
+        adapters={
+            "adaptive": {"draft_vocab_size": 40},
+            "chain": {"fc_norm": True, "norm_output": True, "num_layers": 2},
+        },
+        configs={
+            "default": {},
+            "flags": {
+                "architecture": "qwen3", "num_layers": 2, "norm_before_residual": True,
+                "fc_norm": True, "norm_output": True,
+            },
+            "own": {"own_embeddings": True, "norm_before_fc": True, "draft_vocab_size": 40},
+        },
+    ),
     "layer_skip": Variants(
         {
             "first_layer": FIRST_LAYER,

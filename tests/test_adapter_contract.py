@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.hub.card import write_card
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
@@ -45,9 +46,10 @@ CONFIGS |= {
     if issubclass(method.adapter_config, PredictingConfig)
 }
 NEEDED = [name for name, method in METHODS.items() if method.needs_adapter]
+#: Those whose adapters predict a certain number of future tokens.
+LIMITED = [name for name in NEEDED if not issubclass(METHODS[name].drafter, ForwardDrafter)]
 
 every_config = pytest.mark.parametrize(("name", "kind"), CONFIGS)
-every_needed = pytest.mark.parametrize("name", NEEDED)
 
 
 def config_of(name: str, kind: str | None = None) -> Any:
@@ -251,7 +253,7 @@ def test_a_conversation_goes_on(fresh: Fresh, name: str) -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-@every_needed
+@pytest.mark.parametrize("name", LIMITED)
 def test_trees_deeper_than_the_adapter(fresh: Fresh, name: str) -> None:
     model = fresh("llama")
     added(model, name)
@@ -259,6 +261,14 @@ def test_trees_deeper_than_the_adapter(fresh: Fresh, name: str) -> None:
         tokens(model, name, max_depth=99)
     with pytest.raises(ValueError, match=r"paths of 9 ranks, \d future tokens"):
         tokens(model, name, tree=[[0] * length for length in range(1, 10)])
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDED if name not in LIMITED])
+def test_static_trees_of_drafters_that_grow_each_tree(fresh: Fresh, name: str) -> None:
+    model = fresh("llama")
+    added(model, name)
+    with pytest.raises(ValueError, match=r"tree=\[\[0\]\]: .* grows each tree"):
+        tokens(model, name, tree=[[0]])
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -27,6 +27,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("space", {**_SPACE, "update": "lora"}),
     "none": ("space", {**_SPACE, "update": "none"}),
     "full": ("space", {**_SPACE, "update": "full", "draft_vocab_size": 0}),
+    "eagle3": ("eagle3", {"ttt_steps": 3, "draft_vocab_size": 40}),
     "layer_skip": ("layer_skip", {"skip_mlp": [0], "draft_rank": 2}),
 }
 #: Gives the adapter folder of a training of `TRAININGS`, which no test may change.

@@ -186,6 +186,26 @@ def medusa() -> Scheme:
     return scheme
 
 
+def eagle3() -> Scheme:
+    scheme = Scheme(15.4, 5.4)
+    for layer, text in enumerate(("early", "middle", "late")):
+        y = 1.4 + layer * 1.2
+        scheme.box(0.4, y, f"{text} layer", "model", width=2.4)
+        scheme.arrow((2.9, y), (4.3, 2.6), gap=2)
+    scheme.box(4.4, 2.6, "fc", "learned")
+    scheme.text(1.6, 0.4, "states of the last verified token", fontsize=9)
+    for order, (token, drafted) in enumerate((("root", "d1"), ("d1", "d2"), ("d2", "d3"))):
+        x = 6.2 + order * 3.1
+        box = scheme.box(x, 2.6, "decoder", "learned", width=2.0)
+        scheme.box(x + 0.58, 1.0, token, "candidate" if order else "root")
+        scheme.arrow((box[0], 1.4), (box[0], 2.2), gap=1)
+        scheme.box(x + 0.58, 4.3, drafted, "candidate")
+        scheme.arrow((box[0], 3.0), (box[0], 3.9), gap=1)
+        scheme.arrow((x - 0.9, 2.6), (x, 2.6), gap=1)
+    scheme.text(10.3, 0.3, "its own output stands for states that the model has yet to compute")
+    return scheme
+
+
 def propd() -> Scheme:
     scheme = Scheme(13.4, 5.4)
     nodes = ["root", "c1", "c2", "c3", "c4", "c5"]
@@ -277,7 +297,7 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float]]]:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        speed, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, propd,
+        speed, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd,
     )
 }  # fmt: skip
 

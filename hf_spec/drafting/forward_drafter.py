@@ -109,7 +109,7 @@ class ForwardDrafter(Drafter):
         exactly = self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
         chain = self.width == 1
         count = depth if chain else exactly or GROWN
-        self._growth = growth = _Growth(self, state)
+        self._growth = growth = _Growth(self, state, count)
         grown = grow(growth, state.root, count, depth, growth.trust, expanded=self.width)
         self.finish()
         tree = Tree.unpacked(grown)
@@ -134,8 +134,9 @@ class _Growth:
         samples: logits and noise of the first node of each level, where tokens are sampled.
     """
 
-    def __init__(self, drafter: ForwardDrafter, state: DecodeState):
+    def __init__(self, drafter: ForwardDrafter, state: DecodeState, count: int):
         self.drafter, self.state = drafter, state
+        self._children = 1 if drafter.width == 1 else count  # of a node, at most
         self.trust = drafter.exit.trust
         self.rows: list[Row] = []
         self.samples: list[tuple[Tensor, Tensor]] = []
@@ -152,8 +153,9 @@ class _Growth:
             worth = drafter.exit.is_worth(depth + 1, paths, self._cost)
             if not worth and (depth or not drafter.exit.due()):
                 return None
+        state.stats.num_draft_forwards += 1
         logits = self._as_sampled(drafter.level(frontier).float(), depth)
-        best = logits.topk(min(drafter.width if drafter.width == 1 else GROWN, logits.shape[-1]))
+        best = logits.topk(min(self._children, logits.shape[-1]))
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)
         ids = drafter.token_ids
         tokens = best.indices if ids is None else ids[best.indices]

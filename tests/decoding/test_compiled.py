@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "space": {"markov_rank": 4}, "bita": {}, "medusa": {"num_heads": 3},
-    "propd": {}, "ppd": {"num_ept": 2},
+    "propd": {}, "ppd": {"num_ept": 2}, "eagle3": {"draft_vocab_size": 40},
 }  # fmt: skip
 
 

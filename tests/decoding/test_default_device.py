@@ -6,6 +6,7 @@ computed from it fails, or has none either.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from functools import _lru_cache_wrapper
@@ -41,8 +42,10 @@ def nothing_cached() -> None:
 def add_adapter(model: Any, name: str) -> None:
     config = methods()[name].adapter_config
     if name in ADAPTERS and config is not None:
+        known = {field.name for field in dataclasses.fields(config)}
+        given = {field: value for field, value in ALL.items() if field in known}
         with torch.device("meta"):
-            model.add_adapter(config(**{**ADAPTERS[name], **ALL}), "one")
+            model.add_adapter(config(**{**ADAPTERS[name], **given}), "one")
         randomise(model, config.type_name)
 
 

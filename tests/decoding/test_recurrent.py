@@ -47,6 +47,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt_lookup": ({}, {}),
     "layer_skip": ({}, {"skip_attention": [0, 2], "skip_mlp": [], "max_draft": 3}),
     "medusa": ({"num_heads": 3}, {}),
+    "eagle3": ({"draft_vocab_size": 40}, {"max_depth": 3}),
     "ppd": ({"num_ept": 2, "num_prompt_tokens": 3}, {}),
     "bita": ({"num_mask_tokens": 3, "prompt_depth": "none"}, {}),
     "space": ({"num_mask_tokens": 3}, {}),

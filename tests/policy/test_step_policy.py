@@ -34,6 +34,7 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy
@@ -608,9 +609,11 @@ def test_expensive_drafts_are_given_up(
     drafted = [one for one in report["history"] if one["draft_tokens"]]
     assert 0 < len(drafted) < 0.2 * stats.num_steps
     json.dumps(stats.to_dict())
-    assert stats.num_steps + stats.num_draft_forwards == len(timing.rows)
+    elsewhere = issubclass(get_method(name).drafter, ForwardDrafter)  # in a decoder of its own
+    drafting = 0 if elsewhere else stats.num_draft_forwards
+    assert stats.num_steps + drafting == len(timing.rows)
     # Rows of one: plain steps that were chosen, empty drafts, and drafting.
-    assert timing.rows.count(1) >= stats.num_fallback_steps + stats.num_draft_forwards
+    assert timing.rows.count(1) >= stats.num_fallback_steps + drafting
     assert sum(stats.accepted_histogram.values()) == stats.num_row_steps
 
 

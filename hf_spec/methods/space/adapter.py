@@ -18,7 +18,7 @@ from hf_spec.adapters.config import setting
 from hf_spec.adapters.low_rank import DOWN, UP, LowRankAdapter, check_settings
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import future_losses, prediction_losses, wanted_mean
@@ -80,8 +80,7 @@ class SpaceConfig(PredictingConfig):
         check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
         check_range("p_ar", self.p_ar, 0.0, 1.0)
         check_range("update_learning_rate", self.update_learning_rate, 0.0, 1.0, open_low=True)
-        if not isinstance(self.shared_mask, bool):
-            raise ValueError(f"shared_mask={self.shared_mask!r}: must be True or False.")
+        check_switches(self, "shared_mask")
         check_choices(self, update=UPDATES, masks=MASKS)
         if self.masks == "noise" and (self.update != "gated" or self.shared_mask):
             raise ValueError(

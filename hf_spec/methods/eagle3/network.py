@@ -1,0 +1,65 @@
+"""The decoder of an EAGLE3 adapter on its base model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+from hf_spec.methods.eagle3.adapter import Eagle3Adapter
+from modeling_patches.weights import device_of
+
+
+class Eagle3Network:
+    """See :class:`hf_spec.drafting.autoregressive.DraftNetwork`.
+
+    Args:
+        model: the base model, whose embeddings it uses unless it has its own.
+        adapter: the decoder.
+
+    Raises:
+        ValueError: the model lacks some of the tokens that it predicts.
+    """
+
+    def __init__(self, model: Any, adapter: Eagle3Adapter):
+        self.model, self.adapter = model, adapter
+        self.num_layers = len(adapter.layers)
+        self.token_ids = self._token_ids()
+
+    def _token_ids(self) -> Tensor | None:
+        known, size = vocab_size(self.model), self.adapter.lm_head.out_features
+        ids: Tensor | None = getattr(self.adapter, VOCABULARY, None)
+        if ids is None:
+            device = device_of(self.adapter.lm_head)
+            return None if size == known else torch.arange(size, device=device)
+        ascending = bool((ids[1:] > ids[:-1]).all())
+        if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= known:
+            raise ValueError(
+                f"this adapter predicts tokens {int(ids[0])} to {int(ids[-1])}"
+                f"{'' if ascending else ', not in ascending order'}; the model has {known}: it was "
+                "made for another model, or its file is damaged. Load it on its own model."
+            )
+        return ids
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """``(batch, n, hidden)`` input embeddings of tokens ``(batch, n)``."""
+        own = getattr(self.adapter, "embed_tokens", None)
+        made: Tensor = (self.model.get_input_embeddings() if own is None else own)(tokens)
+        return made
+
+    def features(self, states: Tensor) -> Tensor:
+        return self.adapter.fused(states)
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.adapter(
+            self.embedded(tokens), hidden, positions, mask, cache
+        )
+        return found
+
+    def logits(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.adapter.lm_head(states)
+        return logits

@@ -1,0 +1,128 @@
+"""Drafters with a decoder of their own draft in every step what they draft from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import prompt, ragged
+from running import draft_everything, drafting
+from transformers import CompileConfig, PreTrainedModel
+
+import hf_spec
+from hf_spec.core.memory import memory
+from hf_spec.drafting.autoregressive import AutoregressiveDrafter
+from hf_spec.methods.eagle3 import Eagle3Config
+from hf_spec.policy.step_policy import StepPolicy
+from hf_spec.policy.tempering import Tempering
+from modeling_patches.cache_name import CACHE
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+SAMPLED: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.5}
+CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+#: All tokens of the vocabulary below the root, so that each step accepts some.
+BUSHY = {"num_draft_tokens": 200, "max_depth": 3, "width": 61}
+
+
+@pytest.fixture
+def model(fresh: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return adapted(fresh("llama"))
+
+
+def adapted(model: Any, **fields: Any) -> Any:
+    model.add_adapter(Eagle3Config(**fields))
+    randomise(model, "EAGLE3")
+    return model
+
+
+@contextmanager
+def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Each proposed tree is compared with the chain of a new drafter that runs the whole text
+    again. Grows by the length of each chain."""
+    steps: list[int] = []
+    propose = AutoregressiveDrafter.propose
+
+    def checked(self: Any, state: Any) -> Any:
+        tree = propose(self, state)
+        for row, tokens in enumerate(state.tokens):
+            if not state.active[row] or tree.row_sizes[row] == 0:
+                continue
+            expected = self.chain(torch.tensor([tokens[:-1]]))
+            host, node, chain = tree.host.rows(tree.row_sizes)[row], 0, []
+            while True:  # the likeliest child comes first
+                below = [n for n, above in enumerate(host.parents) if above == node and n]
+                if not below:
+                    break
+                node = below[0]
+                chain.append(host.tokens[node])
+            assert chain and chain == expected[: len(chain)]
+            steps.append(len(chain))
+        return tree
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoregressiveDrafter, "propose", checked)
+        yield steps
+
+
+@pytest.mark.parametrize("options", [BUSHY, {"tree": "chain"}, {"num_draft_tokens": 6}])
+def test_drafts_in_a_shrinking_batch(
+    model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    free = model.generate(**ragged(), **GREEDY)
+    settings = {**ragged(), **GREEDY, "eos_token_id": [int(free[0, 19]), int(free[2, 28])]}
+    plain = model.generate(**settings).tolist()
+    with compared(monkeypatch) as steps:
+        found = model.generate(**settings, **drafting("eagle3", **options))
+    assert found.tolist() == plain and len(steps) > 15
+    if options is BUSHY:
+        assert max(steps) > 1
+        assert hf_spec.last_stats(model).mean_accepted_tokens > 1.5
+
+
+def test_drafts_after_steps_that_did_not_draft(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_everything(monkeypatch)
+    turns = iter([True, False, False] * 100)
+    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: next(turns))
+    plain = model.generate(**ragged(), **GREEDY).tolist()
+    with compared(monkeypatch) as steps:
+        found = model.generate(
+            **ragged(), **GREEDY, assistant_strategy="eagle3", assistant_kwargs={"lookup": False}
+        )
+    assert found.tolist() == plain and len(steps) > 9
+
+
+@pytest.mark.parametrize("tree", ["adaptive", "chain"])
+@pytest.mark.parametrize("choice", ["auto", "always"])
+def test_outputs(model: Any, monkeypatch: pytest.MonkeyPatch, tree: str, choice: str) -> None:
+    """Greedy, sampled and compiled; a conversation that goes on."""
+    draft_everything(monkeypatch)
+    options = {"tree": tree, "drafting": choice, "max_depth": 2}
+    spec = {"assistant_strategy": "eagle3", "assistant_kwargs": options}
+    torch.manual_seed(5)
+    plain = model.generate(prompt(), **SAMPLED).tolist()
+    torch.manual_seed(5)
+    assert model.generate(prompt(), **SAMPLED, **spec).tolist() == plain
+    plain = model.generate(**ragged(), **GREEDY).tolist()
+    for more in ({}, CAPTURED):
+        assert model.generate(**ragged(), **GREEDY, **spec, **more).tolist() == plain
+    first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, prompt(5, seed=7)], 1)
+    plain = model.generate(more, **GREEDY).tolist()
+    assert model.generate(more, **GREEDY, **spec, **{CACHE: first[CACHE]}).tolist() == plain
+
+
+def test_tempering_learns_from_samples(model: Any) -> None:
+    """With a draft vocabulary, whose tokens are found by their ids."""
+    model.delete_adapter("default")
+    model = adapted(model, draft_vocab_size=40)
+    settings = {**SAMPLED, "max_new_tokens": 60}
+    torch.manual_seed(5)
+    plain = model.generate(prompt(), **settings).tolist()
+    torch.manual_seed(5)
+    assert model.generate(prompt(), **settings, **drafting("eagle3")).tolist() == plain
+    found = [one for one in memory(model)["learned"].values() if isinstance(one, Tempering)]
+    assert any(one.updates for one in found)

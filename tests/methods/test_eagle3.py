@@ -1,0 +1,202 @@
+"""EAGLE-3's decoder against what speculators computed, through the drafter's own steps."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_spec.adapters.active import find_active
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.grow import Frontier
+from hf_spec.hub.transfer import convert
+from hf_spec.methods.eagle3.adapter import LOSSES
+from hf_spec.methods.eagle3.loss import target_losses, unrolled
+from hf_spec.methods.eagle3.network import Eagle3Network
+from hf_spec.methods.registry import methods
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters" / "eagle3"
+NAMES = ["tiny-llama", "tiny-llama-original", "tiny-llama-before-fc", "tiny-qwen3-31"]
+METHOD = methods()["eagle3"]
+#: Between implementations in float32; values are of the size of 1.
+NEAR: dict[str, Any] = {"atol": 1e-5, "rtol": 0.0}
+
+every_fixture = pytest.mark.parametrize("name", NAMES)
+
+
+@cache
+def base() -> Any:
+    """A model of the shape of the fixtures' bases, whose states are read from files."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+class Fixture:
+    """A drafter of a fixture, and the fixture's tensors."""
+
+    def __init__(self, name: str):
+        self.io = load_file(FIXTURES / name / "io.safetensors")
+        self.log = json.loads((FIXTURES / name / "meta.json").read_text())["log"]
+        config, tensors = convert(FIXTURES / name / "model.safetensors", "eagle3")
+        self.model = base()
+        self.model.add_adapter(config, name)
+        self.adapter = find_active(self.model, "EAGLE3")
+        for key, weight in self.adapter.weights().items():
+            weight.data.copy_(tensors[key])
+        self.ids, self.features = self.io["ids"], self.io["base.features"]
+
+    def drafter(self, rows: int = 1) -> Any:
+        drafter = METHOD.drafter(self.model, METHOD.parse_options({}))
+        root = torch.zeros(rows, dtype=torch.long)
+        drafter.start(SimpleNamespace(batch_size=rows, root=root, do_sample=False))
+        return drafter
+
+    def commit(self, drafter: Any, starts: list[int], ends: list[int]) -> None:
+        """Rows ``starts[i] .. ends[i] - 1`` of the text are committed in row i of the batch."""
+        counts = [end - start for start, end in zip(starts, ends)]
+        at = torch.tensor(starts)[:, None] + torch.arange(max(counts))
+        path, tokens = torch.zeros_like(at), self.ids[0, at + 1]
+        for row, count in enumerate(counts):
+            tokens[row, count:] = -1  # as after verification
+        result = StepResult(path, torch.tensor(counts), tokens, torch.zeros(len(counts)))
+        drafter.advance(result, self.features[0, at])
+
+
+@pytest.fixture
+def fixture(name: str) -> Any:
+    made = Fixture(name)
+    with torch.no_grad():
+        yield made
+    made.model.delete_adapter(name)
+
+
+def frontier(depth: int, tokens: Tensor, parents: Tensor | None = None) -> Frontier:
+    zeros = torch.zeros_like(tokens)
+    return Frontier(depth, tokens, zeros.float(), zeros, zeros if parents is None else parents)
+
+
+def chain(drafter: Any, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Five greedy tokens ``(batch, 5)`` and their logits ``(batch, 5, tokens)``."""
+    tokens, logits = [root], []
+    for depth in range(5):
+        logits.append(drafter.level(frontier(depth, tokens[-1]))[:, -1])
+        best = logits[-1].argmax(-1, keepdim=True)
+        tokens.append(best if drafter.token_ids is None else drafter.token_ids[best])
+    drafter.finish()
+    return torch.cat(tokens[1:], 1), torch.stack(logits, 1)
+
+
+@every_fixture
+def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
+    drafter, done = fixture.drafter(), 0
+    for step, entry in enumerate(fixture.log):
+        end = entry["committed"] - 1
+        fixture.commit(drafter, [done], [end])
+        drafter.catch_up(None)
+        tokens, logits = chain(drafter, fixture.ids[:, end : end + 1])
+        assert tokens.tolist() == fixture.io[f"step{step}.chain_tokens"].tolist()
+        torch.testing.assert_close(logits, fixture.io[f"step{step}.chain_logits"], **NEAR)
+        keys, _ = drafter.cache.row(0, 0)
+        torch.testing.assert_close(keys, fixture.io[f"step{step}.cache_keys"][0], **NEAR)
+        done = end
+
+
+@every_fixture
+def test_steps_without_drafting_and_rows_of_several_lengths(fixture: Any, name: str) -> None:
+    """Row 1 is a step ahead of row 0, and what several steps commit runs at once."""
+    drafter = fixture.drafter(2)
+    ends = [entry["committed"] - 1 for entry in fixture.log]
+    fixture.commit(drafter, [0, 0], [ends[0], ends[1]])
+    drafter.catch_up(None)
+    chain(drafter, fixture.ids[0, [ends[0], ends[1]], None])
+    fixture.commit(drafter, [ends[0], ends[1]], [ends[1], ends[2]])
+    fixture.commit(drafter, [ends[1], ends[2]], [ends[2], ends[3]])
+    drafter.catch_up(None)
+    tokens, logits = chain(drafter, fixture.ids[0, [ends[2], ends[3]], None])
+    for row, step in ((0, 2), (1, 3)):
+        assert tokens[row].tolist() == fixture.io[f"step{step}.chain_tokens"][0].tolist()
+        expected = fixture.io[f"step{step}.chain_logits"][0]
+        torch.testing.assert_close(logits[row], expected, **NEAR)
+    drafter.select([1])
+    tokens, _ = chain(drafter, fixture.ids[:, ends[3], None])
+    assert tokens.tolist() == fixture.io["step3.chain_tokens"].tolist()
+
+
+@every_fixture
+def test_what_the_host_cuts_off_is_not_run(fixture: Any, name: str) -> None:
+    """A stop string ends a step before its last accepted token."""
+    drafter, end = fixture.drafter(), fixture.log[0]["committed"] - 1
+    fixture.commit(drafter, [0], [end + 3])
+    host = HostResult([list(range(end))], [fixture.ids[0, 1 : end + 1].tolist()], [0])
+    drafter.observe(None, None, host)
+    drafter.catch_up(None)
+    tokens, _ = chain(drafter, fixture.ids[:, end : end + 1])
+    assert tokens.tolist() == fixture.io["step0.chain_tokens"].tolist()
+
+
+@every_fixture
+def test_tree(fixture: Any, name: str) -> None:
+    drafter, io = fixture.drafter(), fixture.io
+    fixture.commit(drafter, [0], [13])
+    drafter.catch_up(None)
+    logits = drafter.level(frontier(0, fixture.ids[:, 13:14]))[:, 0]
+    best = logits.topk(3).indices
+    best = best if drafter.token_ids is None else drafter.token_ids[best]
+    assert best[0].tolist() == io["tree.tokens"][:3].tolist()
+    for level in range(3):
+        nodes = slice(3 * level, 3 * level + 3)
+        above = (io["tree.parents"][nodes] - 3 * (level - 1)).clamp(min=0) * (level > 0)
+        tokens = io["tree.tokens"][None, nodes]
+        logits = drafter.level(frontier(level + 1, tokens, above[None]))
+        torch.testing.assert_close(logits[0], io["tree.logits"][nodes], **NEAR)
+
+
+@every_fixture
+def test_a_chain_for_stock_decoding(fixture: Any, name: str) -> None:
+    """It reads the model's own states, and continues with the drafter's own."""
+    ids = torch.arange(3, 15)[None]
+    drafter, seen = fixture.drafter(), fixture.model(ids, output_hidden_states=True)
+    states = [seen.hidden_states[layer] for layer in fixture.adapter.config.layers]
+    fixture.features = torch.cat(states, -1)
+    root = seen.logits[:, -1:].argmax(-1)
+    fixture.ids = torch.cat([ids, root], 1)
+    fixture.commit(drafter, [0], [12])
+    drafter.catch_up(None)
+    expected, _ = chain(drafter, root)
+    assert drafter.chain(ids)[:5] == expected[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["tiny-llama"])
+def test_training_time_test(fixture: Any, name: str) -> None:
+    """speculators' logits and losses, whose chains begin everywhere, with decay 1."""
+    io, steps, seq = fixture.io, 3, fixture.ids.shape[1]
+    network = Eagle3Network(fixture.model, fixture.adapter.module)
+    anchors = torch.arange(seq - 1)[None]
+    logits = unrolled(network, fixture.ids, fixture.features, anchors, steps)
+    sums = dict.fromkeys(LOSSES, 0.0)
+    for step in range(steps):
+        # Chains that leave the text are not compared.
+        count = seq - 1 - step
+        torch.testing.assert_close(
+            logits[0, :count, step], io["train.logits"][step, :count], **NEAR
+        )
+        targets = io["base.logits"][:, 1 + step :, network.token_ids]
+        wanted = torch.zeros(1, count, dtype=torch.long)
+        for kind in LOSSES:
+            losses = target_losses(logits[:, :count, step], targets[:, :count], wanted, kind)
+            sums[kind] += losses.mean()
+    torch.testing.assert_close(sums["kl"], io["train.loss.kl_div"], **NEAR)
+    torch.testing.assert_close(sums["ce"], io["train.loss.ce"], **NEAR)

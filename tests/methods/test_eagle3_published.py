@@ -1,0 +1,245 @@
+"""Released EAGLE-3 drafters of every layout, and files that are none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_eagle3 import FIXTURES, base
+from tiny_checkpoint import make_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_spec import cli
+from hf_spec.hub.folder import check_complete
+from hf_spec.hub.transfer import convert, import_adapter, recognized
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a base, in float32."""
+    folder = tmp_path_factory.mktemp("base")
+    base().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def written(folder: Path, name: str, change: Change, file: str = "model.safetensors") -> Path:
+    """A checkpoint like that of a fixture."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    tensors = load_file(FIXTURES / name / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".bin"):
+        torch.save(tensors, folder / file)
+    else:
+        save_file(tensors, folder / file)
+    return folder / file
+
+
+def same(*_: Any) -> None:
+    """Leave a checkpoint as it is."""
+
+
+def as_specforge(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Names of its first version of EAGLE 3.1, and layers counted by outputs."""
+    inner = config.pop("transformer_layer_config")
+    flags = ("fc_norm", "norm_output", "norm_before_residual")
+    kept = {name: config[name] for name in ("draft_vocab_size", *flags)}
+    layers = [layer - 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
+    config.clear()
+    eagle = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
+    config.update(inner, **kept, eagle_config=eagle, architectures=["LlamaForCausalLMEagle3"])
+    for place, name in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
+        tensors[f"{name}.weight"] = tensors.pop(f"fc_norm.{place}.weight")
+    for name in [name for name in tensors if name.startswith("layers.0.")]:
+        tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
+
+
+def without_embeddings(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The base's are used, as in most releases."""
+    del tensors["embed_tokens.weight"]
+
+
+def with_early_stop(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["fc.weight"] = torch.cat([tensors["fc.weight"], torch.ones(2, 192).bfloat16()])
+
+
+def out_of_order(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    ids = (tensors["d2t"] + torch.arange(48)).flip(0)
+    tensors["d2t"] = ids - torch.arange(48)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0).contiguous()
+    del tensors["t2d"]
+
+
+def marked(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Tokens by a mask alone, and what training keeps besides."""
+    del tensors["d2t"]
+    tensors["verifier_norm.weight"] = torch.ones(64)
+    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+
+def saved_inside_a_model(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    for name in [*tensors]:
+        tensors[f"model.{name}" if "layer" in name else name] = tensors.pop(name)
+
+
+LAYOUTS: dict[str, tuple[str, Change, str]] = {
+    "speculators": ("tiny-llama", same, "model.safetensors"),
+    "norm before fc": ("tiny-llama-before-fc", same, "model.safetensors"),
+    "SafeAILab": ("tiny-llama-original", same, "pytorch_model.bin"),
+    "SpecForge": ("tiny-qwen3-31", as_specforge, "model.safetensors"),
+    "no embeddings": ("tiny-llama", without_embeddings, "model.safetensors"),
+    "early stop": ("tiny-llama-original", with_early_stop, "model.safetensors"),
+    "order": ("tiny-llama", out_of_order, "model.safetensors"),
+    "mask": ("tiny-llama-original", marked, "model.safetensors"),
+    "inside": ("tiny-llama", saved_inside_a_model, "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_the_same_adapter(tmp_path: Path, layout: str) -> None:
+    name, change, file = LAYOUTS[layout]
+    path = written(tmp_path / "drafter", name, change, file)
+    assert recognized(str(path.parent)) == ("eagle3", path)
+    wanted, expected = convert(FIXTURES / name / "model.safetensors", "eagle3")
+    config, tensors = convert(path, "eagle3")
+    if layout == "no embeddings":
+        assert not config.own_embeddings and wanted.own_embeddings
+        config.own_embeddings = True
+        del expected["embed_tokens.weight"]
+    assert config.to_dict() == wanted.to_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], one) for key, one in expected.items())
+
+
+def test_layers_of_a_config_that_names_none(tmp_path: Path) -> None:
+    config, _ = convert(FIXTURES / "tiny-llama-original" / "model.safetensors", "eagle3")
+    assert config.layers is None
+    config.check_base(base())
+    assert config.layers == [2, 4, 5]
+
+
+def command(*arguments: Any) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Embeddings that are the base's are not stored again."""
+    equal = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    path = written(
+        tmp_path / "drafter", "tiny-llama", lambda _, t: t.update({"embed_tokens.weight": equal})
+    )
+    given = ("--model", model, "--dtype", "float32")
+    assert not command("import", path.parent, *given, "--output", tmp_path / "adapter")
+    check_complete(tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert not any("embed_tokens" in name for name in stored)
+    assert {one.dtype for one in stored.values()} == {torch.bfloat16, torch.int64}
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    ids, settings = torch.tensor([[5, 9, 7, 5, 9]]), {"max_new_tokens": 12, "do_sample": False}
+    plain = loaded.generate(ids, **settings).tolist()
+    spec = {"assistant_strategy": "eagle3", "assistant_kwargs": {"drafting": "always"}}
+    assert loaded.generate(ids, **settings, **spec).tolist() == plain
+
+
+def test_a_checkpoint_of_no_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"fc.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    for place, message in ((tmp_path, "of no known layout"), (tmp_path / "no", "has none of")):
+        assert command("import", place, "--model", tmp_path, "--output", tmp_path / "out") == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def inner(name: str, value: Any) -> Change:
+    def change(config: dict[str, Any], _: dict[str, Tensor]) -> None:
+        config["transformer_layer_config"][name] = value
+
+    return change
+
+
+def outer(name: str, value: Any) -> Change:
+    return lambda config, _: config.update({name: value})
+
+
+def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
+    return lambda _, tensors: tensors.update({name: make(tensors[name])})
+
+
+WRONG: dict[str, tuple[Change, str]] = {
+    "no config": (lambda config, _: config.clear(), "there is no config.json"),
+    "kind": (outer("speculators_model_type", "eagle"), "speculators_model_type='eagle' in config"),
+    "architecture": (inner("model_type", "gpt2"), "model_type='gpt2' in config.*llama and qwen3"),
+    "biases": (inner("attention_bias", True), "attention_bias=True in config.json"),
+    "size": (inner("hidden_size", "64"), "hidden_size in config.json='64'"),
+    "huge": (inner("intermediate_size", 10**9), "intermediate_size=1000000000"),
+    "act": (inner("hidden_act", "swoosh"), "hidden_act='swoosh': choose one of"),
+    "rope": (inner("rope_parameters", {"rope_type": "mrope"}), "rope_parameters=.*rope_type, one"),
+    "flag": (outer("norm_before_lunch", True), "norm_before_lunch=True in config.json: it is not"),
+    "eagle flag": (outer("eagle_config", {"use_mtp_layernorm": True}), "use_mtp_layernorm=True"),
+    "new eagle flag": (outer("eagle_config", {"rotate": 4}), "eagle_config.rotate=4"),
+    "switch": (outer("fc_norm", 3), "fc_norm=3: must be True or False"),
+    "layers": (outer("eagle_aux_hidden_state_layer_ids", [1, 1]), r"layers=\[1, 1\]: must name"),
+    "no head": (lambda _, t: t.pop("lm_head.weight"), "no tensor 'lm_head.weight'"),
+    "rows": (outer("draft_vocab_size", 40), "has 48 rows, but draft_vocab_size=40"),
+    "no ids": (lambda _, t: (t.pop("d2t"), t.pop("t2d")), "no tensor 'd2t'"),
+    "ids": (tensor("d2t", lambda ids: ids + 100), "'d2t' leads to ids .* 0 to 127"),
+    "ids twice": (tensor("d2t", lambda ids: ids - torch.arange(48)), "'d2t' leads to ids"),
+    "ids of floats": (tensor("d2t", lambda ids: ids.float()), "'d2t' is of type torch.float32"),
+    "short ids": (tensor("d2t", lambda ids: ids[:-1].clone()), "names 47 tokens"),
+    "twice": (
+        lambda _, t: t.update({"midlayer.hidden_norm.weight": torch.ones(64)}), "is there twice"
+    ),
+}  # fmt: skip
+#: Of these the base must be known.
+UNFIT: dict[str, tuple[Change, str]] = {
+    "missing": (lambda _, t: t.pop("norm.weight"), "no tensor 'norm.weight'"),
+    "unknown": (lambda _, t: t.update(bias=torch.ones(1)), "unknown tensor 'bias'"),
+    "shape": (tensor("fc.weight", lambda one: one[:, :-1].clone()), r"'fc.weight' has shape"),
+    "layer": (outer("eagle_aux_hidden_state_layer_ids", [2, 4, 9]), "the model has 8 layers"),
+    "numbers": (tensor("norm.weight", lambda one: one / 0), "'norm.weight' of the checkpoint"),
+    "width": (lambda c, t: (without_embeddings(c, t), inner("hidden_size", 32)(c, t)), "hidden_si"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_checkpoints_are_told_before_the_base_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    change, message = WRONG[case]
+    path = written(tmp_path / "drafter", "tiny-llama", change)
+    given = ("--model", tmp_path / "nowhere", "--output", tmp_path / "out")
+    assert command("import", path, "--type", "eagle3", *given) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and str(path) in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_checkpoints_that_do_not_fit_the_base(tmp_path: Path, case: str) -> None:
+    change, message = UNFIT[case]
+    path = written(tmp_path / "drafter", "tiny-llama", change)
+    model = base()
+    with pytest.raises(ValueError, match=message) as caught:
+        import_adapter(path, "eagle3", model, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists() and not getattr(model, "peft_config", None)
+
+
+def test_files_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "drafter", "tiny-llama", same)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert command("import", path.parent, "--model", tmp_path, "--output", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "is no safetensors file" in error and error.count("\n") == 1
