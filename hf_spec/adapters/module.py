@@ -72,6 +72,16 @@ class Adapter(nn.Module):
         found.pop(FORMAT, None)
         return found
 
+    def set_vocabulary(self, tokens: Tensor, model: Any) -> None:
+        """Set the draft vocabulary of a new adapter that has one.
+
+        Args:
+            tokens: ``(tokens,)`` int64 ids in ascending order, as many as its config says.
+            model: the base model.
+        """
+        vocabulary: Any = self.draft_vocabulary
+        vocabulary.copy_(tokens)
+
     @property
     def base_update(self) -> LowRank | None:
         """The updates that are part of the base model while the adapter is active."""

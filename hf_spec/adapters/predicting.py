@@ -1,4 +1,4 @@
-"""Base of adapters that predict future tokens: Markov heads, draft vocabularies, prefix KV."""
+"""Base of adapters that predict future tokens: draft vocabularies, Markov heads, prefix KV."""
 
 from __future__ import annotations
 
@@ -26,16 +26,8 @@ SHARE = 4
 
 
 @dataclass
-class PredictingConfig(SpecPeftConfig):
-    """Config of an adapter that may have a Markov head and a vocabulary of its own."""
-
-    markov_rank: int = setting(
-        0,
-        "Rank of the Markov head, which conditions predictions on the root and on the token "
-        "before; 0: none, as in the paper.",
-    )
-
-    markov_learning_rate: float = setting(3e-3, "Peak learning rate of the Markov head.")
+class VocabularyConfig(SpecPeftConfig):
+    """Config of an adapter that may have a draft vocabulary of its own."""
 
     draft_vocab_size: int = setting(
         0,
@@ -46,15 +38,10 @@ class PredictingConfig(SpecPeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("draft_vocab_size", self.draft_vocab_size, low=0, high=MAX_SIZE)
-        check_range("markov_learning_rate", self.markov_learning_rate, 0.0, 1.0, open_low=True)
-        check_count("markov_rank", self.markov_rank, low=0, high=MAX_RANK)
-
-    def learning_rates(self) -> dict[str, float]:
-        return {"markov": self.markov_learning_rate} if self.markov_rank else {}
 
     @property
     def reads_head(self) -> bool:
-        """Whether only the base's output embeddings compute logits."""
+        """Whether it can predict some tokens only."""
         return True
 
     def set_vocabulary(self, model: nn.Module) -> None:
@@ -81,17 +68,41 @@ class PredictingConfig(SpecPeftConfig):
         before: int = (self.base_facts or {}).get("vocab_size", now)
         return before if before < now else vocab_size(model)
 
+    def fresh_vocabulary(self) -> dict[str, Tensor]:
+        """``draft_vocabulary`` (tokens,), int64 ids in ascending order, if not all are predicted:
+        at first the smallest ids, which tend to be the most frequent tokens."""
+        size = self.draft_vocab_size
+        return {VOCABULARY: torch.arange(size)} if size else {}
+
+
+@dataclass
+class PredictingConfig(VocabularyConfig):
+    """Config of an adapter that may have a Markov head and a vocabulary of its own."""
+
+    markov_rank: int = setting(
+        0,
+        "Rank of the Markov head, which conditions predictions on the root and on the token "
+        "before; 0: none, as in the paper.",
+    )
+
+    markov_learning_rate: float = setting(3e-3, "Peak learning rate of the Markov head.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("markov_learning_rate", self.markov_learning_rate, 0.0, 1.0, open_low=True)
+        check_count("markov_rank", self.markov_rank, low=0, high=MAX_RANK)
+
+    def learning_rates(self) -> dict[str, float]:
+        return {"markov": self.markov_learning_rate} if self.markov_rank else {}
+
     def fresh_shared(self, model: nn.Module, distances: int) -> dict[str, Tensor]:
         """Parameters of a new adapter that predicts so many tokens after the next one.
 
         The Markov head, unless its rank is 0, with matrices for the token before and for the root
         at each distance: ``markov_embedding`` (1 + distances, rank, embedding), ``markov_output``
         (1 + distances, hidden, rank) and ``markov_state`` (1 + distances, rank, hidden). At first
-        it adds 0. ``draft_vocabulary`` (tokens,), int64 ids in ascending order, if not all are
-        predicted: at first the smallest ids, which tend to be the most frequent tokens."""
-        tensors = {}
-        if size := self.draft_vocab_size:
-            tensors[VOCABULARY] = torch.arange(size)
+        it adds 0. And :meth:`fresh_vocabulary`."""
+        tensors = self.fresh_vocabulary()
         if rank := self.markov_rank:
             embedding, hidden = input_features(model)[1], output_features(model)[0]
             matrices = (

@@ -20,11 +20,14 @@ def import_(
             "with one."
         ),
     ],
-    kind: Annotated[str, typer.Option("--type", help="What it holds, such as medusa.")],
     model: Annotated[
         str, typer.Option(help="Base model it was made for: a folder, or a repository on the Hub.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Adapter folder.")],
+    kind: Annotated[
+        str | None,
+        typer.Option("--type", help="What it holds, such as medusa.  [default: by its files]"),
+    ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     dtype: opt.Dtype = "bfloat16",
     device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
@@ -32,12 +35,14 @@ def import_(
     """Turn a published checkpoint into an adapter.
 
     No code in the file is run: only tensors are read from files of torch.save, and the output is
-    safetensors. For a checkpoint in several files give its .index.json. Layouts of 'medusa': heads
+    safetensors. For a checkpoint in several files give its .index.json. Layouts of 'eagle3': those
+    of SafeAILab, AngelSlim, SpecForge, ModelOpt and speculators. Of 'medusa': heads
     with their own projections or a shared one, alone or among the weights of a model; those of
     vLLM, TensorRT-LLM, ModelOpt and LMDeploy.
 
     \b
     Examples:
+      hf-spec import RedHatAI/Qwen3-8B-speculator.eagle3 --model Qwen/Qwen3-8B --output ./eagle3
       hf-spec import FasterDecoding/medusa-vicuna-7b-v1.3 --type medusa \\
           --model lmsys/vicuna-7b-v1.3 --output ./medusa
       hf-spec import ./published/medusa_lm_head.pt --type medusa --model lmsys/vicuna-7b-v1.3 \\
@@ -47,10 +52,15 @@ def import_(
     """
     from hf_spec.hub import transfer as work
 
-    chosen, published = work.importable(kind)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    if kind is None:
+        kind, path = work.recognized(file)
+        chosen, _ = work.importable(kind)
+    else:
+        chosen, published = work.importable(kind)
+        path = work.find_published(file, published)
     chosen.parse_options(options)
-    path = work.find_published(file, published)
+    work.convert(path, kind)  # what cannot be read is refused before the base is loaded
     check_writable(output)
     base, _ = load_model(model, dtype, device)
     typer.echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")

@@ -24,6 +24,13 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
         raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")
 
 
+def check_switches(given: Any, *names: str) -> None:
+    """Raise a ValueError unless each of these attributes of ``given`` is True or False."""
+    for name in names:
+        if not isinstance(getattr(given, name), bool):
+            raise ValueError(f"{name}={getattr(given, name)!r}: must be True or False.")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

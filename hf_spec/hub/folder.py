@@ -73,7 +73,9 @@ def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
 
 
 @contextmanager
-def attached(model: Any, adapter_config: Any, in_float32: bool = False) -> Iterator[Any]:
+def attached(
+    model: Any, adapter_config: Any, in_float32: bool = False, on_meta: bool = False
+) -> Iterator[Any]:
     """Give a ``PeftModel`` with a new adapter; ``model`` is restored after the block.
 
     Args:
@@ -81,13 +83,16 @@ def attached(model: Any, adapter_config: Any, in_float32: bool = False) -> Itera
         adapter_config: the adapter's config.
         in_float32: whether an adapter of a 16-bit model is kept in float32, as PEFT does for
             training.
+        on_meta: whether the adapter has no weights yet.
     """
     from peft import get_peft_model
 
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from PEFT's call of Transformers
-        peft_model = get_peft_model(model, adapter_config, autocast_adapter_dtype=in_float32)
+        peft_model = get_peft_model(
+            model, adapter_config, autocast_adapter_dtype=in_float32, low_cpu_mem_usage=on_meta
+        )
     try:
         yield peft_model
     finally:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.checkpoint import check_numbers, complaints
+from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
@@ -27,6 +29,8 @@ from modeling_patches.weights import placement
 #: Suffix of files that map tensors to checkpoint files.
 INDEX = ".index.json"
 SAFE = ".safetensors"
+#: File that describes what a checkpoint holds.
+MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 #: Keys under which training programs keep tensors by name, beside other things.
@@ -46,6 +50,45 @@ def importable(name: str) -> tuple[Method, Published]:
         known = ", ".join(name for name, one in methods().items() if one.published is not None)
         raise ValueError(f"no published layout of {name!r} is known; choose one of {known}.")
     return method, method.published
+
+
+def recognized(place: str) -> tuple[str, Path]:
+    """The method that a published checkpoint belongs to, and its file.
+
+    Args:
+        place: see :func:`find_published`.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is of no known layout, or of several.
+    """
+    found: dict[str, Path] = {}
+    reasons, known = [], {}
+    for name, method in methods().items():
+        if method.published is None:
+            continue
+        known[name] = method.published
+        try:
+            path = find_published(place, method.published)
+        except ValueError as error:
+            reasons.append(error)
+            continue
+        if method.published.fits(config_beside(path), tensor_names(path)):
+            found[name] = path
+    if len(reasons) == len(known):
+        files = dict.fromkeys(file for one in known.values() for file in one.files)
+        raise ValueError(f"{place!r} has none of {', '.join(files)}") from reasons[0]
+    if len(found) != 1:
+        which = f"of several types, {', '.join(found)}" if found else "of no known layout"
+        raise ValueError(
+            f"the checkpoint {place!r} is {which}: give --type, one of {', '.join(found or known)}"
+        )
+    return next(iter(found.items()))
+
+
+def config_beside(path: Path) -> dict[str, Any]:
+    """The content of the ``config.json`` beside a checkpoint; empty if there is none."""
+    config = path.parent / MODEL_CONFIG
+    return read_json(config) if config.is_file() else {}
 
 
 def find_published(place: str, published: Published) -> Path:
@@ -78,6 +121,8 @@ def find_published(place: str, published: Published) -> Path:
             file = Path(hf_hub_download(place, name))
             for shard in _shards(file, published.wants) if name.endswith(INDEX) else ():
                 hf_hub_download(place, shard)
+            with suppress(EntryNotFoundError):  # some layouts have none
+                hf_hub_download(place, MODEL_CONFIG)
             return file
         except EntryNotFoundError as error:
             if isinstance(error, LocalEntryNotFoundError):
@@ -87,6 +132,28 @@ def find_published(place: str, published: Published) -> Path:
     raise ValueError(
         f"the repository {place!r} has none of {wanted}{where}: download its file and give that"
     )
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names of all tensors of a checkpoint; raises the errors of :func:`read_published`."""
+    if path.suffix == SAFE:
+        with _opened(path) as file:
+            return list(file.keys())
+    if path.name.endswith(INDEX):
+        return list(_places(path))
+    return list(read_published(path, lambda name: True))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is no safetensors file: {error}; {AGAIN}") from error
 
 
 def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -102,21 +169,16 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
         ValueError: there is no such file, it is of another format, or it holds anything besides
             tensors by name.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
     if path.name.endswith(INDEX):
         parts = [read_published(path.parent / name, wants) for name in _shards(path, wants)]
         return {name: tensor for part in parts for name, tensor in part.items()}
+    if path.suffix == SAFE:
+        with _opened(path) as file:
+            return {name: file.get_tensor(name) for name in list(file.keys()) if wants(name)}
     try:
-        if path.suffix == SAFE:
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-                return {name: file.get_tensor(name) for name in names if wants(name)}
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is no safetensors file: {error}; {AGAIN}") from error
     except Exception as error:  # unpickling wrong bytes can raise anything
         raise ValueError(
             f"{str(path)!r} is no file of tensors by name, was cut off, or holds something else "
@@ -135,14 +197,39 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
 
 def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
     """The files that an index names for the tensors that are wanted."""
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict):
-        raise ValueError(f"{str(path)!r} has no weight_map")
-    names = sorted({str(file) for name, file in places.items() if wants(name)})
+    names = sorted({str(file) for name, file in _places(path).items() if wants(name)})
     for name in names:
         if Path(name).name != name or name.endswith(INDEX):
             raise ValueError(f"{str(path)!r} names {name!r}, which is no file beside it")
     return names
+
+
+def _places(path: Path) -> dict[str, Any]:
+    """The file of each tensor, by an index."""
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{str(path)!r} has no weight_map")
+    return places
+
+
+def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
+    """An adapter's config and its parameters by name, from a published checkpoint.
+
+    Args:
+        path: see :func:`read_published`.
+        method_name: the method that the checkpoint belongs to.
+
+    Raises:
+        ValueError: the file cannot be read, or is not what the method publishes.
+    """
+    method, published = importable(method_name)
+    assert method.adapter_config is not None
+    try:
+        tensors = read_published(path, published.wants)
+        fields, tensors = published.convert(tensors, config_beside(path))
+        return method.adapter_config(**fields, inference_mode=True), tensors
+    except ValueError as error:
+        raise ValueError(f"cannot import {str(path)!r}: {error}") from error
 
 
 def import_adapter(
@@ -169,14 +256,14 @@ def import_adapter(
     """
     method, published = importable(method_name)
     method.parse_options(options)
-    assert method.adapter_config is not None
-    try:
-        fields, tensors = published.convert(read_published(path, published.wants))
-        config = method.adapter_config(**fields)
-    except ValueError as error:
-        raise ValueError(f"cannot import {str(path)!r}: {error}") from error
-    with attached(model, config) as peft_model:
-        weights = require_active(model, config.type_name, method.name).weights()
+    config, tensors = convert(path, method_name)
+    if published.share is not None:
+        config, tensors = published.share(model, config, tensors)
+    with attached(model, config, on_meta=True) as peft_model:
+        layer = layer_of(model, f"{config.type_name.lower()}_")
+        assert layer is not None
+        adapter = layer.adapters["default"]
+        weights = adapter.tensors()
         wrong = complaints(tensors, weights)
         if wrong:
             raise ValueError(
@@ -184,8 +271,8 @@ def import_adapter(
                 "base model that it was made for"
             )
         check_numbers(f"the checkpoint {str(path)!r}", tensors.items(), placement(model)[1])
-        for name, parameter in weights.items():
-            parameter.data = tensors[name].contiguous()  # in the file's dtype
+        plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        adapter.load_state_dict(plain, assign=True)  # in the file's dtype
         save_adapter(peft_model, output, method.name, options or {})
     write_card(output)
     return output

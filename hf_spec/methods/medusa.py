@@ -108,7 +108,9 @@ def wants(name: str) -> bool:
     return any(kind.fullmatch(name) for kind in (_BLOCK, _PROJECTION, _BY_RANK))
 
 
-def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def convert(
+    tensors: Mapping[str, Tensor], _: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fields of ``MedusaConfig`` and the adapter's parameters, from published tensors by name.
 
     Raises:

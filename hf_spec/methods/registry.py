@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -43,21 +43,37 @@ class Export:
     weights: str = "model.safetensors"
 
 
+#: Fields of an adapter's config, and parameters by their names in the adapter.
+Converted = tuple[dict[str, Any], dict[str, Tensor]]
+
+
 @dataclass(frozen=True)
 class Published:
     """How published checkpoints become adapters of a method.
 
     Attributes:
         wants: whether the tensor of a name belongs to the adapter; files may contain others, too.
-        convert: given tensors by name, returns fields of the adapter's config, and parameters by
-            their names in the adapter; raises a ValueError if they do not fit.
+        convert: given tensors by name and the content of the ``config.json`` beside them (empty if
+            there is none), returns what becomes of them; raises a ValueError if they do not fit.
         files: names of files that hold such tensors; of a folder, the first one that is there is
             read.
+        recognizes: given that ``config.json`` and the names of all tensors, whether a checkpoint
+            is one of this method; None: if it has any tensor that is wanted.
+        share: given the base model, the adapter's config and parameters, returns these two without
+            what the base has, too; None if all is kept.
     """
 
     wants: Callable[[str], bool]
-    convert: Callable[[Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Converted]
     files: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json")
+    recognizes: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
+    share: Callable[[Any, Any, dict[str, Tensor]], tuple[Any, dict[str, Tensor]]] | None = None
+
+    def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        """See :attr:`recognizes`."""
+        if self.recognizes is None:
+            return any(map(self.wants, names))
+        return self.recognizes(config, names)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hf_spec.adapters.predicting import (
     TRAINED,
     VOCABULARY,
     PredictingConfig,
+    VocabularyConfig,
     vocab_size,
 )
 from hf_spec.drafting.draft_vocabulary import common_tokens
@@ -34,7 +35,7 @@ def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     """
     assert method.adapter_config is not None
     config = method.adapter_config(**{**method.trained, **fields})
-    if isinstance(config, PredictingConfig) and "draft_vocab_size" not in fields:
+    if isinstance(config, VocabularyConfig) and "draft_vocab_size" not in fields:
         config.set_vocabulary(model)
     return config
 
@@ -87,4 +88,6 @@ def set_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) ->
     adapter = find_active(model, config.type_name)
     tokens = None if adapter is None else adapter.weights().get(VOCABULARY)
     if tokens is not None:
-        tokens.copy_(common_tokens(answers, len(tokens), vocab_size(model)))
+        assert adapter is not None
+        common = common_tokens(answers, len(tokens), vocab_size(model))
+        adapter.module.set_vocabulary(common, model)

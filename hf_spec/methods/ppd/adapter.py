@@ -331,7 +331,9 @@ def wants(name: str) -> bool:
     return name == EMBEDDINGS
 
 
-def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def convert(
+    tensors: Mapping[str, Tensor], _: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fields of ``PPDConfig`` and the adapter's parameters, from published tensors by name.
 
     Raises:
