@@ -232,22 +232,26 @@ class _Run:
         return ProbedSequences(probes.reshape(shape), tokens)
 
 
-def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Final hidden states of sequences, ``(batch, seq, hidden)``, from a frozen model.
+def token_hidden(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
+    layers: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """Hidden states of sequences, ``(batch, seq, features)``, from a frozen model.
 
-    The inputs of the model's output embeddings, without gradients and dropout, as in decoding.
+    Without gradients and dropout, as in decoding.
 
     Args:
         model: the base model.
         input_ids: ``(batch, seq)``.
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
+        layers: whose states, see :class:`hf_spec.model.hidden_states.Reads`.
     """
     device = placement(model).device
     input_ids = input_ids.to(device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     changes = Changes()
-    seen = captured(model, changes)
+    seen = captured(model, changes, layers)
     with torch.no_grad(), _evaluating(model):
         changes.run(
             model, input_ids=input_ids, attention_mask=mask, use_cache=False,
