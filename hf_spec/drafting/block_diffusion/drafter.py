@@ -22,6 +22,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Conditional, Transitions
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
 from hf_spec.model.hidden_states import Reads, model_logits, output_logits
+from modeling_patches.weights import placement
 
 
 class BlockDrafter(TreeDrafter):
@@ -122,7 +123,8 @@ class BlockDrafter(TreeDrafter):
         if self.vocabulary is not None and self.vocabulary.is_own:
             return self.vocabulary(states)
         if self.exact:
-            return model_logits(self.model, states, head=self.vocabulary)
+            final = states.to(placement(self.model).dtype)
+            return model_logits(self.model, final, head=self.vocabulary)
         return output_logits(self.model, states, self.vocabulary)
 
     def _predictions(

@@ -17,6 +17,7 @@ from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.drafting.transitions import Transitions
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from modeling_patches.weights import placement
 
 
 def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
@@ -44,7 +45,8 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
     if vocabulary is not None and vocabulary.is_own:
         logits = torch.nn.functional.linear(states, adapter.module.lm_head.weight)
     else:
-        logits = model_logits(model, states.flatten(1, 2), head=vocabulary)
+        final = states.flatten(1, 2).to(placement(model).dtype)
+        logits = model_logits(model, final, head=vocabulary)
         logits = logits.unflatten(1, states.shape[1:3])
     transitions = Transitions.of(config.markov_head, weights)
     if transitions is not None:
