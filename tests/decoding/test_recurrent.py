@@ -45,6 +45,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt_lookup": ({}, {}),
     "layer_skip": ({}, {"skip_attention": [0, 2], "skip_mlp": [], "max_draft": 3}),
     "medusa": ({"num_heads": 3}, {}),
+    "dflash": ({"num_layers": 1}, {}),
+    "dspark": ({"num_layers": 1, "markov_rank": 4}, {"tree": "chain"}),
     "ppd": ({"num_ept": 2, "num_prompt_tokens": 3}, {}),
     "bita": ({"num_mask_tokens": 3, "prompt_depth": "none"}, {}),
     "space": ({"num_mask_tokens": 3}, {}),

@@ -26,6 +26,7 @@ from hf_spec.core import mask as masks
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.transitions import fresh, shapes
 from modeling_patches.cache_name import CACHE
+from modeling_patches.weights import device_of, placement
 
 
 class BlockAdapter(Adapter):
@@ -106,15 +107,17 @@ class BlockNetwork:
     Args:
         adapter: its parameters.
         model: the base model, whose input embeddings are used.
+
+    Attributes:
+        device: where it runs.
     """
 
     def __init__(self, adapter: BlockAdapter, model: Any):
         self.adapter, self.model, self.config = adapter, model, adapter.config
-        self._rotary = Qwen3RotaryEmbedding(self.config.layers()).to(self.device)
-
-    @property
-    def device(self) -> torch.device:
-        return self.adapter.fc.weight.device
+        # Of weights that accelerate has offloaded, too.
+        self.device, self._dtype = device_of(adapter.fc), adapter.fc.weight.dtype
+        with torch.device("cpu"):
+            self._rotary = Qwen3RotaryEmbedding(self.config.layers()).to(self.device)
 
     def append(self, features: Tensor, positions: Tensor, cache: KeyValues) -> None:
         """Write keys and values of context into a cache.
@@ -124,7 +127,7 @@ class BlockNetwork:
             positions: ``(batch, n)`` int64, of these tokens.
         """
         net = self.adapter
-        context = net.hidden_norm(net.fc(features.to(net.fc.weight)))
+        context = net.hidden_norm(net.fc(features.to(self.device, self._dtype)))
         angles = self._rotary(context, positions)
         for index, layer in enumerate(net.layers):
             attention: Any = layer.self_attn  # whose forward would make queries, too
@@ -149,8 +152,8 @@ class BlockNetwork:
             ``(batch, n, hidden)`` states that logits are computed from.
         """
         net, windowed = self.adapter, self.config.sliding_layers or ()
-        embed = self.model.get_input_embeddings()
-        hidden = embed(tokens.to(embed.weight.device)).to(net.fc.weight)
+        embeddings = self.model.get_input_embeddings()(tokens.to(placement(self.model).device))
+        hidden = embeddings.to(self.device, self._dtype)
         angles = self._rotary(hidden, positions)
         for index, layer in enumerate(net.layers):
             mask = sliding if index in windowed else full
