@@ -125,7 +125,7 @@ class BlockConfig(VocabularyConfig):
                 raise ValueError(f"{heads} heads are no multiple of {of_keys} key-value heads.")
             config_of(fields, 1)
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"layer_config: {error}") from error
+            raise ValueError(f"layer_config: {' '.join(str(error).split())}") from error
 
     @property
     def distances(self) -> int:

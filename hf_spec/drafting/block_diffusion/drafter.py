@@ -138,10 +138,9 @@ class BlockDrafter(TreeDrafter):
             self.logits(states), width, known, states, self.transitions, ids, tempered
         )
 
-    def given(self, hidden: Tensor, previous: Tensor) -> Tensor:
+    def logits_given(self, states: Tensor, previous: Tensor) -> Tensor:
         if self.transitions is None:
-            return super().given(hidden, previous)
-        states = self.states(hidden, previous.shape[1])
+            return super().logits_given(states, previous)
         return self.transitions.along(self.logits(states), previous, states)
 
     def made(self) -> dict[str, Tensor]:

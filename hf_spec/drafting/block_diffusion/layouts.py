@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.predicting import VOCABULARY
-from hf_spec.drafting.block_diffusion.config import COUNTS, config_of
+from hf_spec.drafting.block_diffusion.config import COUNTS, BlockConfig, config_of
 from hf_spec.drafting.block_diffusion.network import decoder
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.made_once import is_plain
@@ -114,6 +114,7 @@ def convert(
         )  # fmt: skip
         raise ValueError(other)
     fields = _fields(config)
+    BlockConfig(**fields)  # checks them, before tensors are compared with what they ask for
     weights = {name: tensor for name, tensor in tensors.items() if name != OFFSETS}
     vocab = fields["base_facts"]["vocab_size"]
     if OFFSETS in tensors:
