@@ -15,6 +15,8 @@ from hf_spec.decoding.validate import validate_call as _validate_call
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.bita import BitaConfig
+from hf_spec.methods.dflash import DFlashConfig
+from hf_spec.methods.dspark import DSparkConfig
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.methods.layer_skip import LayerSkipConfig
 from hf_spec.methods.medusa import MedusaConfig
@@ -44,6 +46,8 @@ def strategies() -> dict[str, str]:
 
 __all__ = [
     "BitaConfig",
+    "DFlashConfig",
+    "DSparkConfig",
     "Drafter",
     "Eagle3Config",
     "LayerSkipConfig",

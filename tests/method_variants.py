@@ -48,6 +48,7 @@ ROTARY = (
     "stablelm", "starcoder2", "mixtral", "cohere2",
 )  # fmt: skip
 SHARED = {"markov_rank": 4, "draft_vocab_size": 40}
+SLIDING = {"sliding_layers": [1], "sliding_window": 5, "sliding_window_non_causal": False}
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
 MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "lookup": True}
 
@@ -97,6 +98,43 @@ VARIANTS: dict[str, Variants] = {
                 "fc_norm": True, "norm_output": True,
             },
             "own": {"own_embeddings": True, "norm_before_fc": True, "draft_vocab_size": 40},
+        },
+    ),
+    "dflash": Variants(
+        {
+            "adaptive": {},
+            "chain": {"tree": "chain", "max_depth": 2, "lookup": True},
+            "wide": WIDE,
+        },
+        hitting="wide",
+        adapters={"adaptive": {"draft_vocab_size": 40, **SLIDING}, "chain": {"head": "own"}},
+        configs={
+            "default": {},
+            "own head": {"num_layers": 1, "head": "own", "feature_layers": [0, 3]},
+            "few tokens": {"num_layers": 1, "block_size": 3, "draft_vocab_size": 40},
+            "sliding": {"block_size": 4, "loss": "hard", **SLIDING},
+        },
+    ),
+    "dspark": Variants(
+        {
+            "adaptive": {},
+            "paths": {"tree": [[0], [2], [0, 0], [0, 1], [0, 0, 0]], "lookup": True},
+            "chain": {"tree": "chain"},
+            "wide": WIDE,
+        },
+        hitting="wide",
+        adapters={
+            "adaptive": {"markov_rank": 4, "markov_head": "rnn"},
+            "paths": {"markov_rank": 4, "markov_head": "rnn", "sample_from_anchor": False},
+            "chain": {"markov_rank": 4, "markov_head": "gated", "draft_vocab_size": 40},
+        },
+        configs={
+            "default": {},
+            "gated": {"markov_rank": 4, "markov_head": "gated", "confidence_head": "markov"},
+            "rnn": {
+                "num_layers": 1, "markov_rank": 4, "markov_head": "rnn", "draft_vocab_size": 40,
+                "block_size": 3, "sample_from_anchor": False,
+            },
         },
     ),
     "layer_skip": Variants(

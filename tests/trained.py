@@ -22,6 +22,8 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bita": ("bita", {"num_mask_tokens": 2, "num_prompt_tokens": 4, "markov_rank": 0}),
     "ppd": ("ppd", {"num_prompt_tokens": 2, "head": "residual", "markov_rank": 0}),
     "medusa": ("medusa", {"num_heads": 2, "markov_rank": 0}),
+    "dflash": ("dflash", {"num_layers": 1, "block_size": 3}),
+    "dspark": ("dspark", {"num_layers": 1, "block_size": 2, "markov_rank": 4}),
     "propd": ("propd", {"num_heads": 2, "markov_rank": 0}),
     "space": ("space", _SPACE),
     "lora": ("space", {**_SPACE, "update": "lora"}),

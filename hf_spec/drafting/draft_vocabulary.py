@@ -41,26 +41,41 @@ def common_tokens(answers: Iterable[Sequence[int]], size: int, vocabulary: int) 
     return torch.tensor(sorted(order[:size]))
 
 
+#: Parameter name of an adapter's own output embeddings.
+HEAD = "lm_head.weight"
+
+
 class DraftVocabulary:
-    """The part of the output embeddings that an adapter predicts tokens with.
+    """The part of the output embeddings that an adapter predicts tokens with, or its own ones.
 
     Args:
         tokens: ``(size,)`` int64 ids.
         model: the base model.
+        weight: ``(size, hidden)`` the adapter's own output embeddings of these tokens; None for
+            the model's.
 
     Raises:
         ValueError: if the model lacks some of these tokens.
     """
 
-    def __init__(self, tokens: Tensor, model: Any):
-        self.model, self._tokens = model, tokens
+    def __init__(self, tokens: Tensor, model: Any, weight: Tensor | None = None):
+        self.model, self._tokens, self._weight = model, tokens, weight
         #: The rows, once they are needed.
         self._made: _Rows | None = None
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> DraftVocabulary | None:
-        """The one among an adapter's parameters; None if all tokens are predicted."""
-        return cls(weights[VOCABULARY], model) if VOCABULARY in weights else None
+        """The one among an adapter's parameters; None if the model's output embeddings predict all
+        tokens."""
+        tokens, own = weights.get(VOCABULARY), weights.get(HEAD)
+        if tokens is None and own is not None:
+            tokens = torch.arange(len(own), device=own.device)
+        return None if tokens is None else cls(tokens, model, own)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it has output embeddings of its own."""
+        return self._weight is not None
 
     @property
     def tokens(self) -> Tensor:
@@ -113,6 +128,8 @@ class DraftVocabulary:
                     f"this adapter predicts tokens {low} to {high}, the model has {known}: it was "
                     "made for another model, or its file is damaged. Load it on its own model."
                 )
+            if self._weight is not None:
+                return _Rows(tokens.to(self._weight.device), self._weight.detach(), None)
             weight, bias = output_weight(self.model), output_bias(self.model)
             if weight is not None and is_plain(weight) and not is_updated(head):
                 tokens = tokens.to(weight.device)

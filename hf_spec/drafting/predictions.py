@@ -30,6 +30,10 @@ class Tempered(NamedTuple):
     sharpness: Tensor
     noise: Tensor
 
+    def on(self, device: torch.device) -> Tempered:
+        """The same on a device."""
+        return Tempered(*(part.to(device) for part in self))
+
 
 class Predictions:
     """The likeliest tokens at each distance after the root.
@@ -65,18 +69,12 @@ class Predictions:
         tempered: Tempered | None = None,
     ):
         if tempered is not None:
-            tempered = Tempered(*(part.to(logits.device) for part in tempered))
+            tempered = tempered.on(logits.device)
             logits = tempered.sharpness * logits + tempered.noise
         if markov_head is not None:
             width = max(width, SHORTLIST)
-        best = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        precise = torch.promote_types(logits.dtype, torch.float32)
-        total = logits.to(precise).logsumexp(-1, keepdim=True)
-        self.tokens = best.indices if ids is None else ids[best.indices]
-        log_probs = best.values - total
-        # Uniform where values have overflowed: any draft distribution is valid.
-        alike = -math.log(logits.shape[-1])
-        self.log_probs = log_probs.masked_fill(log_probs.isnan(), alike)
+        chosen, self.log_probs = likeliest(logits, width)
+        self.tokens = chosen if ids is None else ids[chosen]
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
         self._sharpness = None if tempered is None else tempered.sharpness
@@ -99,10 +97,15 @@ class Predictions:
                 self._table = self.after(frontier.tokens[:, 0])
             chosen = frontier.choices.to(device)[:, :, None].expand(-1, -1, given.shape[-1])
             given = self._table[:, place].gather(1, chosen)
+        return Children(self.tokens[:, place, None], self.where_known(given, place))
+
+    def where_known(self, log_probs: Tensor, place: int) -> Tensor:
+        """Log-probabilities ``(batch, nodes, width)`` of a distance, counted from 0; -inf in rows
+        without predictions of it."""
         if isinstance(self.known, Tensor) or min(self.known) <= place:
-            known = torch.as_tensor(self.known, device=device)[:, None, None]
-            given = given.masked_fill(known <= place, -torch.inf)
-        return Children(self.tokens[:, place, None], given)
+            known = torch.as_tensor(self.known, device=log_probs.device)[:, None, None]
+            log_probs = log_probs.masked_fill(known <= place, -torch.inf)
+        return log_probs
 
     def given(self, previous: Tensor, distances: slice = slice(None)) -> Tensor:
         """Log-probabilities of :attr:`tokens`.
@@ -157,7 +160,7 @@ class Predictions:
             # For each previous token, rank the tokens that follow; then go down the trees' levels.
             order = self.after(root).argsort(stable=True, dim=-1, descending=True)
             width = order.shape[-1]
-            order, (parents, depths, ranks) = order.flatten(1), _levels(key, device)
+            order, (parents, depths, ranks) = order.flatten(1), levels(key, device)
             level, place = (depths - 1).clamp(min=0), torch.zeros_like(parents)
             for distance in range(1, max(tree.max_depth for tree in trees) + 1):
                 at = (level * width + place.gather(1, parents)) * width + ranks
@@ -188,6 +191,19 @@ def distribution(scores: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
 
 
+def likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Indices of the ``width`` largest of logits ``(..., vocab)``, or all, largest first, and their
+    log-probabilities, in float32 at least.
+
+    Uniform where values have overflowed: any draft distribution is valid.
+    """
+    best = logits.topk(min(width, logits.shape[-1]), dim=-1)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    log_probs = best.values - logits.to(precise).logsumexp(-1, keepdim=True)
+    alike = -math.log(logits.shape[-1])
+    return best.indices, log_probs.masked_fill(log_probs.isnan(), alike)
+
+
 @lru_cache(maxsize=1024)
 def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
     """Index of each draft token's token among ``width`` tokens per depth: (batch, nodes)."""
@@ -200,7 +216,7 @@ def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
+def levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Parents, depths and ranks of the nodes of each row, ``(batch, nodes)``; padding has 0."""
     most = max(map(len, trees))
     found = []

@@ -258,6 +258,15 @@ class TreeDrafter(Drafter):
             ``(batch, depth, tokens)``
         """
         states = self.given_root(self.states(hidden, previous.shape[1]), previous[:, 0])
+        return self.logits_given(states, previous)
+
+    def logits_given(self, states: Tensor, previous: Tensor) -> Tensor:
+        """:meth:`logits` if the tokens before are known.
+
+        Args:
+            states: ``(batch, depth, hidden)`` given the root, see :meth:`given_root`.
+            previous: see :meth:`given`.
+        """
         logits = self.logits(states)
         if self.markov_head is None:
             return logits
@@ -328,18 +337,15 @@ class TreeDrafter(Drafter):
             at = some + torch.arange(1, self.distances + 1, device=ids.device)
             before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
             states = self.given_root(states, before[:, 0])
-            logits = self.logits(states)
-            if self.vocabulary is not None:
-                logits = self.vocabulary.of_all(logits)
-            if self.markov_head is not None:
-                logits = logits + self.markov_head.logits(before, states)
+            logits = self.logits_given(states, before)
             done += len(states)
-            yield logits
+            yield logits if self.vocabulary is None else self.vocabulary.of_all(logits)
 
     def chain(self, input_ids: Tensor) -> list[int]:
         last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
-        (states,) = self.future_states(input_ids, last)
         # The token before those that are predicted.
-        own = self.model(input_ids).logits[0, -1:].argmax(-1).to(states.device)
+        own = self.model(input_ids).logits[:, -1:].argmax(-1).to(input_ids.device)
+        (states,) = self.future_states(torch.cat([input_ids, own], dim=1), last)
+        own = own[0].to(states.device)
         predictions = self._predictions(self.given_root(states, own), (self.distances,), 1)
         return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()

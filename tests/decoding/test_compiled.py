@@ -42,7 +42,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "space": {"markov_rank": 4}, "bita": {}, "medusa": {"num_heads": 3},
-    "propd": {}, "ppd": {"num_ept": 2}, "eagle3": {"draft_vocab_size": 40},
+    "propd": {}, "ppd": {"num_ept": 2}, "dflash": {"num_layers": 1, "draft_vocab_size": 40},
+    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 4, "markov_head": "rnn"},
+    "eagle3": {"draft_vocab_size": 40},
 }  # fmt: skip
 
 

@@ -48,6 +48,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layer_skip": ({}, {"skip_attention": [0, 2], "skip_mlp": [], "max_draft": 3}),
     "medusa": ({"num_heads": 3}, {}),
     "eagle3": ({"draft_vocab_size": 40}, {"max_depth": 3}),
+    "dflash": ({"num_layers": 1}, {}),
+    "dspark": ({"num_layers": 1, "markov_rank": 4}, {"tree": "chain"}),
     "ppd": ({"num_ept": 2, "num_prompt_tokens": 3}, {}),
     "bita": ({"num_mask_tokens": 3, "prompt_depth": "none"}, {}),
     "space": ({"num_mask_tokens": 3}, {}),

@@ -1,0 +1,158 @@
+"""Drafts from blocks: one forward of a small decoder per step predicts all distances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
+from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.committed import Committed, Rows
+from hf_spec.drafting.options import CHAIN
+from hf_spec.drafting.predictions import Predictions, Tempered
+from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.transitions import Conditional, Transitions
+from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
+from hf_spec.model.hidden_states import Reads, model_logits, output_logits
+from modeling_patches.weights import placement
+
+
+class BlockDrafter(TreeDrafter):
+    """Trees of a block's likeliest tokens.
+
+    Args:
+        adapter: the adapter, of a :class:`BlockConfig`.
+        source: provides trees without probes.
+    """
+
+    trees = {CHAIN: chain_tree}
+
+    def __init__(self, model: Any, options: Any, adapter: ActiveAdapter, source: TreeSource):
+        config, weights = adapter.config, adapter.weights()
+        super().__init__(model, options, source, weights)
+        self.network = BlockNetwork(adapter.module, model)
+        self.transitions = Transitions.of(config.markov_head, weights)
+        self.reads = Reads("committed", tuple(config.feature_layers))
+        self.distances = source.max_depth
+        self.cache: TreeCache | None = None
+        self._committed = Committed()
+
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        layers, batch = self.network.config.num_layers, state.batch_size
+        self.cache = TreeCache(layers, batch, self.network.device)
+        self.num_predicted = (self.distances,) * batch
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        self.hidden = None
+        if hidden is not None:
+            self._committed.add(result, hidden)
+
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        super().observe(state, tree, result)
+        self._committed.confirm(result)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.num_predicted = self.num_predicted[: len(rows)]
+        self._committed.select(rows)
+        if self.cache is not None:
+            self.cache.select(rows)
+
+    @property
+    def num_predicted_ahead(self) -> None:
+        """None: the block's place depends on how many tokens the host has settled on."""
+        return None
+
+    def propose(self, state: DecodeState) -> Tree:
+        if state.max_depth > 0:
+            self._run(state.root)
+        return super().propose(state)
+
+    def warm(self, state: DecodeState) -> None:
+        self._run(state.root)
+        super().warm(state)
+
+    def _run(self, root: Tensor) -> None:
+        """Run the block behind all committed tokens."""
+        assert self.cache is not None
+        rows = self._committed.take()
+        if rows is not None:
+            self._append(self.cache, rows)
+        self.hidden = self._block(self.cache, root)
+
+    def _append(self, cache: TreeCache, rows: Rows) -> None:
+        width = max(rows.counts)
+        if not width:
+            return
+        cache.begin(Tree.chain(rows.tokens[:, :width]))
+        positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
+        features = rows.hidden[:, :width].to(self.network.device)
+        self.network.append(features, positions, cache)
+        cache.commit(rows.counts)
+
+    def _block(self, cache: TreeCache, root: Tensor) -> Tensor:
+        """``(batch, distances, hidden)`` states of the slots that predict."""
+        network, lengths = self.network, cache.lengths
+        tokens = network.blocks(root.to(network.device))
+        slots, count = cache.begin(Tree.chain(tokens)), tokens.shape[1]
+        positions = lengths[:, None] + torch.arange(count, device=lengths.device)
+        shape = (len(tokens), count, slots, lengths.device)
+        full = masks.build(masks.prefix(lengths + count), *shape)
+        sliding = full
+        if network.config.sliding_layers:
+            keys = torch.arange(slots, device=lengths.device).expand(len(tokens), -1)
+            anchors = lengths[:, None].expand_as(positions)
+            sliding = full & masks.build(window(network.config, anchors, positions, keys), *shape)
+        hidden = network.run(tokens, positions, full, sliding, cache)
+        cache.rollback()
+        return network.predicting(hidden)
+
+    def states(self, hidden: Tensor, depth: int) -> Tensor:
+        return hidden[:, :depth]
+
+    def logits(self, states: Tensor) -> Tensor:
+        if self.vocabulary is not None and self.vocabulary.is_own:
+            return self.vocabulary(states)
+        if self.exact:
+            final = states.to(placement(self.model).dtype)
+            return model_logits(self.model, final, head=self.vocabulary)
+        return output_logits(self.model, states, self.vocabulary)
+
+    def _predictions(
+        self, states: Tensor, known: Sequence[int] | Tensor, width: int,
+        tempered: Tempered | None = None,
+    ) -> Predictions:  # fmt: skip
+        if self.transitions is None:
+            return super()._predictions(states, known, width, tempered)
+        ids = None if self.vocabulary is None else self.vocabulary.tokens
+        return Conditional(
+            self.logits(states), width, known, states, self.transitions, ids, tempered
+        )
+
+    def logits_given(self, states: Tensor, previous: Tensor) -> Tensor:
+        if self.transitions is None:
+            return super().logits_given(states, previous)
+        return self.transitions.along(self.logits(states), previous, states)
+
+    def made(self) -> dict[str, Tensor]:
+        own = {} if self.transitions is None else self.transitions.made()
+        return {**super().made(), **own}
+
+    def using(self, made: Mapping[str, Tensor]) -> Self:
+        own = super().using(made)
+        own.transitions = None if self.transitions is None else self.transitions.using(made)
+        return own
+
+    def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        for some in places.split(max(AT_ONCE // self.distances, 1)):
+            hidden = block_sequences(self.network, input_ids, None, some[None])
+            yield hidden[0, :, : self.distances]

@@ -1,0 +1,73 @@
+"""The training loss of block drafters: blocks behind random tokens of the answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.drafting.block_diffusion.network import BlockNetwork
+from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.transitions import Transitions
+from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from modeling_patches.weights import placement
+
+
+def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """The losses of all distances, weighted by decay ** d (DFlash, section 3.2).
+
+    The loss of a distance is a mean over the anchors of a sequence; the result is a mean over
+    sequences. With a Markov head, the tokens before are those of the answer. Tokens outside the
+    draft vocabulary are not trained.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, distances, vocab)``; ``labels``,
+        ``(batch, anchors, distances)``.
+    """
+    config, weights = adapter.config, adapter.weights()
+    network = BlockNetwork(adapter.module, model)
+    states = block_sequences(network, batch.input_ids, batch.attention_mask, batch.anchors)
+    distances, device = config.distances, states.device
+    group = ProbeGroup.causal(distances)
+    wanted = future_labels(batch.labels, batch.anchors, group).to(device)
+    ids, anchors = batch.input_ids.to(device), batch.anchors.to(device)
+    later = anchors[:, :, None] + torch.arange(1, distances + 1, device=device)
+    later = later.clamp(max=ids.shape[1] - 1)
+
+    vocabulary = DraftVocabulary.of(weights, model)
+    if vocabulary is not None and vocabulary.is_own:
+        logits = torch.nn.functional.linear(states, adapter.module.lm_head.weight)
+    else:
+        final = states.flatten(1, 2).to(placement(model).dtype)
+        logits = model_logits(model, final, head=vocabulary)
+        logits = logits.unflatten(1, states.shape[1:3])
+    transitions = Transitions.of(config.markov_head, weights)
+    if transitions is not None:
+        before = ids.gather(1, later.flatten(1)).view_as(later)
+        logits = transitions.along(logits, before, states)
+
+    own, aims = None, wanted
+    if vocabulary is not None:
+        tokens = vocabulary.tokens.to(device)
+        found = torch.searchsorted(tokens, wanted.clamp(min=0)).clamp(max=len(tokens) - 1)
+        aims = found.masked_fill(tokens[found] != wanted, IGNORED)
+    if config.loss == "distillation":
+        with torch.no_grad():
+            hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
+            own = model_logits(model, states_at(hidden, later.flatten(1)))
+            own = own.unflatten(1, later.shape[1:]).to(device)
+            own = own if vocabulary is None else own[..., tokens]
+    losses = prediction_losses(logits, aims, own)
+    shares = config.decay ** torch.arange(1, distances + 1, device=device)
+    loss = (wanted_mean(losses, aims, 1) * shares).sum(-1).mean()
+    return {
+        "loss": loss, "labels": wanted,
+        "logits": logits if vocabulary is None else vocabulary.of_all(logits),
+    }  # fmt: skip

@@ -1,0 +1,199 @@
+"""The decoder of a block drafter: a few layers that see the base's states as keys and values.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026), section 3. The states
+of some layers of the base at a token, its *features*, become one context vector, c = R(W f), with
+RMS norm R. Every layer projects it to a key and a value. A block stands behind the context: the
+anchor, the token without features, then mask tokens. All of its slots see the context and each
+other, so that one forward predicts all of them. Features depend on committed tokens only, so what
+is cached of them never becomes invalid.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from hf_spec.adapters.module import Adapter
+from hf_spec.core import mask as masks
+from hf_spec.drafting.block_diffusion.config import BlockConfig
+from hf_spec.drafting.transitions import fresh, shapes
+from modeling_patches.cache_name import CACHE
+from modeling_patches.weights import device_of, placement
+
+
+class BlockAdapter(Adapter):
+    """The parameters of a block drafter, by their names in released checkpoints.
+
+    ``fc.weight`` (hidden, features * hidden), ``hidden_norm.weight``, ``layers.i.*`` as in Qwen3,
+    ``norm.weight``. If not all tokens are predicted, ``draft_vocabulary`` (tokens,), int64 ids in
+    ascending order; with a head of its own, ``lm_head.weight`` (tokens, hidden). With a Markov
+    head, ``markov_head.*``, see :mod:`hf_spec.drafting.transitions`. Buffers that are only kept:
+    ``confidence_head.proj.*``.
+    """
+
+    config: BlockConfig
+    fc: nn.Linear
+    hidden_norm: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(self, config: BlockConfig, model: Any) -> None:
+        super().__init__(config, model)
+        layers = config.layers()
+        hidden, known = layers.hidden_size, config.known_tokens(model)
+        assert config.feature_layers is not None
+        for name, module in decoder(layers, len(config.feature_layers)).items():
+            self.add_module(name, module)
+        self.hold(config.fresh_vocabulary())
+        drafted = config.draft_vocab_size or known
+        if config.head == "own":
+            self.lm_head = nn.Linear(hidden, drafted, bias=False)
+        if rank := config.markov_rank:
+            made = fresh(shapes(config.markov_head, rank, hidden, known, drafted))
+            self.markov_head = _tree_of(made, nn.Parameter)
+        if config.confidence_head != "none":
+            width = hidden + rank * (config.confidence_head == "markov")
+            made = {"proj.weight": torch.zeros(1, width), "proj.bias": torch.zeros(1)}
+            self.confidence_head = _tree_of(made, nn.Buffer)
+
+
+def decoder(layers: Any, num_features: int) -> dict[str, nn.Module]:
+    """The modules that make up the decoder, by name.
+
+    Args:
+        layers: Transformers' config of its layers.
+        num_features: how many of the base's layers are read.
+    """
+    hidden = layers.hidden_size
+    count = range(layers.num_hidden_layers)
+    return {
+        "fc": nn.Linear(num_features * hidden, hidden, bias=False),
+        "hidden_norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
+        "layers": nn.ModuleList(Qwen3DecoderLayer(layers, index) for index in count),
+        "norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
+    }
+
+
+def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
+    """Modules whose tensors have these names."""
+    made = nn.Module()
+    for name, tensor in tensors.items():
+        parent, _, leaf = name.rpartition(".")
+        if not hasattr(made, parent):
+            made.add_module(parent, nn.Module())
+        setattr(made.get_submodule(parent), leaf, kind(tensor))
+    return made
+
+
+class KeyValues(Protocol):
+    """Where layers write keys and values ``(batch, kv_heads, n, head_dim)``; see
+    ``transformers.Cache``."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write those of a layer; returns all that it sees."""
+
+
+class BlockNetwork:
+    """Runs the decoder.
+
+    Args:
+        adapter: its parameters.
+        model: the base model, whose input embeddings are used.
+
+    Attributes:
+        device: where it runs.
+    """
+
+    def __init__(self, adapter: BlockAdapter, model: Any):
+        self.adapter, self.model, self.config = adapter, model, adapter.config
+        # Of weights that accelerate has offloaded, too.
+        self.device, self._dtype = device_of(adapter.fc), adapter.fc.weight.dtype
+        with torch.device("cpu"):
+            self._rotary = Qwen3RotaryEmbedding(self.config.layers()).to(self.device)
+
+    def append(self, features: Tensor, positions: Tensor, cache: KeyValues) -> None:
+        """Write keys and values of context into a cache.
+
+        Args:
+            features: ``(batch, n, features)`` of some tokens.
+            positions: ``(batch, n)`` int64, of these tokens.
+        """
+        net = self.adapter
+        context = net.hidden_norm(net.fc(features.to(self.device, self._dtype)))
+        angles = self._rotary(context, positions)
+        for index, layer in enumerate(net.layers):
+            attention: Any = layer.self_attn  # whose forward would make queries, too
+            shape = (*context.shape[:-1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+            values = attention.v_proj(context).view(shape).transpose(1, 2)
+            _, keys = apply_rotary_pos_emb(keys, keys, *angles)
+            cache.update(keys, values, index)
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, full: Tensor, sliding: Tensor, cache: KeyValues
+    ) -> Tensor:
+        """Run blocks.
+
+        Args:
+            tokens: ``(batch, n)`` int64, see :meth:`blocks`.
+            positions: ``(batch, n)`` int64
+            full, sliding: ``(batch, 1, n, slots)`` bool, True where a slot of a block sees one of
+                the cache, in layers without and with a window.
+
+        Returns:
+            ``(batch, n, hidden)`` states that logits are computed from.
+        """
+        net, windowed = self.adapter, self.config.sliding_layers or ()
+        embeddings = self.model.get_input_embeddings()(tokens.to(placement(self.model).device))
+        hidden = embeddings.to(self.device, self._dtype)
+        angles = self._rotary(hidden, positions)
+        for index, layer in enumerate(net.layers):
+            mask = sliding if index in windowed else full
+            given = {CACHE: cache}
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=angles, **given)
+        states: Tensor = net.norm(hidden)
+        return states
+
+    def blocks(self, anchors: Tensor) -> Tensor:
+        """Tokens of the block of each anchor: ``(...)`` -> ``(..., block_size)``."""
+        assert self.config.mask_token_id is not None
+        masked = anchors.new_full(
+            (*anchors.shape, self.config.block_size), self.config.mask_token_id
+        )
+        masked[..., 0] = anchors
+        return masked
+
+    def predicting(self, states: Tensor) -> Tensor:
+        """The slots that predict the tokens after the root: ``(..., block_size, hidden)`` ->
+        ``(..., distances, hidden)``."""
+        return states if self.config.sample_from_anchor else states[..., 1:, :]
+
+
+def window(config: BlockConfig, anchors: Tensor, queries: Tensor, keys: Tensor) -> masks.Predicate:
+    """What layers with a sliding window see, of what others see.
+
+    Args:
+        anchors: ``(batch, queries)`` position of the anchor of each query's block.
+        queries: ``(batch, queries)`` positions of the queries.
+        keys: ``(batch, keys)`` positions of the keys.
+    """
+    size = config.sliding_window or 0
+    by_query = config.sliding_window_from == "query"
+
+    def predicate(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        own, key = queries[row, query], keys[row, slot]
+        if by_query:
+            seen = (own - key < size) & (key - own < size)
+        else:  # speculators counts from the anchor, and one token further
+            seen = key >= anchors[row, query] - size
+        return seen if config.sliding_window_non_causal else seen & (key <= own)
+
+    return predicate

@@ -1,0 +1,75 @@
+"""Blocks at many places of whole sequences at once: for training, and for finished sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_spec.core import mask as masks
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
+from hf_spec.model.sequences import token_hidden
+
+
+class _Joined:
+    """Keys and values of the context, before those of blocks, which are not kept."""
+
+    def __init__(self) -> None:
+        self.context: list[tuple[Tensor, Tensor]] = []
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if layer == len(self.context):  # the first time
+            self.context.append((keys, values))
+            return keys, values
+        before = self.context[layer]
+        return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+
+
+def block_sequences(
+    network: BlockNetwork, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor
+) -> Tensor:
+    """Run blocks behind tokens of sequences, as in decoding; gradients flow to the adapter.
+
+    Args:
+        network: the drafter's decoder.
+        input_ids: ``(batch, seq)``
+        attention_mask: ``(batch, seq)``, 0 for padding, on either side; None for no padding.
+        anchors: ``(batch, anchors)`` columns t. The context of a block are the tokens up to t; its
+            first token is that of column t + 1, or the last one of the sequence.
+
+    Returns:
+        ``(batch, anchors, distances, hidden)`` states that the tokens of columns t + 2, t + 3, ...
+        are predicted from.
+    """
+    config, device = network.config, network.device
+    layers = tuple(config.feature_layers or ())
+    features = token_hidden(network.model, input_ids, attention_mask, layers).to(device)
+    batch, seq = input_ids.shape
+    ids, anchors = input_ids.to(device), anchors.to(device)
+    real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(device)
+    places = (real.cumsum(-1) - 1).clamp(min=0)
+    cache = _Joined()
+    network.append(features, places, cache)
+
+    tokens = network.blocks(ids.gather(1, (anchors + 1).clamp(max=seq - 1)))
+    count, size = anchors.shape[1], tokens.shape[-1]
+    first = places.gather(1, anchors) + 1  # position of each block's first token
+    own = first[:, :, None] + torch.arange(size, device=device)
+    queries, keys = own.flatten(1), torch.cat([places, own.flatten(1)], 1)
+    block = torch.arange(count, device=device).repeat_interleave(size)
+    upto = anchors[:, block]
+
+    def sees(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        column = slot.clamp(max=seq - 1)
+        before = (slot < seq) & (column <= upto[row, query]) & (real[row, column] != 0)
+        return before | ((slot >= seq) & (block[(slot - seq).clamp(min=0)] == block[query]))
+
+    shape = (batch, count * size, seq + count * size, device)
+    full = masks.build(sees, *shape)
+    sliding = full
+    if config.sliding_layers:
+        starts = first[:, block]
+        sliding = full & masks.build(window(config, starts, queries, keys), *shape)
+    hidden = network.run(tokens.flatten(1), queries, full, sliding, cache)
+    return network.predicting(hidden.view(batch, count, size, -1))

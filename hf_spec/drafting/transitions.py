@@ -1,0 +1,211 @@
+"""Markov heads in the space of logits: how drafted tokens change the predictions of those after
+them.
+
+A block drafter predicts all distances at once, each without the tokens drafted before it. DSpark
+("DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", 2026)
+adds W2 u to the logits of a slot, where u depends on the token before it, p, and, in some kinds,
+on the slot's state h and on the tokens before p::
+
+    vanilla   u = W1[p]
+    gated     u = sigmoid(G [h; W1[p]] + b) * W1[p]
+    rnn       g, c, o = J [s; W1[p]; h] + b
+              s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c),  u = tanh(o)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.drafting.grow import Children, Frontier
+from hf_spec.drafting.predictions import Predictions, Tempered, levels, likeliest
+from hf_spec.model.hidden_states import states_at
+
+#: Prefix of the names of an adapter's parameters.
+PREFIX = "markov_head."
+W1, W2 = "markov_w1.weight", "markov_w2.weight"
+GATE, JOINT = ("gate_proj.weight", "gate_proj.bias"), ("joint_proj.weight", "joint_proj.bias")
+
+
+def shapes(
+    kind: str, rank: int, hidden: int, known: int, drafted: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters by name.
+
+    Args:
+        kind: ``vanilla``, ``gated`` or ``rnn``.
+        rank: of the matrices.
+        hidden: size of the states.
+        known: number of tokens that may come before.
+        drafted: number of tokens that are predicted.
+    """
+    found: dict[str, tuple[int, ...]] = {W1: (known, rank), W2: (drafted, rank)}
+    if kind == "gated":
+        found |= zip(GATE, ((rank, hidden + rank), (rank,)))
+    elif kind == "rnn":
+        found |= zip(JOINT, ((3 * rank, 2 * rank + hidden), (3 * rank,)))
+    return found
+
+
+def fresh(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Parameters of a new head, which at first adds 0."""
+    return {
+        name: torch.zeros(shape)
+        if name == W2 or len(shape) == 1
+        else torch.randn(shape) / shape[-1] ** 0.5
+        for name, shape in shapes.items()
+    }
+
+
+class Transitions:
+    """A Markov head; gradients flow to its parameters.
+
+    Args:
+        kind: see above.
+        weights: its parameters: W1 ``(known, rank)`` and W2 ``(tokens, rank)``; G ``(rank, hidden +
+            rank)`` and its bias, or J ``(3 * rank, 2 * rank + hidden)`` and its bias.
+    """
+
+    def __init__(self, kind: str, weights: Mapping[str, Tensor]):
+        self.kind, self.weights = kind, dict(weights)
+
+    @classmethod
+    def of(cls, kind: str, weights: Mapping[str, Tensor]) -> Transitions | None:
+        """The one among an adapter's parameters, if it has one."""
+        own = {
+            name.removeprefix(PREFIX): tensor
+            for name, tensor in weights.items()
+            if name.startswith(PREFIX)
+        }
+        return cls(kind, own) if own else None
+
+    def made(self) -> dict[str, Tensor]:
+        """The tensors that it reads, by name."""
+        return {PREFIX + name: tensor for name, tensor in self.weights.items()}
+
+    def using(self, made: Mapping[str, Tensor]) -> Self:
+        """A copy that reads these tensors in place of :meth:`made`."""
+        own = copy.copy(self)
+        own.weights = {name: made[PREFIX + name] for name in self.weights}
+        return own
+
+    def given(
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits given the tokens before.
+
+        Args:
+            logits: ``(..., tokens)``
+            previous: ``(...)`` the token before each.
+            states: ``(..., hidden)`` that give the logits.
+            memory: ``(..., rank)`` what is remembered of the tokens before that one; None at the
+                root, and in kinds that remember nothing.
+
+        Returns:
+            ``(..., tokens)`` logits, and the memory of the tokens after.
+        """
+        own = self.weights
+        # Tokens that the model has gained since have no row.
+        rows = previous.to(own[W1].device).clamp(max=len(own[W1]) - 1)
+        before = functional.embedding(rows, own[W1])
+        states = states.to(before).expand(*before.shape[:-1], -1)
+        if self.kind == "gated":
+            gate = functional.linear(torch.cat([states, before], -1), *(own[x] for x in GATE))
+            before = gate.sigmoid() * before
+        elif self.kind == "rnn":
+            memory = torch.zeros_like(before) if memory is None else memory
+            joint = torch.cat([memory, before, states], -1)
+            gate, new, out = functional.linear(joint, *(own[x] for x in JOINT)).chunk(3, -1)
+            memory = gate.sigmoid() * memory + (1 - gate.sigmoid()) * new.tanh()
+            before = out.tanh()
+        return logits + functional.linear(before, own[W2]).to(logits), memory
+
+    def along(self, logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
+        """Logits of consecutive distances given the tokens before.
+
+        Args:
+            logits: ``(..., distances, tokens)``
+            previous: ``(..., distances)`` the token before each distance; first the root.
+            states: ``(..., distances, hidden)``
+        """
+        found, memory = [], None
+        for place in range(previous.shape[-1]):
+            own, memory = self.given(
+                logits[..., place, :], previous[..., place], states[..., place, :], memory
+            )
+            found.append(own)
+        return torch.stack(found, dim=-2)
+
+
+class Conditional(Predictions):
+    """Predictions given the tokens drafted before, each by all logits of its distance.
+
+    Args:
+        logits, width, known, states, ids, tempered: see :class:`Predictions`.
+        transitions: how the tokens before change the predictions.
+    """
+
+    def __init__(
+        self, logits: Tensor, width: int, known: Sequence[int] | Tensor, states: Tensor,
+        transitions: Transitions, ids: Tensor | None = None, tempered: Tempered | None = None,
+    ):  # fmt: skip
+        super().__init__(logits, width, known, ids=ids, tempered=tempered)
+        self._logits, self._hidden, self._transitions = logits, states, transitions
+        self._width, self._ids = min(width, logits.shape[-1]), ids
+        self._tempered = None if tempered is None else tempered.on(logits.device)
+        self._memory: Tensor | None = None  # of the frontier's nodes
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        place = frontier.depth
+        if place >= self.distances:
+            return None
+        memory = self._memory if place else None
+        if memory is not None:
+            memory = states_at(memory, frontier.parents)
+        tokens, given, self._memory = self._after(place, frontier.tokens, memory, self._width)
+        return Children(tokens, self.where_known(given, place))
+
+    def _after(
+        self, place: int, previous: Tensor, memory: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The likeliest tokens of a distance, counted from 0, after each of several tokens.
+
+        Args:
+            previous: ``(batch, n)`` tokens.
+            memory: ``(batch, n, rank)`` of the tokens before them.
+
+        Returns:
+            ``(batch, n, width)`` ids and their log-probabilities, and the memory after them.
+        """
+        states = self._hidden[:, place, None]
+        logits, memory = self._transitions.given(
+            self._logits[:, place, None], previous, states, memory
+        )
+        if self._tempered is not None:
+            sharpness, noise = self._tempered
+            logits = sharpness * logits + noise[:, place, None]
+        chosen, log_probs = likeliest(logits, width)
+        return (chosen if self._ids is None else self._ids[chosen]), log_probs, memory
+
+    def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
+        device = self._logits.device
+        parents, depths, ranks = levels(tuple(trees), str(device))
+        tokens, memory = root.to(device)[:, None].expand(parents.shape), None
+        width = 1 + max(max(tree.ranks) for tree in trees)
+        for distance in range(1, max(tree.max_depth for tree in trees) + 1):
+            found, _, after = self._after(distance - 1, tokens, memory, width)
+            here = depths == distance
+            above = parents[:, :, None].expand(-1, -1, width)
+            found = found.gather(1, above).gather(2, ranks[:, :, None])[:, :, 0]
+            tokens = torch.where(here, found, tokens)
+            if after is not None:
+                after = states_at(after, parents)
+                old = torch.zeros_like(after) if memory is None else memory
+                memory = torch.where(here[:, :, None], after, old)
+        return tokens.to(root.device)

@@ -1,0 +1,71 @@
+"""``dflash``: one forward of a small decoder predicts a block of tokens.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026). The decoder reads
+hidden states of some layers of the base at all committed tokens; see
+:mod:`hf_spec.drafting.block_diffusion`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from hf_spec.adapters.active import require_active
+from hf_spec.drafting.block_diffusion.config import BlockConfig
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
+from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
+from hf_spec.drafting.block_diffusion.loss import block_loss
+from hf_spec.drafting.block_diffusion.network import BlockAdapter
+from hf_spec.drafting.options import DraftOptions
+from hf_spec.methods.registry import Method, Published
+from hf_spec.policy.tree_source import tree_source
+
+
+@dataclass
+class DFlashConfig(BlockConfig):
+    """Layers that predict a block of tokens from the base's hidden states.
+
+    Raises:
+        ValueError: if a field is invalid.
+    """
+
+    type_name: ClassVar[str] = "DFLASH"
+
+
+@dataclass(frozen=True)
+class DFlashOptions(DraftOptions):
+    """Options of ``dflash``, which are those of all strategies.
+
+    Attributes:
+        tree: ``chain``: each distance's likeliest token only, as in the paper. Or what
+            :class:`DraftOptions` says.
+        max_depth: number of distances used; None for all of a block.
+    """
+
+
+class DFlashDrafter(BlockDrafter):
+    """Trees of a block's likeliest tokens."""
+
+    options: DFlashOptions
+
+    def __init__(self, model: Any, options: DFlashOptions):
+        adapter = require_active(model, "DFLASH", "dflash")
+        distances = adapter.config.distances
+        source = tree_source(options, self.trees, model, adapter, distances)
+        super().__init__(model, options, adapter, source)
+
+
+METHOD = Method(
+    name="dflash",
+    summary="a small decoder predicts a block of tokens in one forward",
+    options=DFlashOptions,
+    drafter=DFlashDrafter,
+    adapter_config=DFlashConfig,
+    adapter_module=BlockAdapter,
+    objective=block_loss,
+    needs_adapter=True,
+    training={"learning_rate": 1e-3, "num_train_epochs": 8},
+    num_anchors=32,
+    published=Published(
+        wants, partial(convert, "dflash"), recognizes=partial(fits, "dflash"), share=share
+    ),
+)

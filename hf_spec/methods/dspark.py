@@ -1,0 +1,80 @@
+"""``dspark``: a block drafter whose drafted tokens change the predictions of those after them.
+
+"DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" (2026). The
+block is that of DFlash, with a prediction at the anchor's slot, too; a Markov head adds to each
+slot's logits what the token before it says (:mod:`hf_spec.drafting.transitions`).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from hf_spec.adapters.active import require_active
+from hf_spec.adapters.config import setting
+from hf_spec.drafting.block_diffusion.config import BlockConfig
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
+from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
+from hf_spec.drafting.block_diffusion.loss import block_loss
+from hf_spec.drafting.block_diffusion.network import BlockAdapter
+from hf_spec.drafting.options import DraftOptions
+from hf_spec.methods.registry import Method, Published
+from hf_spec.policy.tree_source import tree_source
+
+
+@dataclass
+class DSparkConfig(BlockConfig):
+    """A :class:`DFlashConfig` that has a Markov head by default, and predicts from the anchor.
+
+    Raises:
+        ValueError: if a field is invalid.
+    """
+
+    type_name: ClassVar[str] = "DSPARK"
+
+    block_size: int = setting(7, "Tokens of a block: the anchor, the root of a tree, and masks.")
+    sample_from_anchor: bool = setting(
+        True,
+        "True: each slot of a block predicts the token after its own, the anchor's slot included. "
+        "False: each mask's slot predicts its own token.",
+    )
+    markov_rank: int = setting(128, "Rank of the Markov head; 0: none.")
+
+
+@dataclass(frozen=True)
+class DSparkOptions(DraftOptions):
+    """Options of ``dspark``, which are those of all strategies.
+
+    Attributes:
+        tree: ``chain``: each distance's likeliest token only, as in the paper. Or what
+            :class:`DraftOptions` says.
+        max_depth: number of distances used; None for all of a block.
+    """
+
+
+class DSparkDrafter(BlockDrafter):
+    """Trees of a block's likeliest tokens."""
+
+    options: DSparkOptions
+
+    def __init__(self, model: Any, options: DSparkOptions):
+        adapter = require_active(model, "DSPARK", "dspark")
+        distances = adapter.config.distances
+        source = tree_source(options, self.trees, model, adapter, distances)
+        super().__init__(model, options, adapter, source)
+
+
+METHOD = Method(
+    name="dspark",
+    summary="a block predicted in one forward, and a Markov head that chains its tokens",
+    options=DSparkOptions,
+    drafter=DSparkDrafter,
+    adapter_config=DSparkConfig,
+    adapter_module=BlockAdapter,
+    objective=block_loss,
+    needs_adapter=True,
+    training={"learning_rate": 1e-3, "num_train_epochs": 8},
+    num_anchors=32,
+    published=Published(
+        wants, partial(convert, "dspark"), recognizes=partial(fits, "dspark"), share=share
+    ),
+)

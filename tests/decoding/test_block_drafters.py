@@ -1,0 +1,170 @@
+"""DFLASH and DSPARK: blocks behind what was committed, and bases that they do not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import prompt, ragged
+from covering import covering
+from running import drafting
+from test_shrinking import staggered
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.methods.registry import methods
+from hf_spec.policy.step_policy import StepPolicy
+from modeling_patches.cache_name import CACHE
+
+Fresh = Callable[..., PreTrainedModel]
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+CONFIGS = {
+    "plain": ("dflash", {"num_layers": 2, "block_size": 5}),
+    "anchor": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "gated"}),
+    "rnn": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "rnn"}),
+    "window": (
+        "dflash", {"block_size": 4, "sliding_layers": [0], "sliding_window": 6},
+    ),
+    "window by query": (
+        "dflash", {
+            "block_size": 4, "sliding_layers": [0, 1], "sliding_window": 6,
+            "sliding_window_from": "query", "sliding_window_non_causal": False,
+        },
+    ),
+}  # fmt: skip
+
+
+def adapt(model: Any, kind: str) -> str:
+    """Give the model an adapter of random parameters; returns its strategy."""
+    name, fields = CONFIGS[kind]
+    model.add_adapter(methods()[name].adapter_config(**fields))
+    randomise(model, name.upper(), std=0.25)
+    return name
+
+
+# -- blocks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_block_stands_behind_all_committed_tokens(
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """After prompts of different lengths, plain steps, rejections, and rows that stop."""
+    model = fresh("llama_tied")
+    name = adapt(model, kind)
+    drafter, steps, seen = methods()[name].drafter, [0], []
+    monkeypatch.setattr(
+        StepPolicy, "drafts", lambda *_: bool(steps.append(1)) or len(steps) % 3 == 0
+    )
+    propose = drafter.propose
+
+    def checked(self: Any, state: Any) -> Any:
+        tree = propose(self, state)
+        for row, tokens in enumerate(state.tokens):
+            if state.active[row] and state.max_depth:
+                ids, place = torch.tensor([tokens]), torch.tensor([[len(tokens) - 2]])
+                expected = block_sequences(self.network, ids, None, place)[0, 0]
+                # The base's states of padded rows are rounded otherwise.
+                torch.testing.assert_close(self.hidden[row], expected, rtol=1e-3, atol=1e-3)
+                seen.append(state.batch_size)
+        return tree
+
+    given = staggered(5)
+    expected = model.generate(**given, **GREEDY).tolist()
+    monkeypatch.setattr(drafter, "propose", checked)
+    assert model.generate(**given, **GREEDY, **drafting(name)).tolist() == expected
+    assert len(seen) > 10 and len({*seen}) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "when", "rows"),
+    covering(
+        [
+            (kind, tree, when, rows)
+            for kind in CONFIGS
+            for tree in ("adaptive", "chain", ((0,), (1,), (1, 0)))
+            for when in ("auto", "always")
+            for rows in (1, 3)
+        ]
+    ),
+)
+def test_output_is_that_of_plain_generation(
+    fresh: Fresh, kind: str, tree: Any, when: str, rows: int
+) -> None:
+    model = fresh("llama")
+    name = adapt(model, kind)
+    given = ragged() if rows == 3 else {"input_ids": prompt()}
+    spec = drafting(name, tree=tree)
+    spec["assistant_kwargs"]["drafting"] = when
+    expected = model.generate(**given, **GREEDY).tolist()
+    assert model.generate(**given, **GREEDY, **spec).tolist() == expected
+    if rows == 1:
+        torch.manual_seed(3)
+        expected = model.generate(**given, max_new_tokens=12, do_sample=True).tolist()
+        torch.manual_seed(3)
+        ours = model.generate(**given, max_new_tokens=12, do_sample=True, **spec)
+        assert ours.tolist() == expected
+
+
+def test_a_prefix_without_features(fresh: Fresh) -> None:
+    """A cache that a plain call has filled: the block's context begins with the new tokens."""
+    model = fresh("llama")
+    name = adapt(model, "plain")
+    first = model.generate(prompt(), **GREEDY, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, prompt(4, seed=3)], dim=1)
+    expected = model.generate(more, **GREEDY).tolist()
+    given = {CACHE: copy.deepcopy(first[CACHE])}
+    assert model.generate(more, **GREEDY, **drafting(name), **given).tolist() == expected
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Fresh) -> None:
+    model = fresh("llama")
+    for kind in ("plain", "rnn"):
+        name = adapt(model, kind)
+        method = methods()[name]
+        drafter = method.drafter(model, method.parse_options({"tree": "chain"}))
+        with torch.no_grad():
+            root, *chain = drafter.chain(prompt())
+            full = torch.cat([prompt(), torch.tensor([[root, *chain]])], dim=1)
+            (logits,) = drafter.future_logits(full, torch.tensor([prompt().shape[1] - 1]))
+        assert logits[0].argmax(-1).tolist() == chain
+        model.delete_adapter("default")
+
+
+# -- what a base must have -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"feature_layers": [1, 9]},
+            "feature_layers=.1, 9.: LlamaForCausalLM has states 0 to 3",
+        ),
+        ({"feature_layers": [2, 1]}, "feature_layers=.*ascending"),
+        ({"mask_token_id": 61}, "mask_token_id=61: LlamaForCausalLM has 61 input embeddings"),
+        ({"sliding_layers": [0]}, "need a sliding_window"),
+        ({"sliding_layers": [2], "sliding_window": 4}, "sliding_layers=2"),
+        ({"confidence_head": "markov"}, "needs a Markov head"),
+        ({"draft_vocab_size": 62}, "draft_vocab_size=62"),
+        ({"layer_config": {"hidden_size": 32}}, "layer_config=.*must be a dict of hidden_size, "),
+    ],
+)
+def test_configs_that_do_not_fit(fresh: Fresh, fields: dict[str, Any], message: str) -> None:
+    model = fresh("llama")
+    with pytest.raises(ValueError, match=message):
+        model.add_adapter(hf_spec.DFlashConfig(**fields))
+    assert not hasattr(model, "spec_modules")
+
+
+def test_embeddings_of_another_size_than_the_states(fresh: Fresh) -> None:
+    model = fresh("opt")
+    model.model.decoder.embed_tokens = torch.nn.Embedding(61, 16)
+    with pytest.raises(ValueError, match="input embeddings of 16, states of 32.*one size"):
+        model.add_adapter(hf_spec.DFlashConfig())

@@ -1,0 +1,212 @@
+"""Released block drafters become adapters of DFLASH and DSPARK; what cannot be read is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import drafting
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_spec.adapters.active import find_active
+from hf_spec.hub.transfer import import_adapter, recognized
+from hf_spec.methods.registry import methods
+
+OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+
+NAMES = {
+    "dflash": "dflash/tiny-llama-draft-vocab", "dspark": "dspark/tiny-llama-gated",
+}  # fmt: skip
+Files = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def released(method: str) -> Files:
+    folder = OURS / NAMES[method] / "drafter"
+    config = json.loads((folder / "config.json").read_text())
+    return config, load_file(folder / "model.safetensors")
+
+
+def of_zlab(method: str, part: bool = True) -> Files:
+    """The same in z-lab's layout, which is SpecForge's, too; or in DeepSpec's."""
+    config, tensors = released(method)
+    flat = {**config["transformer_layer_config"], "rope_theta": 10000.0, "num_target_layers": 8}
+    del flat["rope_parameters"]
+    own = {
+        "target_layer_ids": [one - 1 for one in config["aux_hidden_state_layer_ids"]],
+        "mask_token_id": config["mask_token_id"], "block_size": config["block_size"],
+    }  # fmt: skip
+    flat["architectures"] = ["DFlashDraftModel"]
+    flat["draft_vocab_size"] = config["draft_vocab_size"]
+    if method == "dspark":
+        names = ("markov_rank", "markov_head_type", "enable_confidence_head")
+        own |= {name: config[name] for name in (*names, "confidence_head_with_markov")}
+        own |= {"projector_type": "dspark"} if part else {"num_anchors": 512}
+        flat["architectures"] = ["DSparkDraftModel" if part else "Qwen3DSparkModel"]
+    return {**flat, "dflash_config": own} if part else {**flat, **own}, tensors
+
+
+def of_deepspec(method: str) -> Files:
+    config, tensors = of_zlab(method, part=False)
+    head = base_model().get_output_embeddings().weight.detach().clone()
+    return config, {**tensors, "embed_tokens.weight": torch.ones(128, 64), "lm_head.weight": head}
+
+
+@cache
+def base_model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=8,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
+        initializer_range=0.2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def write(folder: Path, files: Files) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(files[0]))
+    save_file(files[1], folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [("dflash", released), ("dflash", of_zlab), ("dspark", released), ("dspark", of_zlab),
+     ("dspark", of_deepspec)],
+)  # fmt: skip
+def test_layouts(tmp_path: Path, method: str, layout: Any) -> None:
+    """All give the same adapter, which is recognized by its files."""
+    path = write(tmp_path / "released", layout(method))
+    assert recognized(str(path.parent)) == (method, path)
+    model = copy.deepcopy(base_model())
+    import_adapter(path, method, model, tmp_path / "adapter")
+    model.load_adapter(str(tmp_path / "adapter"))
+    adapter = find_active(model, method.upper())
+    weights, tensors = adapter.weights(), released(method)[1]
+    for name, tensor in tensors.items():
+        if name not in ("d2t", "t2d"):
+            assert torch.equal(weights[name], tensor.float())
+    if "d2t" in tensors:
+        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        assert torch.equal(weights["draft_vocabulary"], ids)
+    assert ("lm_head.weight" in weights) == ("d2t" in tensors)  # else it is the base's
+    config = adapter.config
+    assert config.feature_layers == [2, 4, 6] and config.mask_token_id == 127
+    assert config.block_size == 6 and config.sample_from_anchor == (method == "dspark")
+    assert config.layer_config["rope_parameters"]["rope_theta"] == 10000.0
+    ids = torch.randint(0, 127, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, **GREEDY).tolist()
+    assert model.generate(ids, **GREEDY, **drafting(method)).tolist() == expected
+
+
+def test_heads_of_ones_own_are_kept(tmp_path: Path) -> None:
+    """Unless they are the base's."""
+    model = copy.deepcopy(base_model())
+    config, tensors = of_deepspec("dspark")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    path = write(tmp_path / "released", (config, tensors))
+    import_adapter(path, "dspark", model, tmp_path / "adapter")
+    model.load_adapter(str(tmp_path / "adapter"))
+    weights = find_active(model, "DSPARK").weights()
+    assert torch.equal(weights["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_layers_that_no_config_names(tmp_path: Path) -> None:
+    """SpecForge spaces them evenly: 1, 9, 17, 25 and 33 of 36, by their outputs."""
+    convert = methods()["dflash"].published.convert
+    config, tensors = of_zlab("dflash")
+    del config["dflash_config"]["target_layer_ids"]
+    config |= {"num_target_layers": 36, "num_hidden_layers": 5}
+    tensors = {name: one for name, one in tensors.items() if "layers" not in name and name != "t2d"}
+    layers = {name: one for name, one in of_zlab("dflash")[1].items() if ".0." in name}
+    for place in range(5):
+        tensors |= {name.replace(".0.", f".{place}."): one for name, one in layers.items()}
+    tensors["fc.weight"] = torch.zeros(64, 5 * 64)
+    fields, _ = convert(tensors, config)
+    assert fields["feature_layers"] == [2, 10, 18, 26, 34]
+
+
+def changed(**fields: Any) -> Callable[[Files], None]:
+    return lambda files: files[0].update(fields)
+
+
+def within(part: str, **fields: Any) -> Callable[[Files], None]:
+    return lambda files: files[0][part].update(fields)
+
+
+def without(name: str) -> Callable[[Files], None]:
+    def change(files: Files) -> None:
+        for part in files:
+            part.pop(name, None)
+
+    return change
+
+
+def tensor(name: str, value: Tensor) -> Callable[[Files], None]:
+    return lambda files: files[1].update({name: value})
+
+
+BAD: list[tuple[Any, str, Any, str]] = [
+    (released, "dflash", changed(new_flag=True), "'new_flag', whose meaning is not known"),
+    (released, "dflash", changed(target_hidden_size=32), "target_hidden_size=32, which is not run"),
+    (released, "dflash", changed(speculators_model_type="dflash2"), "'dflash2', with a candidate"),
+    (released, "dflash", changed(speculators_model_type="eagle3"), "that of no known layout"),
+    (released, "dspark", changed(markov_head_type="lstm"), "markov_head='lstm'"),
+    (released, "dspark", changed(markov_rank=9), "markov_w1.weight' has shape"),
+    (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4, 9]), "states 0 to 8"),
+    (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4]), "'fc.weight' has shape"),
+    (released, "dflash", changed(aux_hidden_state_layer_ids="2"), "no list of the base's layers"),
+    (released, "dflash", changed(mask_token_id=128), "mask_token_id=128.*128 input embeddings"),
+    (released, "dflash", without("mask_token_id"), "config.json has no mask_token_id"),
+    (released, "dflash", without("transformer_layer_config"), "has no transformer_layer_config"),
+    (released, "dflash", without("norm.weight"), "no tensor 'norm.weight'"),
+    (released, "dflash", without("d2t"), "'d2t' is missing"),
+    (released, "dflash", tensor("d2t", torch.full((48,), 100)), "tokens 100 to 147: .*below.*128"),
+    (released, "dflash", tensor("d2t", torch.zeros(48)), "not a list of whole numbers"),
+    (released, "dflash", tensor("d2t", torch.zeros(40).long()), "has 40 tokens.*is 48"),
+    (released, "dflash", tensor("extra", torch.zeros(1)), "unknown tensor 'extra'"),
+    (released, "dflash", within("transformer_layer_config", hidden_size=32), "has shape"),
+    (released, "dflash", within("transformer_layer_config", head_dim="x"), "head_dim='x'"),
+    (released, "dflash", within("transformer_layer_config", num_hidden_layers=3), "layers.2"),
+    (of_zlab, "dflash", changed(is_causal=True), "is_causal=True, which is not run"),
+    (of_zlab, "dflash", changed(num_target_layers=9), "num_hidden_layers=9"),
+    (of_zlab, "dflash", within("dflash_config", output_multiplier=0.2), "output_multiplier=0.2"),
+    (of_zlab, "dflash", within("dflash_config", new=1), "'new', whose meaning is not known"),
+    (of_zlab, "dflash", within("dflash_config", projector_type="domino"), "Domino"),
+    (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config in config.json is \[1\]"),
+    (of_zlab, "dspark", within("dflash_config", attention_mode="mla"), "attention_mode='mla'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "method", "change", "message"), BAD, ids=range(len(BAD)))
+def test_what_cannot_be_read(
+    tmp_path: Path, layout: Any, method: str, change: Any, message: str
+) -> None:
+    """One line, and nothing is left behind."""
+    files = layout(method)
+    change(files)
+    path, model = write(tmp_path / "released", files), copy.deepcopy(base_model())
+    with pytest.raises(ValueError, match=message) as error:
+        import_adapter(path, method, model, tmp_path / "adapter")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "adapter").exists() and not hasattr(model, "spec_modules")
+
+
+def test_the_wrong_type_and_no_config(tmp_path: Path) -> None:
+    path = write(tmp_path / "released", released("dspark"))
+    with pytest.raises(ValueError, match="it is of type 'dspark': give --type dspark"):
+        import_adapter(path, "dflash", base_model(), tmp_path / "adapter")
+    (tmp_path / "released" / "config.json").unlink()
+    with pytest.raises(ValueError, match="no config.json beside it"):
+        import_adapter(path, "dspark", base_model(), tmp_path / "adapter")
