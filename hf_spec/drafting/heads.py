@@ -141,7 +141,8 @@ def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
 
     Tokens that the model has gained since get the lowest logits, and lost ones none.
     """
-    each = zip(states.unbind(-2), projections)
+    # Some models' final states are in float32 (Falcon-Mamba).
+    each = zip(states.to(projections).unbind(-2), projections)
     logits = torch.stack([functional.linear(x, weight, None) for x, weight in each], dim=-2)
     logits = of_tokens(model, logits, torch.finfo(logits.dtype).min)
     bias = output_bias(model)

@@ -125,6 +125,14 @@ def with_adapter(model: Any, name: str, fields: dict[str, Any]) -> Any:
     return model.eval()
 
 
+def test_own_projections_of_final_states_in_float32() -> None:
+    """Which Falcon-Mamba has in bf16, too."""
+    model = recurrent("falcon_mamba").to(torch.bfloat16)
+    with_adapter(model, "medusa", {"num_heads": 2, "projection": "own"})
+    out = model.generate(**one_row(), max_new_tokens=4, do_sample=False, **drafting("medusa"))
+    assert out.shape == (1, 12 + 4)
+
+
 def test_learned_states_beside_recurrent_ones() -> None:
     """Where every layer has keys, too."""
     model = with_adapter(recurrent("falcon_h1"), "bita", {"num_mask_tokens": 3})
