@@ -233,6 +233,15 @@ def random_mtp() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def mtp_as_shipped(random_mtp: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without these random layers."""
+    from hf_spec.methods.mtp import weights
+
+    read: Any = weights._read
+    monkeypatch.setattr(weights, "_read", read.__wrapped__)
+
+
 _plain: dict[Any, torch.Tensor] = {}
 
 

@@ -225,6 +225,50 @@ def propd() -> Scheme:
     return scheme
 
 
+def mtp() -> Scheme:
+    scheme = Scheme(13.4, 4.9)
+    states, tokens = ["h1", "h2", "h3"], ["t2", "t3", "t4"]
+    above = scheme.row(0.4, 4.2, states, "model")
+    below = scheme.row(0.4, 1.0, tokens, "token")
+    scheme.text(1.8, 4.85, "states of the model", fontsize=9)
+    scheme.text(1.8, 0.3, "the tokens after them", fontsize=9)
+    for state, token in zip(above, below):
+        scheme.arrow(state, (state[0], 2.9), gap=8)
+        scheme.arrow(token, (token[0], 2.3), gap=8)
+    scheme.box(0.3, 2.6, "MTP layer", "learned", width=3.0)
+    right = 3.3
+    for name in ("t5?", "t6?", "t7?"):
+        made = scheme.box(right + 0.9, 1.0, name, "candidate")
+        scheme.arrow((right, 2.4), (made[0], 1.4), gap=2)
+        if name != "t7?":
+            scheme.arrow((right, 2.6), (right + 2.2, 2.6), gap=2)
+            scheme.box(right + 2.2, 2.6, "MTP layer", "learned", width=1.9)
+            scheme.arrow((made[0], 1.4), (right + 2.5, 2.2), gap=2)
+            right += 4.1
+    scheme.text(8.4, 3.7, "then it takes its own output: level by level")
+    return scheme
+
+
+def draft_model() -> Scheme:
+    scheme = Scheme(13.4, 4.6)
+    text = scheme.row(0.3, 2.3, ["the", "cat"], "token")
+    for layer in range(2):
+        scheme.box(3.0, 2.0 + layer * 0.76, "assistant", "learned", width=2.4)
+    scheme.arrow(text[-1], (3.0, 2.3))
+    first = scheme.box(6.4, 3.2, "sat", "candidate")
+    other = scheme.box(6.4, 1.4, "ran", "candidate")
+    scheme.arrow((5.4, 2.4), first, gap=10)
+    scheme.arrow((5.4, 2.4), other, gap=10)
+    for parent, words, y in ((first, ("on", "."), 3.2), (other, ("to",), 1.4)):
+        for order, word in enumerate(words):
+            scheme.arrow(parent, scheme.box(8.0, y + 0.5 - 0.9 * order, word, "candidate"))
+    for layer in range(5):
+        scheme.box(10.4, 0.8 + layer * 0.76, "model", "model", width=2.4)
+    scheme.arrow((8.9, 2.4), (10.4, 2.4), gap=6)
+    scheme.text(7.6, 0.3, "a tree, which the model verifies")
+    return scheme
+
+
 def architecture() -> Scheme:
     scheme = Scheme(15.4, 6.2)
     steps = [
@@ -298,6 +342,7 @@ FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
         speed, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd,
+        mtp, draft_model,
     )
 }  # fmt: skip
 

@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shared
+from random_mtp import read_or_random
 from running import needed
 from transformers import AutoModelForCausalLM
 
 import hf_spec
+from hf_spec.methods import mtp
 from hf_spec.methods.registry import methods
 
 PROMPTS, NEW = 2, 16
@@ -66,6 +68,7 @@ def halves(rank: int, folder: str) -> dict[str, Any]:
     if rank == 1:
         now, jumps = time.perf_counter, random.Random(0)
         time.perf_counter = lambda: now() + jumps.random()  # type: ignore[assignment]
+    mtp.weights._read = read_or_random(mtp.weights._read)  # in a process of its own
     for name, method in methods().items():
         if method.needs_adapter:
             torch.manual_seed(2)

@@ -19,20 +19,15 @@ from transformers import AutoModelForCausalLM, CompileConfig
 import hf_spec
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.grow import Frontier
-from hf_spec.methods.mtp import weights
 from hf_spec.methods.registry import get_method
 from modeling_patches.cache_name import CACHE
+
+pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/drafters/mtp"
 NAMES = ["qwen3", "qwen3_next", "qwen3_5_text", "mellum", "deepseek_v3", "glm4_moe_2"]
 #: Sums in other orders, over some hundred products.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No random layers; see :mod:`random_mtp`."""
-    monkeypatch.setattr(weights, "_read", weights._read.__wrapped__)
 
 
 @cache

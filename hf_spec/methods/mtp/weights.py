@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from hf_spec.adapters.checkpoint import Origin, complaints
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from modeling_patches.modules import decoder_layers, num_layers
-from modeling_patches.mtp import BLOCK, MtpLayers, converted, dtypes, is_mtp, layout_of
+from modeling_patches.mtp import (
+    BLOCK,
+    Layout,
+    MtpLayers,
+    converted,
+    dtypes,
+    is_mtp,
+    layout_of,
+)
 from modeling_patches.weights import device_of, placement
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -35,7 +43,8 @@ def mtp_layers(model: Any) -> MtpLayers:
     Raises:
         ValueError: its checkpoint has no such layers, cannot be read, or does not fit the model.
     """
-    place = device_of(decoder_layers(model)[-1]), placement(model).dtype
+    last = decoder_layers(model)[-1]  # whose parts know the device, also of offloaded weights
+    place = device_of(getattr(last, "input_layernorm", last)), placement(model).dtype
     known = memory(model)
     found: tuple[Any, MtpLayers] | None = known.get(MtpLayers)
     if found is None or found[0] != place:
@@ -47,68 +56,32 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
     name, below = type(model).__name__, num_layers(model)
     place, files = _files(model, below)
     layout = layout_of(files, below)
-    if not files or layout is None:
-        text = model.config.get_text_config(decoder=True)
-        said = [f"{one}={value}" for one in COUNTS if (value := getattr(text, one, None))]
-        but = f", although its config says {said[0]}" if said else ""
-        what = f"has no layers for multi-token prediction{but}"
-        if files:
-            what = (
-                f"has layers for multi-token prediction under names that are not known, such as "
-                f"{min(files)!r}"
-            )
+    if layout is None:
         raise ValueError(
-            f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, {what}. Choose "
-            "another strategy."
+            f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, "
+            f"{_what_it_has(model, files)}. Choose another strategy."
         )
-    sources: dict[tuple[int, str], str] = {}
-    shared: dict[str, str] = {}
-    unknown = []
-    for source in files:
-        layer, own = layout.parse(source, below) or (None, "")
-        if layer is not None and own:
-            sources[layer, own] = source
-        elif own:
-            shared[own] = source
-        elif own is not None:  # a copy is not needed
-            unknown.append(source)
-    count = 1 + max((layer for layer, _ in sources), default=0)
-    for layer in range(count):
-        sources |= {(layer, own): source for own, source in shared.items()}
+    sources, unknown = _sources(files, layout, below)
     with ExitStack() as stack:
-        opened = {}
-        for path in sorted(set(files.values())):
-            with _readable(path):
-                opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-        layers = MtpLayers(model, count, any(".experts." in own for _, own in sources))
-        expected = layers.layers.state_dict()
+        opened = {path: stack.enter_context(_opened(path)) for path in sorted({*files.values()})}
+        sparse = any(".experts." in own for _, own in sources)
+        layers = MtpLayers(model, 1 + max(layer for layer, _ in sources), sparse)
 
         def gather(read: Any) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
-            for layer in range(count):
-                parts = {
-                    own: read(opened[files[source]], source, files[source])
-                    for (number, own), source in sources.items() if number == layer
-                }  # fmt: skip
-                block = {
-                    own.removeprefix(BLOCK): value
-                    for own, value in parts.items() if own.startswith(BLOCK)
-                }  # fmt: skip
-                found |= {
-                    f"{layer}.{own}": value
-                    for own, value in parts.items() if not own.startswith(BLOCK)
-                }  # fmt: skip
-                stacked = converted(model, block)
-                found |= {f"{layer}.{BLOCK}{own}": value for own, value in stacked.items()}
-            return found
+            def numbers(source: str) -> Tensor:
+                path = files[source]
+                with _readable(path):
+                    found: Tensor = read(opened[path], source, path)
+                return found
+
+            return _gathered(model, sources, numbers)
 
         # Names and shapes first: nothing large is read of what does not fit.
         wrong = [f"unknown tensor {one!r}" for one in unknown[:1]]
-        wrong += complaints(gather(_described), expected)
+        wrong += complaints(gather(_described), layers.layers.state_dict())
         if wrong:
-            released = {f"{layer}.{own}": source for (layer, own), source in sources.items()}
-            for own, source in released.items():
-                wrong = [text.replace(repr(own), repr(source)) for text in wrong]
+            for (layer, own), source in sources.items():
+                wrong = [text.replace(repr(f"{layer}.{own}"), repr(source)) for text in wrong]
             raise ValueError(
                 f"the layers for multi-token prediction of {place!r} do not fit {name}: "
                 f"{'; '.join(wrong)} ({BLOCK.rstrip('.')} is the decoder layer). Download the "
@@ -117,11 +90,76 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         kept = dtypes(model)
         state = {
             own: value.to(device, kept.get(own.partition(BLOCK)[2], dtype)).contiguous()
-            for own, value in gather(_tensor).items()
+            for own, value in gather(lambda file, source, _: file.get_tensor(source)).items()
         }
     layers.layers.load_state_dict(state, assign=True)
+    left = [own for own, tensor in layers.named_buffers() if tensor.is_meta]
+    if left:
+        raise ValueError(
+            f"{name}: the buffer {left[0]!r} of its decoder layers is made when they are built, "
+            "which is not known here. Choose another strategy."
+        )
     layers.rotary.to(device)
     return layers.requires_grad_(False).eval()
+
+
+def _what_it_has(model: Any, files: Mapping[str, Path]) -> str:
+    """What a checkpoint has instead of layers of a known layout."""
+    if files:
+        return (
+            "has layers for multi-token prediction under names that are not known, such as "
+            f"{min(files)!r}"
+        )
+    text = model.config.get_text_config(decoder=True)
+    said = [f"{one}={value}" for one in COUNTS if (value := getattr(text, one, None))]
+    but = f", although its config says {said[0]}" if said else ""
+    return f"has no layers for multi-token prediction{but}"
+
+
+def _sources(
+    files: Mapping[str, Path], layout: Layout, below: int
+) -> tuple[dict[tuple[int, str], str], list[str]]:
+    """What tensors are called in the checkpoint, by layer and name in ``MtpLayer``; and those of
+    these layers that the layout does not know."""
+    of_layers: dict[tuple[int, str], str] = {}
+    of_all: dict[str, str] = {}
+    unknown = []
+    for source in files:
+        parsed = layout.parse(source, below)
+        if parsed is None:
+            unknown.append(source)
+            continue
+        layer, own = parsed
+        if own is None:
+            continue
+        if layer is None:
+            of_all[own] = source
+        else:
+            of_layers[layer, own] = source
+    count = 1 + max((layer for layer, _ in of_layers), default=0)
+    shared = {(layer, own): of_all[own] for layer in range(count) for own in of_all}
+    return of_layers | shared, unknown
+
+
+def _gathered(
+    model: Any, sources: Mapping[tuple[int, str], str], numbers: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of all layers by their names in ``MtpLayers.layers``.
+
+    Args:
+        numbers: the tensor of a name in the checkpoint.
+    """
+    found: dict[str, Tensor] = {}
+    blocks: dict[int, dict[str, Tensor]] = {}
+    for (layer, own), source in sources.items():
+        if own.startswith(BLOCK):
+            blocks.setdefault(layer, {})[own.removeprefix(BLOCK)] = numbers(source)
+        else:
+            found[f"{layer}.{own}"] = numbers(source)
+    for layer, block in blocks.items():
+        made = converted(model, block)
+        found |= {f"{layer}.{BLOCK}{own}": value for own, value in made.items()}
+    return found
 
 
 def _described(file: Any, name: str, path: Path) -> Tensor:
@@ -134,12 +172,6 @@ def _described(file: Any, name: str, path: Path) -> Tensor:
             "quantized, or choose another strategy."
         )
     return torch.empty(part.get_shape(), dtype=torch.float32, device="meta")
-
-
-def _tensor(file: Any, name: str, path: Path) -> Tensor:
-    with _readable(path):
-        found: Tensor = file.get_tensor(name)
-    return found
 
 
 def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
@@ -156,26 +188,25 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
         )
     commit = getattr(model.config, "_commit_hash", None)
     origin = Origin(place, {} if commit is None else {"revision": commit})
-    index = _file(origin, INDEX)
-    if index is not None:
-        names = _shards(index)
-        wanted = {name: file for name, file in names.items() if is_mtp(name, below)}
-        paths = {file: _file(origin, file) for file in set(wanted.values())}
-        missing = [file for file, path in paths.items() if path is None]
-        if missing:
-            raise ValueError(
-                f"{place!r} has no {min(missing)!r}, which {INDEX} names: download it again."
-            )
-        return place, {name: path for name, file in wanted.items() if (path := paths[file])}
-    single = _file(origin, SINGLE)
-    if single is None:
+    found = _file(origin, INDEX, SINGLE)
+    if found is None:
         raise ValueError(
             f"assistant_strategy='mtp': {place!r} has neither {INDEX} nor {SINGLE}: layers for "
             "multi-token prediction are read from safetensors only, never from a pickle, which "
             "can run code. Choose another strategy."
         )
-    with _readable(single), safe_open(single, framework="pt") as file:
-        return place, {name: single for name in list(file.keys()) if is_mtp(name, below)}
+    if found.name == SINGLE:
+        with _opened(found) as file:
+            names = list(file.keys())
+        return place, {name: found for name in names if is_mtp(name, below)}
+    wanted = {name: file for name, file in _shards(found).items() if is_mtp(name, below)}
+    paths = {file: _file(origin, file) for file in set(wanted.values())}
+    missing = [file for file, path in paths.items() if path is None]
+    if missing:
+        raise ValueError(
+            f"{place!r} has no {min(missing)!r}, which {INDEX} names: download it again."
+        )
+    return place, {name: path for name, file in wanted.items() if (path := paths[file])}
 
 
 def checkpoint_of(model: Any) -> str:
@@ -183,12 +214,20 @@ def checkpoint_of(model: Any) -> str:
     return str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
 
 
-def _file(origin: Origin, name: str) -> Path | None:
-    """A file of a checkpoint; the Hub is asked only for what has not been downloaded."""
-    try:
-        return origin.file(name, ask=False) or origin.file(name)
-    except OSError as error:
-        raise ValueError(f"cannot read {name} of {origin.place!r}: {first_line(error)}") from error
+def _file(origin: Origin, *names: str) -> Path | None:
+    """The first of these files of a checkpoint that there is; the Hub is asked only if none of them
+    has been downloaded."""
+    for ask in (False, True):
+        for name in names:
+            try:
+                found = origin.file(name, ask)
+            except OSError as error:
+                raise ValueError(
+                    f"cannot read {name} of {origin.place!r}: {first_line(error)}"
+                ) from error
+            if found is not None:
+                return found
+    return None
 
 
 def _shards(index: Path) -> dict[str, str]:
@@ -205,6 +244,12 @@ def _shards(index: Path) -> dict[str, str]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(f"{str(index)!r} names {file!r}, which is no safetensors file.")
     return names
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with _readable(path), safe_open(path, framework="pt") as file:
+        yield file
 
 
 @contextmanager

@@ -1,0 +1,264 @@
+"""Checkpoints with layers for multi-token prediction: where they are found, and bad ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from conftest import prompt
+from random_mtp import random_layers
+from running import drafting, no_forward
+from safetensors.torch import load_file, save_file
+from test_mtp import FIXTURES, model_of
+
+import hf_spec
+from hf_spec.methods.mtp import weights
+from hf_spec.methods.mtp.weights import INDEX, SINGLE, mtp_layers
+
+pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
+
+SECOND = "model-00002-of-00002.safetensors"
+Tensors = dict[str, torch.Tensor]
+
+
+def loaded(folder: Path, name: str = "qwen3") -> Any:
+    """A copy of the model that is loaded from another folder, and of the checkpoint in this."""
+    if not folder.exists():
+        shutil.copytree(FIXTURES / name / "checkpoint", folder)
+    model = copy.deepcopy(model_of(name))
+    model.config.name_or_path = model.name_or_path = str(folder)
+    return model
+
+
+def change(folder: Path, edit: Callable[[Tensors], Any]) -> None:
+    """Rewrite the second file, and the index."""
+    tensors = load_file(folder / SECOND)
+    edit(tensors)
+    save_file(tensors, folder / SECOND, metadata={"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    files = {name: file for name, file in index["weight_map"].items() if file != SECOND}
+    index["weight_map"] = files | dict.fromkeys(tensors, SECOND)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def refused(model: Any) -> str:
+    """The error of a call, which runs nothing."""
+    with no_forward(model), pytest.raises(ValueError) as error:
+        model.generate(prompt(), max_new_tokens=4, do_sample=False, **drafting("mtp"))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_only_the_files_that_hold_them_are_opened(tmp_path: Path) -> None:
+    model = loaded(tmp_path / "a")
+    (tmp_path / "a/model-00001-of-00002.safetensors").unlink()
+    layers = mtp_layers(model)
+    assert mtp_layers(model) is layers  # read once
+    assert not any(parameter.requires_grad for parameter in layers.parameters())
+    model.to(torch.bfloat16)
+    assert {one.dtype for one in mtp_layers(model).parameters()} == {torch.bfloat16}
+
+
+def one_file(folder: Path) -> None:
+    """Put all tensors into one file, without an index."""
+    tensors: Tensors = {}
+    for file in folder.glob("model-*"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / INDEX).unlink()
+    save_file(tensors, folder / SINGLE)
+
+
+def test_one_file_with_all_tensors(tmp_path: Path) -> None:
+    model = loaded(tmp_path / "a")
+    one_file(tmp_path / "a")
+    expected = mtp_layers(model_of("qwen3")).state_dict()
+    for name, tensor in mtp_layers(model).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model's revision, and nothing is asked of the Hub."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--org--tiny/snapshots" / commit
+    model = loaded(snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model.config.name_or_path = "org/tiny"
+    model.config._commit_hash = commit
+    ask: Any = weights.Origin._on_hub
+
+    def only_local(origin: Any, name: str, asks: bool) -> Any:
+        assert not asks
+        return ask(origin, name, asks)
+
+    monkeypatch.setattr(weights.Origin, "_on_hub", only_local)
+    assert len(mtp_layers(model).layers) == 1
+    one_file(snapshot)
+    model.to(torch.bfloat16)
+    assert len(mtp_layers(model).layers) == 1
+
+
+def test_copies_of_the_embeddings_are_not_read(tmp_path: Path) -> None:
+    model = loaded(tmp_path / "a", "deepseek_v3")
+
+    def add(tensors: Tensors) -> None:
+        for name in ("embed_tokens", "shared_head.head"):
+            tensors[f"model.layers.1.{name}.weight"] = torch.full((64, 32), torch.nan)
+
+    change(tmp_path / "a", add)
+    assert len(mtp_layers(model).layers) == 1
+
+
+def test_models_without_such_layers(tmp_path: Path) -> None:
+    model = copy.deepcopy(model_of("qwen3"))
+    model.config.name_or_path = model.name_or_path = ""
+    assert "Qwen3ForCausalLM was not loaded from a checkpoint" in refused(model)
+    model = loaded(tmp_path / "a")
+    change(tmp_path / "a", lambda tensors: [tensors.pop(name) for name in [*tensors][1:]])
+    change(tmp_path / "a", lambda tensors: tensors.update(odd=tensors.pop([*tensors][0])))
+    message = refused(model)
+    assert f"Qwen3ForCausalLM, '{tmp_path}/a', has no layers for multi-token" in message
+    model.config.num_nextn_predict_layers = 1
+    assert "although its config says num_nextn_predict_layers=1" in refused(model)
+
+
+def test_types_that_are_not_supported(tmp_path: Path) -> None:
+    model: Any = copy.deepcopy(architectures.build("gpt2"))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(32, 64)}, tmp_path / SINGLE)
+    model.config.name_or_path = str(tmp_path)
+    assert "GPT2LMHeadModel: its decoder layers (GPT2Block) do not have" in refused(model)
+
+
+#: What is changed, and what the error says of it.
+BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "layout": (
+        lambda tensors: tensors.update({"mtp.linear.weight": tensors.pop("mtp.fc.weight")}),
+        "under names that are not known, such as 'mtp.layers.0.",
+    ),
+    "missing": (
+        lambda tensors: tensors.pop("mtp.layers.0.mlp.up_proj.weight"),
+        "no tensor '0.mtp_block.mlp.up_proj.weight'",
+    ),
+    "unknown": (
+        lambda tensors: tensors.update({"mtp.gate.weight": torch.zeros(2)}),
+        "unknown tensor 'mtp.gate.weight'",
+    ),
+    "unknown of the layer": (
+        lambda tensors: tensors.update({"mtp.layers.0.mlp.up_proj.bias": torch.zeros(2)}),
+        "unknown tensor 'mtp.layers.0.mlp.up_proj.bias'",
+    ),
+    "shape": (
+        lambda tensors: tensors.update({"mtp.norm.weight": torch.zeros(32)}),
+        "'mtp.norm.weight' has shape (32,), expected (64,)",
+    ),
+    "quantized": (
+        lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(64, 128).to(torch.int8)}),
+        "'mtp.fc.weight' is stored as I8; layers for multi-token prediction are read from BF16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_tensors(tmp_path: Path, case: str) -> None:
+    edit, message = BAD[case]
+    model = loaded(tmp_path / "a")
+    change(tmp_path / "a", edit)
+    found = refused(model)
+    assert message in found and str(tmp_path / "a") in found
+    assert refused(model) == found  # nothing half-read is kept
+
+
+def test_experts_of_another_number(tmp_path: Path) -> None:
+    model = loaded(tmp_path / "a", "glm4_moe_2")
+    name = "model.layers.2.mlp.experts.3.down_proj.weight"
+    change(tmp_path / "a", lambda tensors: tensors.pop(name))
+    assert "'1.mtp_block.mlp.experts.down_proj' has shape (3, 32, 8)" in refused(model)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    def cut(folder: Path) -> None:
+        (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-100])
+
+    def pickled(folder: Path) -> None:
+        (folder / INDEX).rename(folder / "pytorch_model.bin.index.json")
+
+    def outside(folder: Path) -> None:
+        text = (folder / INDEX).read_text()
+        (folder / INDEX).write_text(text.replace(SECOND, f"../{SECOND}"))
+
+    cases: list[tuple[Callable[[Path], Any], str]] = [
+        (cut, f"{SECOND}' is no safetensors file, or was cut off"),
+        (lambda folder: (folder / SECOND).unlink(), f"has no '{SECOND}', which {INDEX} names"),
+        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX}' is no index of tensors"),
+        (lambda folder: (folder / INDEX).write_text("[1"), f"{INDEX}' is no index of tensors"),
+        (outside, f"names '../{SECOND}', which is no safetensors file"),
+        (pickled, "safetensors only, never from a pickle"),
+    ]
+    for number, (damage, message) in enumerate(cases):
+        model = loaded(tmp_path / str(number))
+        damage(tmp_path / str(number))
+        assert message in refused(model)
+
+
+# -- families ------------------------------------------------------------------------------------
+
+#: Types whose checkpoints have such layers, and how these are called there.
+FAMILIES = {
+    "deepseek_v3": "numbered", "glm4_moe": "numbered", "glm4_moe_lite": "numbered",
+    "exaone_moe": "shared", "mellum": "shared", "qwen3_next": "shared", "qwen3_5_text": "shared",
+    "qwen3_5_moe_text": "shared", "mimo_v2_flash": "mimo",
+}  # fmt: skip
+NAMES = {
+    "numbered": ("model.layers.4.", "model.layers.4.", {"post_norm": "shared_head.norm"}),
+    "shared": (
+        "mtp.layers.0.", "mtp.",
+        {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
+         "post_norm": "norm"},
+    ),
+    "mimo": ("model.mtp.layers.0.", "model.mtp.layers.0.", {"post_norm": "final_layernorm"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families(tmp_path: Path, model_type: str) -> None:
+    """Random layers under their released names, experts one by one: read, and they draft."""
+    model: Any = copy.deepcopy(architectures.build(model_type))
+    model.save_pretrained(tmp_path)
+    made = random_layers(model, torch.device("cpu"), torch.float32)
+    block, others, names = NAMES[FAMILIES[model_type]]
+    released: Tensors = {}
+    for name, tensor in made.layers[0].state_dict().items():
+        part, _, rest = name.partition(".")
+        if part != "mtp_block":
+            released[f"{others}{names.get(part, part)}.{rest}"] = tensor
+            continue
+        if FAMILIES[model_type] == "mimo":
+            rest = rest.replace("post_attention_layernorm", "pre_mlp_layernorm")
+        if not rest.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            released[block + rest] = tensor
+            continue
+        stem, _, last = rest.rpartition(".")
+        for number, expert in enumerate(tensor):
+            parts = {"gate_proj": expert[: len(expert) // 2], "up_proj": expert[len(expert) // 2 :]}
+            for key, value in (parts if last == "gate_up_proj" else {last: expert}).items():
+                released[f"{block}{stem}.{number}.{key}.weight"] = value.contiguous()
+    tensors = load_file(tmp_path / SINGLE)
+    save_file({**tensors, **released}, tmp_path / SINGLE, metadata={"format": "pt"})
+    model.config.name_or_path = str(tmp_path)
+    for name, tensor in mtp_layers(model).layers.state_dict().items():
+        assert torch.equal(tensor, made.layers.state_dict()[name]), name
+    ids = prompt(9)
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    out = model.generate(ids, max_new_tokens=12, do_sample=False, **drafting("mtp"))
+    assert out.tolist() == plain.tolist()
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
