@@ -17,7 +17,7 @@ METHOD = Method(
     objective=loss,
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 4},
-    num_anchors=128,
+    num_anchors=32,
     published=PUBLISHED,
     exports={"speculators": Export(speculators_files), "sglang": Export(sglang_files)},
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.methods.eagle3.adapter import FLAGS, SIZES
-from hf_spec.methods.eagle3.published import LAYER_IDS
+from hf_spec.methods.eagle3.published import EAGLE3, LAYER_IDS, PARALLEL
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of
 
@@ -43,13 +43,14 @@ def speculators_files(model: Any, adapter: ActiveAdapter) -> Files:
         with torch.no_grad():
             ids = torch.arange(vocab_size(model), device=device_of(embed))
             tensors[EMBEDDINGS] = embed(ids).to(tensors["fc.weight"].dtype)
-    base = model.config
+    base, parallel = model.config, config.mask_token_id is not None
+    kind = PARALLEL if parallel else EAGLE3
     written = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "proposal_methods": [
                 {
                     "proposal_type": "greedy", "speculative_tokens": DRAFTED,
@@ -68,6 +69,8 @@ def speculators_files(model: Any, adapter: ActiveAdapter) -> Files:
         **{name: getattr(config, name) for name in FLAGS},
         "tie_word_embeddings": False,
     }  # fmt: skip
+    if parallel:
+        written["mask_token_id"] = config.mask_token_id
     if len(config.layers) != USUAL_LAYERS:
         written["num_aux_hidden_states"] = len(config.layers)
     return written, tensors
@@ -83,7 +86,7 @@ def sglang_files(model: Any, adapter: ActiveAdapter) -> Files:
     _check_layers(model, config)
     read = {
         "architecture": "llama", "num_layers": 1, "norm_before_residual": False,
-        "norm_before_fc": False,
+        "norm_before_fc": False, "mask_token_id": None,
     }  # fmt: skip
     for name, wanted in read.items():
         if getattr(config, name) != wanted:
