@@ -85,10 +85,12 @@ VARIANTS: dict[str, Variants] = {
             "chain": {"tree": "chain", "max_depth": 3, "lookup": True},
             "narrow": {"num_draft_tokens": 5, "width": 2, "max_depth": 4},
             "wide": {"num_draft_tokens": 61, "max_depth": 1},
+            "parallel": {"max_depth": 4},
         },
         hitting="wide",
         adapters={
             "adaptive": {"draft_vocab_size": 40},
+            "parallel": {"mask_token_id": 3},
             "chain": {"fc_norm": True, "norm_output": True, "num_layers": 2},
         },
         configs={

@@ -57,8 +57,12 @@ class ForwardDrafter(Drafter):
         width: nodes of a level that are continued.
         exit: decides when to stop, where the policy chooses; learned by earlier calls.
         tempering: for calls that sample; learned by earlier calls.
+
+    Attributes:
+        forward_per_level: whether each level takes a forward of its own, and not only the first.
     """
 
+    forward_per_level: bool = True
     trees = {CHAIN: None}
     unused: ClassVar[Sequence[str]] = ()
     single_forward: ClassVar[bool] = False
@@ -147,13 +151,14 @@ class _Growth:
         drafter, state, depth = self.drafter, self.state, frontier.depth
         if depth:
             self._likeliest.append(frontier.tokens[:, 0])
-        if self._cost is not None:  # one transfer
+        runs = drafter.forward_per_level or not depth
+        if self._cost is not None and runs:  # one transfer
             paths = frontier.log_probs.exp().sum(-1).tolist()
             paths = [path * on for path, on in zip(paths, state.active)]
             worth = drafter.exit.is_worth(depth + 1, paths, self._cost)
             if not worth and (depth or not drafter.exit.due()):
                 return None
-        state.stats.num_draft_forwards += 1
+        state.stats.num_draft_forwards += runs
         logits = self._as_sampled(drafter.level(frontier).float(), depth)
         best = logits.topk(min(self._children, logits.shape[-1]))
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)

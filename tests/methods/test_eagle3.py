@@ -200,3 +200,18 @@ def test_training_time_test(fixture: Any, name: str) -> None:
             sums[kind] += losses.mean()
     torch.testing.assert_close(sums["kl"], io["train.loss.kl_div"], **NEAR)
     torch.testing.assert_close(sums["ce"], io["train.loss.ce"], **NEAR)
+
+
+@pytest.mark.parametrize("name", ["peagle-tiny-llama", "peagle-tiny-qwen3"])
+def test_parallel_drafts(fixture: Any, name: str) -> None:
+    """P-EAGLE: mask rows behind the true ones, whose logits no draft token changes."""
+    drafter, done, io = fixture.drafter(), 0, fixture.io
+    for step, entry in enumerate(fixture.log):
+        end = entry["committed"] - 1
+        fixture.commit(drafter, [done], [end])
+        drafter.catch_up(None)
+        tokens, logits = chain(drafter, fixture.ids[:, end : end + 1])
+        assert tokens[:, :4].tolist() == io[f"step{step}.draft_tokens"].tolist()
+        torch.testing.assert_close(logits[:, :4], io[f"step{step}.logits"][:, -4:], **NEAR)
+        assert drafter.cache.host_lengths == [end]
+        done = end

@@ -95,6 +95,7 @@ def saved_inside_a_model(config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 LAYOUTS: dict[str, tuple[str, Change, str]] = {
     "speculators": ("tiny-llama", same, "model.safetensors"),
+    "P-EAGLE": ("peagle-tiny-llama", same, "model.safetensors"),
     "norm before fc": ("tiny-llama-before-fc", same, "model.safetensors"),
     "SafeAILab": ("tiny-llama-original", same, "pytorch_model.bin"),
     "SpecForge": ("tiny-qwen3-31", as_specforge, "model.safetensors"),
@@ -155,7 +156,11 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_checkpoint_of_no_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"fc.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    for place, message in ((tmp_path, "of no known layout"), (tmp_path / "no", "has none of")):
+    (tmp_path / "empty").mkdir()
+    for place, message in (
+        (tmp_path, "of no known layout"), (tmp_path / "empty", "has none of"),
+        (tmp_path / "no", "there is no file"),
+    ):  # fmt: skip
         assert command("import", place, "--model", tmp_path, "--output", tmp_path / "out") == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
@@ -180,6 +185,7 @@ def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
 WRONG: dict[str, tuple[Change, str]] = {
     "no config": (lambda config, _: config.clear(), "there is no config.json"),
     "kind": (outer("speculators_model_type", "eagle"), "speculators_model_type='eagle' in config"),
+    "no mask token": (outer("speculators_model_type", "peagle"), "mask_token_id in config.json"),
     "architecture": (inner("model_type", "gpt2"), "model_type='gpt2' in config.*llama and qwen3"),
     "biases": (inner("attention_bias", True), "attention_bias=True in config.json"),
     "size": (inner("hidden_size", "64"), "hidden_size in config.json='64'"),
@@ -207,6 +213,10 @@ UNFIT: dict[str, tuple[Change, str]] = {
     "missing": (lambda _, t: t.pop("norm.weight"), "no tensor 'norm.weight'"),
     "unknown": (lambda _, t: t.update(bias=torch.ones(1)), "unknown tensor 'bias'"),
     "shape": (tensor("fc.weight", lambda one: one[:, :-1].clone()), r"'fc.weight' has shape"),
+    "mask token": (
+        lambda c, t: c.update(speculators_model_type="peagle", mask_token_id=128),
+        "mask_token_id=128: the model has the tokens 0 to 127",
+    ),
     "layer": (outer("eagle_aux_hidden_state_layer_ids", [2, 4, 9]), "the model has 8 layers"),
     "numbers": (tensor("norm.weight", lambda one: one / 0), "'norm.weight' of the checkpoint"),
     "width": (lambda c, t: (without_embeddings(c, t), inner("hidden_size", 32)(c, t)), "hidden_si"),

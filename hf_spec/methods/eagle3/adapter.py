@@ -1,7 +1,7 @@
 """The EAGLE3 adapter: a decoder of one or few layers, and its config.
 
 Names of parameters are those of published checkpoints: ``fc``, ``layers.i.*``, ``norm``,
-``lm_head``; with some configs ``embed_tokens``, ``input_norm``, ``fc_norm.j``.
+``lm_head``; with some configs ``embed_tokens``, ``input_norm``, ``fc_norm.j``, ``mask_hidden``.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ class Eagle3Config(VocabularyConfig):
     norm_output: bool = setting(
         False, "Whether the next row takes its output after the norm (3.1)."
     )
+    mask_token_id: int | None = setting(
+        None,
+        "Token of rows that draft all further tokens in one forward (P-EAGLE); None: none.",
+    )
     own_embeddings: bool = setting(False, "Whether it has input embeddings of its own.")
     ttt_steps: int = setting(7, "Steps of the training-time test.")
     decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.")
@@ -108,6 +112,8 @@ class Eagle3Config(VocabularyConfig):
         check_switches(self, *FLAGS, "own_embeddings")
         check_count("ttt_steps", self.ttt_steps, high=MAX_FUTURE)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
+        if self.mask_token_id is not None:
+            check_count("mask_token_id", self.mask_token_id, low=0, high=MAX_SIZE)
         if self.rope_parameters is not None:
             _check_rope(self.rope_parameters)
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -121,7 +127,12 @@ class Eagle3Config(VocabularyConfig):
     def check_base(self, model: nn.Module) -> None:
         """Raise a ValueError if it does not fit `model`; sizes left out become those of `model`."""
         super().check_base(model)
-        count, embedding = num_layers(model), input_features(model)[1]
+        count, (tokens, embedding) = num_layers(model), input_features(model)
+        if self.mask_token_id is not None and self.mask_token_id >= tokens:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id}: the model has the tokens 0 to {tokens - 1}. "
+                "Choose one of these."
+            )
         layers = self.layers or sorted({min(2, count), count // 2, max(count - 3, 1)})
         if max(layers) > count:
             raise ValueError(
@@ -137,6 +148,14 @@ class Eagle3Config(VocabularyConfig):
                 f"hidden_size={self.hidden_size}: the base's embeddings have {embedding} "
                 "dimensions. Choose this number, or own_embeddings=True."
             )
+
+    def training_defaults(self) -> dict[str, Any]:
+        if self.mask_token_id is not None:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id}: released P-EAGLE drafters are read, none are "
+                "trained here. Leave it out."
+            )
+        return super().training_defaults()
 
     def _sizes_like(self, model: Any) -> dict[str, int]:
         """`SIZES` of a base model."""
@@ -226,6 +245,8 @@ class Eagle3Adapter(Adapter):
         self.norm = LlamaRMSNorm(hidden, eps)
         known = config.known_tokens(model)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size or known, bias=False)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * width))
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(known, hidden)
         self.hold(config.fresh_vocabulary())

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hf_spec.adapters.active import require_active
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
-from hf_spec.drafting.autoregressive import AutoregressiveDrafter
+from hf_spec.core.tree import Tree
+from hf_spec.drafting.autoregressive import AutoregressiveDrafter, block_mask
+from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.options import DraftOptions, key_of
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.eagle3.network import Eagle3Network
@@ -42,14 +47,22 @@ class Eagle3Options(DraftOptions):
 
 
 class Eagle3Drafter(AutoregressiveDrafter):
-    """Trees of the adapter's decoder."""
+    """Trees of the adapter's decoder.
+
+    With a mask token, rows of it draft the tokens at all distances in one forward ("P-EAGLE:
+    Parallel-Drafting EAGLE with Scalable Training", 2026). A distance then has one
+    distribution, whatever was drafted before.
+    """
 
     options: Eagle3Options
+    network: Eagle3Network
 
     def __init__(self, model: Any, options: Eagle3Options):
         adapter = require_active(model, "EAGLE3", "eagle3")
         depth = options.max_depth or DEPTH
         self._key = "eagle3", adapter.name, key_of(options)
+        self.forward_per_level = adapter.config.mask_token_id is None
+        self._all: Tensor | None = None  # (batch, depth, tokens) logits of all distances
         super().__init__(
             model, options, Eagle3Network(model, adapter.module),
             Reads("committed", tuple(adapter.config.layers)), depth, options.width,
@@ -62,3 +75,24 @@ class Eagle3Drafter(AutoregressiveDrafter):
             key = *self._key, "sampled"
             self.exit = recall(self.model, (DraftExit, key), lambda: DraftExit(self.depth))
             self.tempering = recall(self.model, (Tempering, key), Tempering)
+
+    def level(self, frontier: Frontier) -> Tensor:
+        if self.forward_per_level:
+            return super().level(frontier)
+        if not frontier.depth:
+            self._all = self._of_all_distances()
+        assert self._all is not None
+        return self._all[:, frontier.depth, None]
+
+    def _of_all_distances(self) -> Tensor:
+        """Logits ``(batch, depth, tokens)``: the first of the root, the others of mask rows."""
+        assert self._root is not None and self.cache is not None
+        states, cache, network = self._root[0], self.cache, self.network
+        if self.depth > 1:
+            tokens, hidden = network.masks(len(states), self.depth - 1)
+            tree = Tree.chain(tokens)
+            mask = block_mask(cache, tree.ancestors, cache.begin(tree))
+            positions = cache.lengths[:, None] + tree.depths
+            found, _ = network.run(tokens, hidden, positions, mask, cache)
+            states = torch.cat([states, found], 1)
+        return network.logits(states)

@@ -60,6 +60,13 @@ class Eagle3Network:
         )
         return found
 
+    def masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
+        """Rows that draft all further tokens in one forward (P-EAGLE): ``(batch, count)`` tokens,
+        and ``(batch, count, hidden)`` what they take of states."""
+        hidden = self.features(self.adapter.mask_hidden).expand(batch, count, -1)
+        token = self.adapter.config.mask_token_id
+        return torch.full((batch, count), token, device=hidden.device), hidden
+
     def logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self.adapter.lm_head(states)
         return logits

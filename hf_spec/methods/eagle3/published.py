@@ -28,6 +28,8 @@ FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )  # fmt: skip
+#: Kinds of speculators, the second one drafting all tokens in one forward.
+EAGLE3, PARALLEL = KINDS = "eagle3", "peagle"
 #: Field of all configs that names the layers.
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 #: Old names of tensors, and today's.
@@ -99,8 +101,9 @@ def convert(
 def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str, Any]:
     """Fields of ``Eagle3Config``, and ``vocab_size``."""
     kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise ValueError(f"speculators_model_type={kind!r} in config.json: 'eagle3' is read")
+    if kind not in (None, *KINDS):
+        read = " and ".join(map(repr, KINDS))
+        raise ValueError(f"speculators_model_type={kind!r} in config.json: {read} are read")
     inner: Any = config.get("transformer_layer_config") if kind else config
     if not isinstance(inner, Mapping):
         raise ValueError("config.json has no transformer_layer_config, which describes its layers")
@@ -129,6 +132,9 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
     }  # fmt: skip
     for name in FLAGS:
         fields[name] = config.get(name, eagle.get(name, by_tensors.get(name, False)))
+    if kind == PARALLEL:
+        check_count("mask_token_id in config.json", config.get("mask_token_id"), low=0)
+        fields["mask_token_id"] = config["mask_token_id"]
     given, lower = config.get(LAYER_IDS), eagle.get(LAYER_IDS)
     if given:
         fields["layers"] = given

@@ -1,0 +1,98 @@
+"""EAGLE-3 adapters as engines read drafters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from safetensors.torch import load_file
+from test_eagle3 import FIXTURES, base
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.hub.transfer import convert, export_adapter, import_adapter
+
+Tiny = Callable[..., PreTrainedModel]
+
+
+def known(config: Any) -> dict[str, Any]:
+    """Fields that published checkpoints state."""
+    mine = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    recorded = ("base_facts", "base_model_name_or_path", "peft_version", "task_type")
+    return {name: value for name, value in mine.items() if name not in recorded}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(path.name, "speculators") for path in sorted(FIXTURES.glob("*tiny-*"))]
+    + [("tiny-llama-original", "sglang")],
+)
+def test_there_and_back(tmp_path: Path, name: str, form: str) -> None:
+    path = FIXTURES / name / "model.safetensors"
+    adapter = import_adapter(path, "eagle3", base(), tmp_path / "adapter")
+    written = export_adapter(adapter, form, base(), tmp_path / "drafter")
+    assert sorted(file.name for file in written.iterdir()) == ["config.json", "model.safetensors"]
+    want, tensors = convert(path, "eagle3")
+    want.check_base(base())  # which names the layers where the config does not
+    config, found = convert(written / "model.safetensors", "eagle3")
+    assert known(config) == known(want)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[key], one) for key, one in tensors.items())
+    stored, given = (load_file(file) for file in (written / "model.safetensors", path))
+    assert form == "speculators" or any(key.startswith("midlayer.") for key in stored)
+    if "layers.0.mlp.up_proj.weight" in given:  # what speculators itself wrote, but for its notes
+        assert stored.keys() == given.keys()
+        ours, theirs = (json.loads((one / "config.json").read_text()) for one in
+                        (written, FIXTURES / name))  # fmt: skip
+        flags = [key for key in theirs if "norm" in key or "layer_ids" in key or "vocab" in key]
+        assert len(flags) == 6 and all(ours[key] == theirs[key] for key in flags)
+        layer, wanted = (one["transformer_layer_config"] for one in (ours, theirs))
+        assert all(wanted.get(key, value) == value for key, value in layer.items())
+        ours, theirs = (one["speculators_config"] for one in (ours, theirs))
+        assert ours["algorithm"] == theirs["algorithm"]
+        given, wanted = (one["proposal_methods"][0] for one in (ours, theirs))
+        assert given.keys() == wanted.keys() and ours.keys() == theirs.keys()
+
+
+def exported(fresh: Tiny, folder: Path, form: str, **fields: Any) -> Path:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.Eagle3Config(**fields))
+    randomise(model, "EAGLE3")
+    model.save_pretrained(folder / "adapter")
+    return export_adapter(folder / "adapter", form, fresh("llama"), folder / "out")
+
+
+def test_the_bases_embeddings_go_with_it(fresh: Tiny, tmp_path: Path) -> None:
+    """speculators would leave them random; and engines are told of fewer layers than three."""
+    written = exported(fresh, tmp_path, "speculators")
+    stored = load_file(written / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(stored, fresh("llama").get_input_embeddings().weight)
+    config = json.loads((written / "config.json").read_text())
+    assert config["num_aux_hidden_states"] == len(config["eagle_aux_hidden_state_layer_ids"]) == 2
+    own = exported(fresh, tmp_path / "sglang", "sglang")
+    assert "embed_tokens.weight" not in load_file(own / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "message"),
+    [
+        ("sglang", {"architecture": "qwen3"}, "architecture='qwen3': SGLang reads only 'llama'"),
+        ("sglang", {"num_layers": 2}, "num_layers=2: SGLang reads only 1"),
+        ("sglang", {"norm_before_residual": True}, "norm_before_residual=True: SGLang"),
+        ("sglang", {"mask_token_id": 3}, "mask_token_id=3: SGLang reads only None"),
+        ("sglang", {"layers": [0, 1]}, "no states of the embeddings"),
+        ("speculators", {"layers": [1, 3]}, "last layer, 3, before the final norm"),
+    ],
+)
+def test_what_engines_cannot_read(
+    fresh: Tiny, tmp_path: Path, form: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        exported(fresh, tmp_path, form, **fields)
+    assert not (tmp_path / "out").exists()
