@@ -82,6 +82,11 @@ class DraftVocabulary:
         """``(size,)`` int64 ids, on the device of the output embeddings."""
         return self._rows().tokens
 
+    @property
+    def weight(self) -> Tensor:
+        """``(size, hidden)`` the output embeddings of these tokens."""
+        return self._rows().weight
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``(..., size)`` of final hidden states; replaces the output embeddings."""
         rows = self._rows()
