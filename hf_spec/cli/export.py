@@ -14,7 +14,7 @@ from hf_spec.model.loading import load_model
 
 def export(
     folder: opt.AdapterFolder,
-    form: Annotated[str, typer.Option("--format", help="sglang.")],
+    form: Annotated[str, typer.Option("--format", help="speculators (for vLLM) or sglang.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     model: Annotated[
         str | None, typer.Option(help="Base model.  [default: that of the adapter]")
@@ -24,11 +24,14 @@ def export(
 ) -> None:
     """Write an adapter as another program reads it.
 
+    'eagle3' as 'speculators', which vLLM reads, too, or as 'sglang'.
+
     'sglang', for 'space' trained with --masks noise: the LoRA of SGLang's UNO, 0.5.23. It has not
     been run there.
 
     \b
     Examples:
+      hf-spec export ./eagle3 --format speculators --output ./drafter
       hf-spec export ./space --format sglang --output ./uno-lora
     """
     from hf_spec.hub import transfer as work

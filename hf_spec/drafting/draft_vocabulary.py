@@ -84,7 +84,7 @@ class DraftVocabulary:
 
     @property
     def weight(self) -> Tensor:
-        """``(size, hidden)`` the output embeddings of these tokens."""
+        """``(size, hidden)`` rows of the output embeddings."""
         return self._rows().weight
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ This module reads and writes files; methods know what the tensors mean (``Method
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -61,22 +62,20 @@ def recognized(place: str) -> tuple[str, Path]:
     Raises:
         ValueError: there is no checkpoint, or it is of no known layout, or of several.
     """
-    found: dict[str, Path] = {}
-    reasons, known = [], {}
-    for name, method in methods().items():
-        if method.published is None:
-            continue
-        known[name] = method.published
-        try:
-            path = find_published(place, method.published)
-        except ValueError as error:
-            reasons.append(error)
-            continue
-        if method.published.fits(config_beside(path), tensor_names(path)):
-            found[name] = path
-    if len(reasons) == len(known):
-        files = dict.fromkeys(file for one in known.values() for file in one.files)
-        raise ValueError(f"{place!r} has none of {', '.join(files)}") from reasons[0]
+    known = {name: one.published for name, one in methods().items() if one.published is not None}
+    files = dict.fromkeys(file for one in known.values() for file in one.files)
+    # If none of these is there, this says so.
+    find_published(place, dataclasses.replace(next(iter(known.values())), files=tuple(files)))
+    paths: dict[str, Path] = {}
+    for name, published in known.items():
+        with suppress(ValueError):  # it has none of this method's files
+            paths[name] = find_published(place, published)
+    names = {path: tensor_names(path) for path in {*paths.values()}}
+    found = {
+        name: path
+        for name, path in paths.items()
+        if known[name].fits(config_beside(path), names[path])
+    }
     if len(found) != 1:
         which = f"of several types, {', '.join(found)}" if found else "of no known layout"
         raise ValueError(

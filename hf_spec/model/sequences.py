@@ -233,18 +233,18 @@ class _Run:
 
 
 def token_hidden(
-    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
-    layers: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
-    """Hidden states of sequences, ``(batch, seq, features)``, from a frozen model.
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, layers: Sequence[int] = ()
+) -> Tensor:
+    """Hidden states of sequences, ``(batch, seq, hidden)``, from a frozen model.
 
-    Without gradients and dropout, as in decoding.
+    By default the inputs of the model's output embeddings; without gradients and dropout, as in
+    decoding.
 
     Args:
         model: the base model.
         input_ids: ``(batch, seq)``.
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
-        layers: whose states, see :class:`hf_spec.model.hidden_states.Reads`.
+        layers: see :class:`Reads`; their states are concatenated along the features.
     """
     device = placement(model).device
     input_ids = input_ids.to(device)
