@@ -113,8 +113,10 @@ VARIANTS: dict[str, Variants] = {
         configs={
             "default": {},
             "own head": {"num_layers": 1, "head": "own", "feature_layers": [0, 3]},
-            "few tokens": {"num_layers": 1, "block_size": 3, "draft_vocab_size": 40},
-            "sliding": {"block_size": 4, "loss": "hard", **SLIDING},
+            "few tokens": {
+                "num_layers": 1, "block_size": 3, "draft_vocab_size": 40, "loss": "distillation",
+            },
+            "sliding": {"block_size": 4, "loss": "distillation", **SLIDING},
         },
     ),
     "dspark": Variants(
@@ -132,7 +134,10 @@ VARIANTS: dict[str, Variants] = {
         },
         configs={
             "default": {},
-            "gated": {"markov_rank": 4, "markov_head": "gated", "confidence_head": "markov"},
+            "gated": {
+                "markov_rank": 4, "markov_head": "gated", "confidence_head": "markov",
+                "loss": "distillation",
+            },
             "rnn": {
                 "num_layers": 1, "markov_rank": 4, "markov_head": "rnn", "draft_vocab_size": 40,
                 "block_size": 3, "sample_from_anchor": False,

@@ -206,6 +206,39 @@ def eagle3() -> Scheme:
     return scheme
 
 
+def block(markov: bool) -> Scheme:
+    """A block behind the base's states; with a Markov head, each prediction sees the one before."""
+    scheme = Scheme(14.2, 6.2 if markov else 5.2)
+    scheme.text(2.0, 0.6, "states of the base,\nall tokens so far", fontsize=9)
+    context = [scheme.box(0.6 + order, 1.7, "c", "model") for order in range(3)]
+    inputs = [scheme.box(5.0, 1.7, "root", "root")]
+    inputs += scheme.row(6.0, 1.7, ["[M]"] * 3, "learned")
+    scheme.text(6.9, 0.6, "a block: root and mask tokens", fontsize=9)
+    scheme.box(4.9, 2.9, "small decoder", "learned", width=4.0)
+    scheme.arrow((context[-1][0] + 0.4, context[-1][1]), (5.0, 2.8), bend=-0.2, gap=4)
+    scheme.text(3.6, 2.9, "keys, values", fontsize=9)
+    first = 0 if markov else 1
+    for order, place in enumerate(range(first, 4)):
+        x, y = inputs[place]
+        scheme.arrow((x, y + 0.3), (x, 2.6), gap=2)
+        scheme.arrow((x, 3.2), (x, 4.0), gap=2)
+        scheme.box(x - 0.42, 4.3, f"t+{order + 2}", "candidate")
+        if markov and order:
+            scheme.arrow((x - 1, 4.6), (x, 4.6), bend=-0.7, gap=2)
+    if markov:
+        scheme.text(6.9, 5.6, "Markov head: the token before", fontsize=9)
+    scheme.text(9.4, 4.3, "their likeliest tokens: a tree", ha="left")
+    return scheme
+
+
+def dflash() -> Scheme:
+    return block(markov=False)
+
+
+def dspark() -> Scheme:
+    return block(markov=True)
+
+
 def propd() -> Scheme:
     scheme = Scheme(13.4, 5.4)
     nodes = ["root", "c1", "c2", "c3", "c4", "c5"]
@@ -342,7 +375,7 @@ FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
         speed, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd,
-        mtp, draft_model,
+        mtp, draft_model, dflash, dspark,
     )
 }  # fmt: skip
 

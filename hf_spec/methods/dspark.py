@@ -16,8 +16,9 @@ from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
 from hf_spec.drafting.block_diffusion.loss import block_loss
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
+from hf_spec.drafting.block_diffusion.speculators import speculators_files
 from hf_spec.drafting.options import DraftOptions
-from hf_spec.methods.registry import Method, Published
+from hf_spec.methods.registry import Export, Method, Published
 from hf_spec.policy.tree_source import tree_source
 
 
@@ -77,4 +78,5 @@ METHOD = Method(
     published=Published(
         wants, partial(convert, "dspark"), recognizes=partial(fits, "dspark"), share=share
     ),
+    exports={"speculators": Export(speculators_files)},
 )

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.hub.transfer import import_adapter, recognized
+from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
 from hf_spec.methods.registry import methods
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
@@ -57,6 +58,7 @@ def of_zlab(method: str, part: bool = True) -> Files:
 def of_deepspec(method: str) -> Files:
     config, tensors = of_zlab(method, part=False)
     head = base_model().get_output_embeddings().weight.detach().clone()
+    del tensors["confidence_head.proj.bias"]  # its head has none
     return config, {**tensors, "embed_tokens.weight": torch.ones(128, 64), "lm_head.weight": head}
 
 
@@ -95,7 +97,9 @@ def test_layouts(tmp_path: Path, method: str, layout: Any) -> None:
     adapter = find_active(model, method.upper())
     weights, tensors = adapter.weights(), released(method)[1]
     for name, tensor in tensors.items():
-        if name not in ("d2t", "t2d"):
+        if layout is of_deepspec and name == "confidence_head.proj.bias":
+            assert not weights[name].any()
+        elif name not in ("d2t", "t2d"):
             assert torch.equal(weights[name], tensor.float())
     if "d2t" in tensors:
         ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
@@ -210,3 +214,65 @@ def test_the_wrong_type_and_no_config(tmp_path: Path) -> None:
     (tmp_path / "released" / "config.json").unlink()
     with pytest.raises(ValueError, match="no config.json beside it"):
         import_adapter(path, "dspark", base_model(), tmp_path / "adapter")
+
+
+# -- for other programs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", NAMES)
+def test_exported_as_speculators_writes_it(tmp_path: Path, method: str) -> None:
+    """The same tensors, fields and values, but for those that only record how it was made."""
+    config, tensors = released(method)
+    path = write(tmp_path / "released", (config, tensors))
+    import_adapter(path, method, copy.deepcopy(base_model()), tmp_path / "adapter")
+    out = export_adapter(
+        tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
+    )
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], one.to(found[name])) for name, one in tensors.items())
+    written = json.loads((out / "config.json").read_text())
+    left_out = {"auto_map", "transformers_version", "target_hidden_size", "dtype"}
+    assert config.keys() - written.keys() <= left_out and not written.keys() - config.keys()
+    assert written["sliding_window_non_causal"], "vLLM would run full attention causally"
+    changed = {"speculators_config", "sliding_window_non_causal", "transformer_layer_config"}
+    for name in written.keys() - changed - left_out:
+        assert written[name] == config[name], name
+    ours, theirs = written["transformer_layer_config"], config["transformer_layer_config"]
+    assert all(ours[name] == theirs[name] for name in ours)
+    of_theirs = config["speculators_config"]["proposal_methods"]
+    assert written["speculators_config"]["proposal_methods"] == of_theirs
+    again = methods()[method].published.convert(
+        {name: one for name, one in found.items() if name != "t2d"}, written
+    )
+    assert again[0] == {
+        **methods()[method].published.convert(
+            {name: one for name, one in tensors.items() if name != "t2d"}, config
+        )[0]
+    }
+
+
+def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) -> None:
+    model = copy.deepcopy(base_model())
+    model.add_adapter(hf_spec.DFlashConfig(draft_vocab_size=20, num_layers=1))
+    model.save_pretrained(tmp_path / "adapter")
+    out = export_adapter(
+        tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
+    )
+    found = load_file(out / "model.safetensors")
+    head = base_model().get_output_embeddings().weight[:20]
+    assert torch.equal(found["lm_head.weight"], head) and not found["d2t"].any()
+    assert found["t2d"].tolist() == [True] * 20 + [False] * 108
+    config = json.loads((out / "config.json").read_text())
+    assert config["draft_vocab_size"] == 20 and config["sliding_window_non_causal"]
+
+
+def test_windows_that_speculators_does_not_know(tmp_path: Path) -> None:
+    model, window = copy.deepcopy(base_model()), {"sliding_layers": [0], "sliding_window": 8}
+    model.add_adapter(hf_spec.DFlashConfig(**window, sliding_window_from="query"))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="sliding_window_from='query': speculators counts"):
+        export_adapter(
+            tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
+        )
+    assert not (tmp_path / "exported").exists()

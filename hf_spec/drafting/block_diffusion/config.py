@@ -51,7 +51,7 @@ class BlockConfig(VocabularyConfig):
         "state says. rnn: all drafted tokens before do.",
     )
     loss: str = setting(
-        "distillation",
+        "hard",
         "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
         "own distributions.",
     )

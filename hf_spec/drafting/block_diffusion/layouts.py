@@ -32,6 +32,8 @@ from modeling_patches.weights import output_bias, output_weight
 
 #: Tensors that files may have besides: the base's embeddings, and what is computed.
 LEFT_OUT = ("embed_tokens.weight", "rotary_emb.inv_freq", "t2d")
+#: Prefix of the names of a confidence head.
+CONFIDENCE = "confidence_head.proj"
 #: The base's tokens of a draft vocabulary, less their index.
 OFFSETS = "d2t"
 #: Fields that choose what is drafted, in a part of the config of their own.
@@ -128,6 +130,8 @@ def convert(
         raise ValueError("tensor 'd2t' is missing, which draft_vocab_size asks for")
     elif HEAD in weights:
         fields["head"] = "own"
+    if fields.get("confidence_head"):
+        weights.setdefault(f"{CONFIDENCE}.bias", torch.zeros(1))  # DeepSpec's has none
     wrong = complaints(weights, _expected(fields))
     if wrong:
         raise ValueError("; ".join(wrong))
@@ -286,6 +290,6 @@ def _expected(fields: Mapping[str, Any]) -> dict[str, Tensor]:
             own = shapes(fields["markov_head"], rank, hidden, vocab, drafted)
             made |= {PREFIX + name: torch.empty(shape) for name, shape in own.items()}
         if kind := fields.get("confidence_head"):
-            made["confidence_head.proj.weight"] = torch.empty(1, hidden + rank * (kind == "markov"))
-            made["confidence_head.proj.bias"] = torch.empty(1)
+            made[f"{CONFIDENCE}.weight"] = torch.empty(1, hidden + rank * (kind == "markov"))
+            made[f"{CONFIDENCE}.bias"] = torch.empty(1)
     return made
