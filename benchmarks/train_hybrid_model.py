@@ -7,10 +7,10 @@ of a training from scratch, in which PyTorch's gated delta rule on a CPU is slow
 
     python benchmarks/train_hybrid_model.py LLAMA OUTPUT_DIR DATA [DATA ...] [--steps N]
 
-``LLAMA`` is a folder with a Llama and a tokenizer that has a chat template. ``DATA`` are JSONL
-files with ``question`` and ``answer`` or ``prompt`` and ``completion``, and folders of ``hf-spec
-distill``. An interrupted run resumes from its last checkpoint, also with another number of steps.
-The script writes the weights, the tokenizer and ``training.json`` to OUTPUT_DIR.
+``LLAMA`` is a folder with a Llama and a tokenizer that has a chat template. ``DATA`` are files of
+JSON lines or parquet with ``question`` or ``prompt``, and ``answer`` or ``completion``. An
+interrupted run resumes from its last checkpoint, also with another number of steps. The script
+writes the weights, the tokenizer and ``training.json`` to OUTPUT_DIR.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from train_demo_model import Windows, data_hash, make_optimizer
 
+from hf_spec.data import Row, read
 from hf_spec.files import replacing, write_atomically
 
 SEED = 20261125
@@ -37,23 +38,17 @@ SAVE_EVERY, LOG_EVERY = 25, 5
 HELD_OUT = 16
 
 
+def conversation(row: Row) -> list[dict[str, str]]:
+    user = row.fields.get("question", row.fields.get("prompt"))
+    assistant = row.fields.get("answer", row.fields.get("completion"))
+    if not isinstance(user, str) or not isinstance(assistant, str):
+        raise ValueError("a row has a question or prompt, and an answer or completion, as text")
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
 def conversations(paths: list[str]) -> list[list[dict[str, str]]]:
     """A prompt and its answer for each row of ``paths``, as chat messages, in shuffled order."""
-    from datasets import load_dataset
-
-    found = []
-    for path in paths:
-        if Path(path).is_dir():
-            rows = load_dataset("parquet", data_files=f"{path}/data/*.parquet", split="train")
-        else:
-            rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
-        for row in rows:
-            user = row["question"] if "question" in row else row["prompt"]
-            assistant = row["answer"] if "answer" in row else row["completion"]
-            found.append([
-                {"role": "user", "content": user},
-                {"role": "assistant", "content": assistant},
-            ])  # fmt: skip
+    found = [messages for path in paths for messages in read(path, conversation)]
     random.Random(SEED).shuffle(found)
     return found
 

@@ -121,3 +121,9 @@ def test_it_writes_a_checkpoint(
     assert model.config.model_type == "qwen3_5_text" and model.dtype == torch.bfloat16
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["history"][-1]["step"] == 1
+
+
+def test_rows_without_an_answer_are_refused(script: ModuleType, tmp_path: Path) -> None:
+    data = write_prompts(tmp_path / "data.jsonl", [{"question": "a", "completion": 3}])
+    with pytest.raises(ValueError, match="data.jsonl, line 1: a row has a question or prompt, and"):
+        script.conversations([data])
