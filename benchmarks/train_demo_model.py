@@ -77,38 +77,41 @@ def token_stream(tokenizer, texts: list[str]):
 
 
 class Windows:
-    """Map-style dataset of windows of ``SEQ_LENGTH`` tokens; offsets change with the epoch."""
+    """Map-style dataset of windows of ``width`` tokens; offsets change with the epoch."""
 
-    def __init__(self, stream, length: int, random_offsets: bool):
+    def __init__(self, stream, length: int, random_offsets: bool, width: int = SEQ_LENGTH):
         import torch
 
-        self.stream = stream
-        last = len(stream) - SEQ_LENGTH
+        self.stream, self.width = stream, width
+        last = len(stream) - width
         if random_offsets:
             generator = torch.Generator().manual_seed(SEED)
             # Whole passes over the stream, each from its own offset, in shuffled order.
             starts: list[torch.Tensor] = []
             while sum(len(part) for part in starts) < length:
-                first = int(torch.randint(SEQ_LENGTH, (1,), generator=generator))
-                grid = torch.arange(first, last + 1, SEQ_LENGTH)
+                first = int(torch.randint(width, (1,), generator=generator))
+                grid = torch.arange(first, last + 1, width)
                 starts.append(grid[torch.randperm(len(grid), generator=generator)])
             self.starts = torch.cat(starts)[:length]
         else:
-            self.starts = torch.arange(0, last + 1, SEQ_LENGTH)[:length]
+            self.starts = torch.arange(0, last + 1, width)[:length]
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict:
         start = int(self.starts[index])
-        window = self.stream[start : start + SEQ_LENGTH]
+        window = self.stream[start : start + self.width]
         return {"input_ids": window, "labels": window.clone()}
 
 
-def make_optimizer(model):
+def make_optimizer(
+    model, learning_rate: float = LEARNING_RATE, adamw_learning_rate: float = ADAMW_LEARNING_RATE
+):
     """Muon for the layers' matrices, AdamW for embeddings and norms, as one optimizer.
 
-    On this corpus Muon reaches AdamW's loss in about half the steps.
+    Parameters that need no gradient are left out. On the demo's corpus Muon reaches AdamW's loss in
+    about half the steps.
     """
     import torch
 
@@ -137,13 +140,15 @@ def make_optimizer(model):
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         hidden = parameter.ndim == 2 and "embed" not in name
         (matrices if hidden else others).append(parameter)
     return MuonAndAdamW([
         torch.optim.Muon(
-            matrices, lr=LEARNING_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+            matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
         ),
-        torch.optim.AdamW(others, lr=ADAMW_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=adamw_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ])  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def mamba2_run(
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """S_t = exp(A d_t) S_p + d_t x_t B_t', one decay per head; the dual, quadratic form.
 
-    y_i = exp(c_i) S C_i + sum over j of D_ij (C_i' B_j) d_j x_j + D x_i, c the sums of A d. Time
+    y_i = 2^c_i S C_i + sum over j of D_ij (C_i' B_j) d_j x_j + D x_i, c the sums of A d. Time
     steps are not clamped, as in the stock form for one token.
 
     Args:
@@ -52,7 +52,7 @@ def mamba2_run(
     if each > 1:  # a group serves several heads
         gram, c = gram.repeat_interleave(each, 1), c.repeat_interleave(each, 1)
     out = (gram * step.pairs(own, cum)) @ values
-    out = out + (c * own.exp()[..., None]) @ state.float().transpose(-1, -2)
+    out = out + (c * own.exp2()[..., None]) @ state.float().transpose(-1, -2)
     out = out.transpose(1, 2)
     if D is not None:
         out = out + D.float()[..., None] * x.float()
@@ -60,7 +60,7 @@ def mamba2_run(
 
 
 def mamba2_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = exp(c_e) S + sum over j of exp(c_e - c_j) d_j x_j B_j'."""
+    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) d_j x_j B_j'."""
     decay, weights = at_end(kept["c"], path, counts)
     x, b = entries(kept["x"], path, 2), entries(kept["b"], path, 2)
     b = b.repeat_interleave(x.shape[1] // b.shape[1], 1)
@@ -121,7 +121,7 @@ def _token_by_token(kept: Kept, state: Tensor, step: Step, earlier: Kept | None)
     """The same, ancestors first, in many small operations: for CPUs, whose caches hold a state."""
     d, x, b = (kept[name][:, step.old :] for name in ("d", "x", "b"))
     rows, old = torch.arange(len(d), device=d.device), step.old
-    rates = kept["a"][0] * LOG2E  # exp2, as some CPUs' exp is slow
+    rates = kept["a"][0] * LOG2E
     newest = step.newest(step.all + 1)
     states = d.new_empty(len(d), step.new + 1, *rates.shape)
     states[:, 0] = state  # above the root

@@ -14,8 +14,9 @@ A :class:`Rule` is a pair of functions:
   ``path[b]``.
 
 Notation: i is a new token; j is i or an ancestor of i among the step's tokens; c_i is the sum of
-log decays along i's path; D_ij = exp(c_i - c_j) where j is i or above it, else 0; S is the state
-before the step; e is the accepted end. Sums and products are in float32.
+log decays along i's path, to the base 2, as CPUs compute exp2 faster than exp; D_ij = 2^(c_i - c_j)
+where j is i or above it, else 0; S is the state before the step; e is the accepted end. Sums and
+products are in float32.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-#: exp(-110) is 0 in float32. Smaller logs would cost precision of their sums, and -inf gives NaN.
-LEAST = -110.0
+#: 2^-160 is 0 in float32. Smaller logs would cost precision of their sums, and -inf gives NaN.
+LEAST = -160.0
 LOG2E = 1.4426950408889634
 #: Elements of the tensor of all pairs of tokens that CPUs' caches hold.
 IN_CACHE = 2**18
@@ -78,14 +79,16 @@ class Step:
         return F.pad(found, (0, width - found.shape[-1]), value=-1)
 
     def taps(self, width: int, past: int) -> Tensor:
-        """``(batch, n, width)`` places of the last inputs of each token, oldest first, in
-        [``past`` inputs before the step, tokens of the step]."""
+        """``(width, batch * n)`` places of the last inputs of each token, oldest first, in
+        [``past`` inputs before the step, tokens of the step] of all rows one after the other."""
         key = width, past
         if key not in self._taps:
             newest = self.newest(width)
             count = (newest >= 0).sum(-1, keepdim=True)
             before = past - 1 - (torch.arange(width, device=newest.device) - count)
-            self._taps[key] = torch.where(newest >= 0, past + newest, before).flip(-1)
+            places = torch.where(newest >= 0, past + newest, before).flip(-1)
+            starts = torch.arange(len(places), device=places.device) * (past + self.all)
+            self._taps[key] = (places + starts[:, None, None]).flatten(0, 1).t().contiguous()
         return self._taps[key]
 
     def jumps(self) -> list[Tensor]:
@@ -107,10 +110,9 @@ class Step:
         return logs @ seen.view(len(seen), *[1] * (logs.ndim - 3), *seen.shape[1:])
 
     def pairs(self, own: Tensor, cum: Tensor) -> Tensor:
-        """``(batch, ..., n, m + n)`` exp(own_i - cum_j) where j is i or above it; 0 elsewhere."""
-        seen = self._like(own)
-        # Not exp(-inf), for which CPUs take a slow way.
-        return torch.where(seen, own[..., :, None] - cum[..., None, :], 0).exp() * seen
+        """``(batch, ..., n, m + n)`` 2^(own_i - cum_j) where j is i or above it; 0 elsewhere."""
+        between = own[..., :, None] - cum[..., None, :]
+        return torch.where(self._like(own), between, -torch.inf).exp2()
 
     def _like(self, logs: Tensor) -> Tensor:
         return self.visible.view(
@@ -137,14 +139,14 @@ def at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         cum: ``(batch, heads, m + n)``
 
     Returns:
-        exp(c_e) ``(batch, heads)`` and exp(c_e - c_j) ``(batch, heads, depth)``, 0 after the end.
+        2^c_e ``(batch, heads)`` and 2^(c_e - c_j) ``(batch, heads, depth)``, 0 after the end.
     """
     within = torch.arange(path.shape[1], device=path.device) < counts[:, None]
     along = entries(cum, path, 2)
     last = (counts - 1).clamp(min=0)
     end = along.gather(2, last[:, None, None].expand(-1, cum.shape[1], 1))
-    weights = (end - along).masked_fill(~within[:, None], -torch.inf).exp()
-    return torch.where(counts[:, None] > 0, end[..., 0], 0).exp(), weights
+    weights = (end - along).masked_fill(~within[:, None], -torch.inf).exp2()
+    return torch.where(counts[:, None] > 0, end[..., 0], 0).exp2(), weights
 
 
 def decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -155,8 +157,9 @@ def decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor
 
 
 def path_logs(decay: Tensor) -> Tensor:
-    """Log decays in float32 whose sums and differences are finite; see :data:`LEAST`."""
-    return decay.float().nan_to_num(0.0, 0.0, LEAST).clamp(min=LEAST)
+    """Log decays to the base 2, of natural ones, in float32; their sums and differences are finite,
+    see :data:`LEAST`."""
+    return (decay.float() * LOG2E).nan_to_num(0.0, 0.0, LEAST).clamp(min=LEAST)
 
 
 def finite(tensor: Tensor) -> Tensor:
@@ -184,16 +187,15 @@ def conv_run(
     """
     inputs = joined(earlier, "x", x.transpose(1, 2), 1)
     rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1).float()
-    taps = step.taps(weight.shape[-1], state.shape[2])
-    starts = torch.arange(len(taps), device=taps.device)[:, None, None] * rows.shape[1]
-    flat, places = rows.flatten(0, 1), (taps + starts).flatten(0, 1)
-    out = flat.index_select(0, places[:, 0]) * weight[:, 0].float()
+    taps = step.taps(weight.shape[-1], state.shape[2]).unbind()
+    weights, flat = weight.float().t().unbind(), rows.flatten(0, 1)
+    out = flat.index_select(0, taps[0]) * weights[0]
     # Tap by tap: a tensor of all windows would be slower. Rounded once, as convolutions are.
-    for tap in range(1, weight.shape[-1]):
-        out = torch.addcmul(out, flat.index_select(0, places[:, tap]), weight[:, tap].float())
+    for places, tap in zip(taps[1:], weights[1:]):
+        out = torch.addcmul(out, flat.index_select(0, places), tap)
     if bias is not None:
         out = out + bias.float()
-    out = out.view(*taps.shape[:2], -1).to(weight.dtype)
+    out = out.view(len(x), step.new, -1).to(weight.dtype)
     if activation is not None:
         out = ACT2FN[activation](out)
     return out.transpose(1, 2).to(x.dtype), {"x": inputs}
@@ -253,11 +255,13 @@ def _delta_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Float32 tensors ``(batch, heads, n, ...)``; the query is scaled."""
     heads = value.shape[2]
-    q, k, v, b = (finite(part).transpose(1, 2) for part in (query, key, value, beta))
+    both = finite(torch.stack([query, key])).transpose(2, 3)
+    v, b = (finite(part).transpose(1, 2) for part in (value, beta))
     if normalize:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    if k.shape[1] != heads:  # a key head serves several value heads
-        q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
+        both = both * torch.rsqrt((both * both).sum(-1, keepdim=True) + 1e-6)
+    if both.shape[2] != heads:  # a key head serves several value heads
+        both = both.repeat_interleave(heads // both.shape[2], 2)
+    q, k = both
     return q * q.shape[-1] ** -0.5, k, v, b[..., None]
 
 
@@ -283,8 +287,8 @@ def delta_run(
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """Gated delta rule: S_t = a_t S_p + b_t k_t (v_t - k_t' a_t S_p)'.
 
-    u_i = b_i (v_i - exp(c_i) k_i' S) - sum over j above i of b_i D_ij (k_i' k_j) u_j: one solve;
-    o_i = exp(c_i) q_i' S + sum over j of D_ij (q_i' k_j) u_j.
+    u_i = b_i (v_i - 2^c_i k_i' S) - sum over j above i of b_i D_ij (k_i' k_j) u_j: one solve;
+    o_i = 2^c_i q_i' S + sum over j of D_ij (q_i' k_j) u_j.
 
     Args:
         query, key, value: ``(batch, n, heads, d)``
@@ -299,7 +303,7 @@ def delta_run(
     logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
     own = step.sums(logs)
     keys, cum = joined(earlier, "k", k, 2), joined(earlier, "c", own, 2)
-    pairs, decay, n = step.pairs(own, cum), own.exp()[..., None], step.new
+    pairs, decay, n = step.pairs(own, cum), own.exp2()[..., None], step.new
     grams = torch.cat([k * b, q], 2) @ keys.transpose(-1, -2)
     reads = torch.cat([k * (b * decay), q * decay], 2) @ state.float()
     out, u = _delta_outputs(
@@ -309,7 +313,7 @@ def delta_run(
 
 
 def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = exp(c_e) S + sum over j of exp(c_e - c_j) k_j u_j'."""
+    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) k_j u_j'."""
     decay, weights = at_end(kept["c"], path, counts)
     k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
     return decayed(state, decay[..., None, None], (k * weights[..., None]).transpose(2, 3), u)
@@ -321,8 +325,8 @@ def kda_run(
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """:func:`delta_run` with a decay per channel of the key; g is ``(batch, n, heads, d_k)``.
 
-    D_ij is a vector. It is not split into exp(c_i) exp(-c_j), two products of matrices, as
-    exp(-c_j) overflows.
+    D_ij is a vector. It is not split into 2^c_i 2^-c_j, two products of matrices, as 2^-c_j
+    overflows.
     """
     q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
     logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
@@ -334,13 +338,11 @@ def kda_run(
     for start in range(0, step.new, some):
         part = slice(start, start + some)
         hidden = ~step.visible[:, None, part, :, None]
-        # exp2, as some CPUs' exp is slow.
-        logs2 = (own[:, :, part, None] - cum[:, :, None]) * LOG2E
-        far = logs2.masked_fill(hidden, 0).exp2() * keys[:, :, None]
-        far = far.masked_fill(hidden, 0)  # (batch, heads, part, m + n, d)
+        between = own[:, :, part, None] - cum[:, :, None]  # (batch, heads, part, m + n, d)
+        far = between.masked_fill(hidden, -torch.inf).exp2() * keys[:, :, None]
         grams.append(both[:, :, part] @ far.transpose(-1, -2))
     system, attention = torch.cat(grams, 2).unbind(3)
-    decay = own.exp()
+    decay = own.exp2()
     reads = torch.cat([k * decay * b, q * decay], 2) @ state.float()
     out, u = _delta_outputs(system, attention, reads, v, b, step, earlier)
     return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
@@ -369,12 +371,12 @@ def lightning_run(
         slope: ``(heads, 1, 1)``
         state: ``(batch, heads, d, d)``
     """
-    logs = -slope.float()[None, :, :, 0].expand(len(q), -1, q.shape[2])
+    logs = path_logs(-slope)[None, :, :, 0].expand(len(q), -1, q.shape[2])
     logs = joined(earlier, "g", logs, 2)
     own = step.sums(logs)
     cum = joined(earlier, "c", own, 2)
     keys, values = joined(earlier, "k", finite(k), 2), joined(earlier, "u", finite(v), 2)
-    out = (q.float() * own.exp()[..., None]) @ state.float()
+    out = (q.float() * own.exp2()[..., None]) @ state.float()
     out = out + (q.float() @ keys.transpose(-1, -2) * step.pairs(own, cum)) @ values
     return out.to(v.dtype), {"g": logs, "c": cum, "k": keys, "u": values}
 

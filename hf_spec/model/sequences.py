@@ -23,6 +23,7 @@ from hf_spec.model.tree_mask import near
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
+from modeling_patches.linear_attention import keeps_states
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 from modeling_patches.weights import placement
@@ -67,7 +68,15 @@ def probe_sequences(
             only the probes are differentiated, and dropout is off, as in decoding. Otherwise,
             everything runs and is differentiated together.
         while_probing: changes to a frozen model while the probes run.
+
+    Raises:
+        ValueError: the model has recurrent layers.
     """
+    if any(map(keeps_states, model.modules())):
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers, on which probes (mask tokens) cannot be "
+            "trained; train a method that reads the last hidden state instead: medusa or propd"
+        )
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     real = attention_mask.bool()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from architectures import build
 from conftest import prompt
+from recurrent_models import shared_recurrent
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.cache.convert import pack
@@ -203,6 +204,18 @@ def test_gradients_reach_what_is_learned_and_nothing_else(
     hidden.probe_hidden.square().sum().backward()
     assert all(leaf.grad is not None and leaf.grad.abs().sum() > 0 for leaf in leaves)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+def test_recurrent_models_are_refused(kind: str, frozen: bool) -> None:
+    """Unfrozen, their states would pass from one anchor's probes to the next, without an error."""
+    model = shared_recurrent(kind)
+    hidden: int = model.config.hidden_size
+    inputs = ProbeInputs(torch.zeros(len(GROUP), hidden), [])
+    message = f"{type(model).__name__} has recurrent layers, on which probes .* medusa or propd"
+    with pytest.raises(ValueError, match=message):
+        probe_sequences(model, prompt(8, 1), None, torch.tensor([[4]]), GROUP, inputs, frozen)
 
 
 def test_future_labels() -> None:
