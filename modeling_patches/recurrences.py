@@ -227,7 +227,8 @@ def windows(
     inputs = joined(earlier, "x", x, 1)
     rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1)
     taps = step.taps(width, state.shape[2])
-    return entries(rows, taps.flatten(1), 1).unflatten(1, taps.shape[1:]), {"x": inputs}
+    seen = rows.flatten(0, 1)[taps].unflatten(1, (len(x), step.new))
+    return seen.movedim(0, 2), {"x": inputs}
 
 
 def delay_run(

@@ -144,7 +144,7 @@ def check_cache_stays(model: Any) -> None:
         getattr(module, "gradient_checkpointing", False) and module.training
         for module in model.modules()
     )
-    if checkpointing and not _one_token(model).get_seq_length():
+    if checkpointing and not one_token(model).get_seq_length():
         raise ValueError(
             f"{type(model).__name__} is in training mode with gradient checkpointing, in which it "
             "drops its cache: each token would be computed from the one before it alone. Call "
@@ -164,7 +164,7 @@ def empty_cache(model: Any) -> DynamicCache | None:
     return DynamicCache(config=text) if takes_any_cache(model) else None
 
 
-def _one_token(model: Any) -> DynamicCache:
+def one_token(model: Any) -> DynamicCache:
     """The cache after a token has run."""
     cache = empty_cache(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=placement(model).device)
@@ -187,7 +187,7 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     on_meta = placement(model).device.type == "meta"
     if on_meta and not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
-    cache = _one_token(model)
+    cache = one_token(model)
     without = [i for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is None]
     if without:
         raise ValueError(

@@ -62,7 +62,10 @@ class RecurrentStates:
         visible: which nodes each node of the open block sees; None outside a block.
         plain: whether the running forward is one token per row, for which layers run their own
             code on copies of the states.
+        beside_keys: whether any layer of the model has keys.
     """
+
+    beside_keys = True
 
     def __init__(self, rules: dict[int, Rule], batch_size: int):
         self.rules = rules
@@ -84,6 +87,7 @@ class RecurrentStates:
 
     def take_over(self, layers: Sequence[Any], lengths: list[int]) -> None:
         """Take over the states of Transformers' cache layers, which keep none of them."""
+        self.beside_keys = any(getattr(layer, "keys", None) is not None for layer in layers)
         found: dict[Hashable, list[tuple[Place, Tensor]]] = {}
         for place, state in stock_states(layers):
             kind = self._rule(place), state.shape[1:], state.dtype, state.device

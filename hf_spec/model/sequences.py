@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_spec.cache.sequence_cache import sequence_cache, states_before
 from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import near
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
-from modeling_patches.linear_attention import keeps_states
+from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
+from modeling_patches.support import takes_any_cache
 from modeling_patches.weights import placement
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
@@ -68,15 +71,7 @@ def probe_sequences(
             only the probes are differentiated, and dropout is off, as in decoding. Otherwise,
             everything runs and is differentiated together.
         while_probing: changes to a frozen model while the probes run.
-
-    Raises:
-        ValueError: the model has recurrent layers.
     """
-    if any(map(keeps_states, model.modules())):
-        raise ValueError(
-            f"{type(model).__name__} has recurrent layers, on which probes (mask tokens) cannot be "
-            "trained; train a method that reads the last hidden state instead: medusa or propd"
-        )
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     real = attention_mask.bool()
@@ -130,6 +125,22 @@ class _Run:
         self.positions = (self.real.long().cumsum(-1) - 1).clamp(min=0)
         at = self.positions.gather(1, anchors)
         self.probe_positions = (at[:, :, None] + offsets).flatten(1)
+        self.states = states_before(model, self.batch)
+
+    def _changes(self, visible: Tensor, first: int = 0) -> Changes:
+        """The changes with which tokens or probes run.
+
+        Args:
+            visible: ``(batch, n, first + n)`` bool, what each of them sees.
+            first: tokens that have run before.
+        """
+        changes = Changes().update(self.attention.changes)
+        if self.states is not None:
+            running = Running()
+            running.states = self.states
+            self.states.begin(visible, first, plain=False)
+            tree_recurrences(self.model, changes, running)
+        return changes
 
     def _embeddings(self) -> Tensor:
         """The probes' embeddings: (batch, anchors * group, hidden)."""
@@ -149,7 +160,10 @@ class _Run:
         return torch.cat([tokens, own], dim=2)
 
     def _mask(self, visible: Tensor, query_positions: Tensor, front: int) -> Any:
-        """``visible``: (batch, queries, seq [+ probes]) without the front slots."""
+        """``visible``: (batch, queries, seq [+ probes]) without the front slots. None if no layer
+        attends."""
+        if self.states is not None and not self.states.beside_keys:
+            return None
         key_positions = torch.cat([self.positions, self.probe_positions], dim=1)
         key_positions = key_positions[:, : visible.shape[2]]
         shape = (*visible.shape, self.device)
@@ -174,18 +188,21 @@ class _Run:
             causal = torch.arange(self.seq, device=self.device)
             visible = (causal[None] <= causal[:, None]) & self.real[:, None]
             visible = visible | torch.eye(self.seq, dtype=torch.bool, device=self.device)
-            cache = DynamicCache()
-            changes = Changes().update(self.attention.changes)
+            cache = sequence_cache(self.states)
+            changes = self._changes(visible)
             seen = captured(self.model, changes)
             changes.run(
                 self.model,
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
-                use_cache=True, **{CACHE: cache}, **self._given(self.positions),
+                use_cache=takes_any_cache(self.model), **{CACHE: cache},
+                **self._given(self.positions),
             )  # fmt: skip
             token_hidden = seen[0]
         front, ranks = self.inputs.num_front, Ranks(self.model)
-        full = DynamicCache()
+        full = sequence_cache(self.states)
         for index, layer in enumerate(cache.layers):
+            if not layer.is_initialized:  # one with recurrent states only
+                continue
             states = [layer.keys, layer.values]
             if front:
                 heads = states[0].shape[1]
@@ -197,7 +214,8 @@ class _Run:
                     for part, state in zip(learned, states)
                 ]
             full.update(*states, index)
-        changes = Changes().update(self.attention.changes)
+        visible = self._probe_rows()
+        changes = self._changes(visible, self.seq)
         if while_probing is not None:
             changes.update(while_probing)
         averaged_exits(self.model, changes, self.inputs.exits)
@@ -207,8 +225,9 @@ class _Run:
         changes.run(
             self.model,
             **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
-            attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
-            use_cache=True, **{CACHE: full}, **self._given(self.probe_positions),
+            attention_mask=self._mask(visible, self.probe_positions, front),
+            use_cache=takes_any_cache(self.model), **{CACHE: full},
+            **self._given(self.probe_positions),
         )  # fmt: skip
         return self._split(seen[0], token_hidden)
 
@@ -222,13 +241,15 @@ class _Run:
         visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
         positions = torch.cat([self.positions, self.probe_positions], dim=1)
         embeddings = torch.cat([self.embed(self.input_ids), self._embeddings()], dim=1)
-        changes = Changes().update(self.attention.changes)
+        changes = self._changes(visible)
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
         seen = captured(self.model, changes)
+        # Recurrent layers ask their cache for states.
+        held = {} if self.states is None else {CACHE: sequence_cache(self.states)}
         changes.run(
             self.model, **embedded(self.model, embeddings, self.input_ids),
             attention_mask=self._mask(visible, positions, 0),
-            use_cache=False, **self._given(positions),
+            use_cache=bool(held) and takes_any_cache(self.model), **held, **self._given(positions),
         )  # fmt: skip
         return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
 

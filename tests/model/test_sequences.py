@@ -14,7 +14,7 @@ import pytest
 import torch
 from architectures import build
 from conftest import prompt
-from recurrent_models import shared_recurrent
+from recurrent_models import CONFIGS, shared_recurrent
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.cache.convert import pack
@@ -30,6 +30,8 @@ from modeling_patches.support import kv_shape
 #: Everything that moves a mask or a position: windows, hybrids, learned positions, ALiBi.
 ARCHITECTURES = ["llama", "mistral", "gemma3", "gpt2", "opt", "bloom", "falcon_alibi", "gpt_neo"]
 GROUP = ProbeGroup.causal(3)
+#: Models with recurrent layers.
+RECURRENT = sorted(CONFIGS)
 #: Rounding of fp32 under another order of reductions, for states of size about 10.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -207,15 +209,32 @@ def test_gradients_reach_what_is_learned_and_nothing_else(
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
-def test_recurrent_models_are_refused(kind: str, frozen: bool) -> None:
-    """Unfrozen, their states would pass from one anchor's probes to the next, without an error."""
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_models(kind: str, frozen: bool) -> None:
+    """A causal group is what would follow its anchor: the model's own forward is the oracle."""
     model = shared_recurrent(kind)
-    hidden: int = model.config.hidden_size
-    inputs = ProbeInputs(torch.zeros(len(GROUP), hidden), [])
-    message = f"{type(model).__name__} has recurrent layers, on which probes .* medusa or propd"
-    with pytest.raises(ValueError, match=message):
-        probe_sequences(model, prompt(8, 1), None, torch.tensor([[4]]), GROUP, inputs, frozen)
+    embed = model.get_input_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(len(GROUP), embed.weight.shape[1], generator=generator)
+    embeddings.requires_grad_(True)
+    inputs = ProbeInputs(embeddings, [])
+    ids, anchors = prompt(10, 2), torch.tensor([[3, 7], [2, 9]])
+    padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), ids], dim=1)
+    mask = torch.tensor([[0, 0] + [1] * 10] * 2)
+    found = probe_sequences(model, padded, mask, anchors + 2, GROUP, inputs, frozen)
+    found.probe_hidden.square().sum().backward()
+    ours, embeddings.grad = embeddings.grad, None
+    total = torch.zeros(())
+    for row in range(2):
+        for column, anchor in enumerate(anchors[row].tolist()):
+            joined = torch.cat([embed(ids[row, : anchor + 1]), embeddings])[None]
+            alone = model(inputs_embeds=joined, output_hidden_states=True).hidden_states[-1]
+            total = total + alone[0, -len(GROUP) :].square().sum()
+            torch.testing.assert_close(
+                found.probe_hidden[row, column], alone[0, -len(GROUP) :], **CLOSE
+            )
+    total.backward()
+    torch.testing.assert_close(ours, embeddings.grad, rtol=1e-3, atol=1e-3)
 
 
 def test_future_labels() -> None:
