@@ -36,9 +36,9 @@ def import_(
 
     No code in the file is run: only tensors are read from files of torch.save, and the output is
     safetensors. For a checkpoint in several files give its .index.json. Layouts of 'eagle3': those
-    of SafeAILab, AngelSlim, SpecForge, ModelOpt and speculators. Of 'medusa': heads
-    with their own projections or a shared one, alone or among the weights of a model; those of
-    vLLM, TensorRT-LLM, ModelOpt and LMDeploy.
+    of SafeAILab, AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of
+    'medusa': heads with their own projections or a shared one, alone or among the weights of a
+    model; those of vLLM, TensorRT-LLM, ModelOpt and LMDeploy.
 
     \b
     Examples:

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
+from running import drafting
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from hf_spec.adapters.active import find_active
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.grow import Frontier
 from hf_spec.hub.transfer import convert
-from hf_spec.methods.eagle3.adapter import LOSSES
+from hf_spec.methods.eagle3.adapter import LOSSES, Eagle3Config
 from hf_spec.methods.eagle3.loss import target_losses, unrolled
 from hf_spec.methods.eagle3.network import Eagle3Network
 from hf_spec.methods.registry import methods
@@ -215,3 +217,19 @@ def test_parallel_drafts(fixture: Any, name: str) -> None:
         torch.testing.assert_close(logits[:, :4], io[f"step{step}.logits"][:, -4:], **NEAR)
         assert drafter.cache.host_lengths == [end]
         done = end
+
+
+def test_a_base_whose_embeddings_are_narrower_than_its_states() -> None:
+    """As those of OPT-350m: the decoder has the embeddings' width and reads the states'."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=61, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=3,
+        num_attention_heads=4, max_position_embeddings=64, do_layer_norm_before=False, init_std=0.2,
+    )  # fmt: skip
+    model = get_peft_model(AutoModelForCausalLM.from_config(config).eval(), Eagle3Config())
+    ids = torch.arange(3, 15)[None]
+    out = model(input_ids=ids, labels=ids, anchors=torch.tensor([[4, 6]]))
+    assert out["loss"].isfinite() and out["logits"].shape == (1, 2, 7, 61)
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(input_ids=ids, **settings).tolist()
+    assert model.generate(input_ids=ids, **settings, **drafting("eagle3")).tolist() == plain

@@ -160,10 +160,11 @@ class Eagle3Config(VocabularyConfig):
     def _sizes_like(self, model: Any) -> dict[str, int]:
         """`SIZES` of a base model."""
         text = model.config.get_text_config(decoder=True)
-        hidden = self.hidden_size or input_features(model)[1]
+        fields, hidden = text.to_dict(), self.hidden_size or input_features(model)[1]
 
         def known(name: str) -> int | None:
-            value = getattr(self, name) or getattr(text, name, None)
+            # Not by attribute: some differ from layer to layer, and raise.
+            value = getattr(self, name) or fields.get(text.attribute_map.get(name, name))
             return value if type(value) is int and value > 0 else None
 
         heads = known("num_attention_heads") or 0
@@ -191,6 +192,13 @@ class Eagle3Config(VocabularyConfig):
         )  # fmt: skip
         config._attn_implementation = "sdpa"
         return config
+
+
+def state_width(model: Any) -> int:
+    """Width of the hidden states between a model's layers."""
+    text = model.config.get_text_config(decoder=True)
+    width = getattr(text, "hidden_size", None)
+    return width if type(width) is int else input_features(model)[1]
 
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -229,7 +237,7 @@ class Eagle3Adapter(Adapter):
         super().__init__(config, model)
         of_layers, (_, kind) = config.of_layers(), ARCHITECTURES[config.architecture]
         hidden, eps = of_layers.hidden_size, config.rms_norm_eps
-        _, width = input_features(model)
+        width = state_width(model)
         count = len(config.layers or ())
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(count * width, eps)

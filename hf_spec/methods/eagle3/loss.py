@@ -17,6 +17,7 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.methods.eagle3.adapter import state_width
 from hf_spec.methods.eagle3.network import Eagle3Network
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
@@ -76,8 +77,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     network = Eagle3Network(model, adapter.module)
     layers = (*config.layers, last)
     read = token_hidden(model, batch.input_ids, batch.attention_mask, layers)
-    width = read.shape[-1] // len(layers)
-    states, final = read[..., :-width], read[..., -width:]
+    width = len(config.layers) * state_width(model)
+    states, final = read[..., :width], read[..., width:]
     anchors = batch.anchors.to(read.device)
     drafted = unrolled(network, batch.input_ids, states, anchors, steps, batch.attention_mask)
     wanted = future_labels(batch.labels, batch.anchors, ProbeGroup.causal(steps))

@@ -49,7 +49,7 @@ REQUIRED: dict[str, Any] = {
     **dict.fromkeys(FLAGS),
 }  # fmt: skip
 #: Switches of a config that are on and change nothing here.
-HARMLESS = {"embed_requires_grad", "tie_word_embeddings", "use_cache", *FLAGS}
+HARMLESS = {"embed_requires_grad", "return_dict", "tie_word_embeddings", "use_cache", *FLAGS}
 #: Output rows of ``fc`` that AngelSlim's early stopping adds at most.
 EARLY_STOP = 3
 
@@ -117,7 +117,7 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
             raise ValueError(f"{name}={inner[name]!r} in config.json: layers without are read")
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         check_count(f"{name} in config.json", inner.get(name), high=MAX_SIZE)
-    eagle = config.get("eagle_config") or {}
+    eagle = _eagle_config(config)
     fields = {name: inner.get(name) for name in (*SIZES, "vocab_size")}
     fields["architecture"] = inner["model_type"]
     fields["num_key_value_heads"] = fields["num_key_value_heads"] or inner["num_attention_heads"]
@@ -131,23 +131,34 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
         "norm_before_fc": "input_norm.weight" in found, "fc_norm": "fc_norm.0.weight" in found
     }  # fmt: skip
     for name in FLAGS:
-        fields[name] = config.get(name, eagle.get(name, by_tensors.get(name, False)))
+        given = (config.get(name), eagle.get(name), by_tensors.get(name, False))
+        fields[name] = next(value for value in given if value is not None)
     if kind == PARALLEL:
         check_count("mask_token_id in config.json", config.get("mask_token_id"), low=0)
         fields["mask_token_id"] = config["mask_token_id"]
-    given, lower = config.get(LAYER_IDS), eagle.get(LAYER_IDS)
-    if given:
-        fields["layers"] = given
+    layers, lower = config.get(LAYER_IDS), eagle.get(LAYER_IDS)
+    if layers:
+        fields["layers"] = layers
     elif lower:
         whole = isinstance(lower, list) and all(type(one) is int for one in lower)
         fields["layers"] = [one + 1 for one in lower] if whole else lower
     return fields
 
 
-def _rope(inner: Mapping[str, Any]) -> dict[str, Any]:
+def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    eagle = config.get("eagle_config") or {}
+    if not isinstance(eagle, Mapping):
+        raise ValueError(f"eagle_config={eagle!r} in config.json: it must be an object")
+    return eagle
+
+
+def _rope(inner: Mapping[str, Any]) -> Any:
     given = inner.get("rope_parameters")
     if given is None:
-        scaling = dict(inner.get("rope_scaling") or {})
+        scaling = inner.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            return scaling
+        scaling = dict(scaling)
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
         theta = inner.get("rope_theta", DEFAULT_ROPE["rope_theta"])
@@ -157,14 +168,15 @@ def _rope(inner: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_flags(config: Mapping[str, Any]) -> None:
     """Raise a ValueError if a switch is on that is not known."""
-    for name, value in (config.get("eagle_config") or {}).items():
+    for name, value in _eagle_config(config).items():
         wanted = REQUIRED.get(name)
         if name in REQUIRED and (wanted is None or value == wanted):
             continue
         if name in REQUIRED or value:
             rule = f"{wanted!r} is read" if name in REQUIRED else "it is not known"
             raise ValueError(f"eagle_config.{name}={value!r} in config.json: {rule}")
-    for name, value in config.items():
+    inner = config.get("transformer_layer_config") or {}
+    for name, value in (*config.items(), *inner.items()):
         if value is True and name not in HARMLESS:
             raise ValueError(f"{name}={value!r} in config.json: it is not known")
 
@@ -175,6 +187,10 @@ def _put_vocabulary(config: Mapping[str, Any], known: int, found: dict[str, Tens
     marks = found.pop("t2d", None)
     if head is None:
         raise ValueError("it has no tensor 'lm_head.weight', which draft tokens are chosen with")
+    if head.ndim != 2 or not len(head):
+        raise ValueError(
+            f"'lm_head.weight' has shape {tuple(head.shape)}, expected (tokens, hidden_size)"
+        )
     size = len(head)
     stated = config.get("draft_vocab_size") or size
     if stated != size:
