@@ -178,6 +178,22 @@ REFUSED: dict[str, str] = {
     "zaya": "propd",  # a router's states pass from layer to layer
 }  # fmt: skip
 
+#: ``mtp`` has no use for their decoder layers, which have norms elsewhere, are not given rotations,
+#: or wait for more.
+NO_MTP = """
+apertus apertus1p5_text axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird
+bigbird_pegasus biogpt blenderbot blenderbot-small bloom camembert codegen ctrl data2vec-text
+dbrx dory dots3_note_text electra ernie exaone4 falcon falcon_h1 falcon_mamba flex_olmo
+gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt-sw3 gpt2 gpt_bigcode
+gpt_neo gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba
+kimi_linear lfm2 lfm2_moe lfm3 longcat_flash mamba mamba2 marian mbart megatron-bert mllama
+modernbert-decoder moshi mpt mvp nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid opt pegasus
+phi4_multimodal plbart rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper
+xglm xlm-roberta xlm-roberta-xl xmod zamba zamba2
+"""
+for _kind in NO_MTP.split():
+    REFUSED[_kind] = f"{REFUSED.get(_kind, '')} mtp".strip()
+
 #: Of these, only where a batch is padded: plain generation then masks the wrong tokens.
 PADDED = ("git",)
 

@@ -337,9 +337,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     of = Strategy.of
 
-    def spy(model: Any, config: Any, **kwargs: Any) -> Any:
+    def spy(model: Any, config: Any, *args: Any) -> Any:
         calls.append(config.assistant_strategy)
-        return of(model, config, **kwargs)
+        return of(model, config, *args)
 
     monkeypatch.setattr(Strategy, "of", spy)
     return calls

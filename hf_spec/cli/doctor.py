@@ -64,7 +64,7 @@ def supported(model: Any) -> dict[str, str | None]:
     """By strategy, why it does not work on a model; None if it does.
 
     Each strategy generates a few tokens. One that needs an adapter gets an untrained one, unless an
-    adapter of its type is active.
+    adapter of its type is active; one that needs an assistant, the model itself.
 
     Args:
         model: a causal language model; its active adapters stay active.
@@ -90,6 +90,7 @@ def supported(model: Any) -> dict[str, str | None]:
                 model.generate(
                     ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
                     assistant_strategy=name, assistant_kwargs={"drafting": "always"},
+                    assistant_model=model if method.needs_assistant else None,
                 )  # fmt: skip
             except (ValueError, NotImplementedError) as error:
                 obstacles[name] = first_line(error)

@@ -23,12 +23,21 @@ Tiny = Callable[..., PreTrainedModel]
 NEW = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}
+
+
+def drafts(**options: Any) -> dict[str, Any]:
+    """As ``drafting`` gives them, without an assistant."""
+    spec = drafting("draft_model", **options)
+    del spec["assistant_model"]
+    return spec
+
+
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "always": (drafting("draft_model"), {}),
-    "chain": (drafting("draft_model", tree="chain", lookup=True), {}),
-    "exactly": (drafting("draft_model", num_draft_tokens=5, width=2, max_depth=2), {}),
+    "always": (drafts(), {}),
+    "chain": (drafts(tree="chain", lookup=True), {}),
+    "exactly": (drafts(num_draft_tokens=5, width=2, max_depth=2), {}),
     "auto": ({"assistant_strategy": "draft_model"}, {}),
-    "sampled": (drafting("draft_model"), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
+    "sampled": (drafts(), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
 }
 #: Of the tests' models, and random ones with recurrent states or tables of positions.
 ASSISTANTS = ["llama", "gpt2", "gemma3", "falcon_alibi", "qwen3_next", "mamba2"]
@@ -65,9 +74,7 @@ def test_output_is_that_of_plain_generation(
 def test_a_model_that_drafts_for_itself_is_always_right(tiny: Tiny, name: str, tree: str) -> None:
     model: Any = architectures.build(name) if name == "qwen3_next" else tiny(name)
     for given in GIVEN.values():
-        out = model.generate(
-            **given, **GREEDY, **drafting("draft_model", tree=tree), assistant_model=model
-        )
+        out = model.generate(**given, **GREEDY, **drafts(tree=tree), assistant_model=model)
         assert out.tolist() == model.generate(**given, **GREEDY).tolist()
         stats = hf_spec.last_stats(model)
         # 15 tokens after the first one: chains of 8 draft tokens and a bonus.
@@ -114,15 +121,13 @@ def test_finished_sequences_leave_the_batch(tiny: Tiny) -> None:
     plain = plainly(model, **ragged(), **GREEDY)
     settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
     expected = plainly(model, **ragged(), **settings)
-    out = model.generate(
-        **ragged(), **settings, **drafting("draft_model"), assistant_model=tiny("qwen2")
-    )
+    out = model.generate(**ragged(), **settings, **drafts(), assistant_model=tiny("qwen2"))
     assert out.tolist() == expected.tolist()
 
 
 def test_compiled_and_continued(tiny: Tiny) -> None:
     model = tiny("llama_tied")
-    spec = {**drafting("draft_model"), "assistant_model": tiny("llama")}
+    spec = {**drafts(), "assistant_model": tiny("llama")}
     compiled = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
     first = model.generate(**ragged(), **GREEDY, **spec, **compiled, return_dict_in_generate=True)
     assert first.sequences.tolist() == plainly(model, **ragged(), **GREEDY).tolist()
@@ -141,15 +146,13 @@ def test_vocabularies_of_other_padded_sizes(tiny: Tiny, fresh: Tiny, size: int) 
     for given in GIVEN.values():
         plain = plainly(model, **given, **GREEDY)
         assert size > 61 or plain.max() >= size
-        out = model.generate(
-            **given, **GREEDY, **drafting("draft_model"), assistant_model=assistant
-        )
+        out = model.generate(**given, **GREEDY, **drafts(), assistant_model=assistant)
         assert out.tolist() == plain.tolist()
         assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
 def test_refused(tiny: Tiny, fresh: Tiny) -> None:
-    model, spec = tiny(), drafting("draft_model")
+    model, spec = tiny(), drafts()
     with no_forward(model):
         with pytest.raises(ValueError, match="draft_model' without assistant_model: give"):
             model.generate(prompt(), **GREEDY, **spec)

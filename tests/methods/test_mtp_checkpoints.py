@@ -139,6 +139,21 @@ def test_types_that_are_not_supported(tmp_path: Path) -> None:
     assert "GPT2LMHeadModel: its decoder layers (GPT2Block) do not have" in refused(model)
 
 
+def test_layers_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tried before a call begins, and are not kept."""
+    model = copy.deepcopy(model_of("qwen3"))
+    forward = type(model.model.layers[0]).forward
+
+    def needs_more(*args: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
+        raise TypeError("missing 1 required positional argument: 'alibi'")
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", needs_more)
+    with pytest.raises(ValueError, match="Qwen3DecoderLayer does not run .* argument: 'alibi'"):
+        mtp_layers(model)
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
+    assert len(mtp_layers(model).layers) == 1
+
+
 #: What is changed, and what the error says of it.
 BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "layout": (

@@ -13,8 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_spec.adapters.checkpoint import Origin, complaints
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
+from hf_spec.core.tree import Tree
+from hf_spec.drafting.autoregressive import block_mask
+from hf_spec.methods.mtp.network import MtpNetwork
 from modeling_patches.modules import decoder_layers, num_layers
 from modeling_patches.mtp import (
     BLOCK,
@@ -48,8 +52,34 @@ def mtp_layers(model: Any) -> MtpLayers:
     known = memory(model)
     found: tuple[Any, MtpLayers] | None = known.get(MtpLayers)
     if found is None or found[0] != place:
-        found = known[MtpLayers] = place, _read(model, *place)
+        found = place, _read(model, *place)
+        _check_that_they_run(model, found[1])
+        known[MtpLayers] = found
     return found[1]
+
+
+@torch.no_grad()
+def _check_that_they_run(model: Any, layers: MtpLayers) -> None:
+    """Raise a ValueError if the layers do not run on two tokens, and on two more."""
+    network = MtpNetwork(model, layers)
+    cache = TreeCache(network.num_layers, 1, network.weight.device)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=network.weight.device)
+    hidden = torch.zeros(1, 2, network.weight.shape[0], device=network.weight.device)
+    tree = Tree.chain(tokens)
+    try:
+        for _ in range(2):
+            mask = block_mask(cache, tree.ancestors, cache.begin(tree))
+            positions = cache.lengths[:, None] + tree.depths
+            network.run_true(tokens, network.features(hidden), None, positions, mask, cache)
+            cache.commit([2])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        block = type(layers.layers[0].mtp_block).__name__
+        raise ValueError(
+            f"{type(model).__name__}: {block} does not run as a layer for multi-token prediction: "
+            f"a trial raised {type(error).__name__}: {first_line(error)} Choose another strategy."
+        ) from error
 
 
 def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
