@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_spec.methods.registry import methods
+
 #: Of the models; prompts have the tests' smaller one. The last three stand for images and such.
 VOCAB = 64
 LAYERS = 4
@@ -143,7 +145,8 @@ _NO_MLP = "layer_skip"  # bert's layers have no module of that name
 _TRANSFORM = "bita medusa ppd propd space"  # behind the decoder: heads and probes would be misread
 _NO_LAYERS = "layer_skip propd space"  # not in one list, or with attention of another name
 _KEYS = "bita"  # keys and values of several shapes, or not in every layer
-_ALL = "bita layer_skip medusa ppd prompt_lookup propd space"
+_READS = "dflash dspark"  # states of several layers, or of embeddings of another size
+_ALL = " ".join(methods())
 
 #: Strategies that are refused, in transformers 5.24.
 REFUSED: dict[str, str] = {
@@ -154,20 +157,22 @@ REFUSED: dict[str, str] = {
     # mask that is wrong where a batch is padded.
     **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
     **_same(f"{_NO_MLP} {_TRANSFORM}", "bert", "big_bird", "camembert", "data2vec-text", "electra",
-            "ernie", "megatron-bert", "modernbert-decoder", "rembert", "roberta",
+            "ernie", "megatron-bert", "roberta",
             "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
             "xlm-roberta-xl", "xmod"),
+    **_same(f"{_NO_MLP} {_TRANSFORM} {_READS}", "modernbert-decoder", "rembert"),
     "bert-generation": _NO_MLP,
-    **_same(_NO_LAYERS, "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
-    **_same(f"{_NO_LAYERS} {_KEYS}", "falcon_mamba", "longcat_flash", "mamba", "mamba2",
-            "nemotron_h", "zamba", "zamba2"),
+    **_same(f"{_NO_LAYERS} {_READS}", "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
+    **_same(f"{_NO_LAYERS} {_KEYS}", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba",
+            "zamba2"),
+    "longcat_flash": f"{_NO_LAYERS} {_KEYS} {_READS}",
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified",
             "gemma4_unified_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_linear",
             "lfm2", "lfm2_moe", "mimo_v2_flash", "minicpm3", "olmo_hybrid", "qwen3_5",
             "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "sarvam_mla", "youtu"),
     # Layers that share keys, and several streams of states.
-    **_same(f"{_KEYS} layer_skip propd", "gemma3n_text", "hy_v4"),
+    **_same(f"{_KEYS} layer_skip propd {_READS}", "gemma3n_text", "hy_v4"),
     "glm_moe_dsa": f"{_KEYS} layer_skip",  # attention that returns more
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     **_same(f"{_KEYS} propd", "lara_mini", "lfm3", "mllama"),  # layers that wait for an image

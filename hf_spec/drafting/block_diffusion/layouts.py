@@ -211,7 +211,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
             "sliding_window_from": "anchor" if ours else "query",
             # z-lab: causal, unless it says that it is not.
             "sliding_window_non_causal": config.get("sliding_window_non_causal", False)
-            if ours else "is_causal" in config,
+            if ours else config.get("is_causal") is not None,
         }  # fmt: skip
     return fields
 
