@@ -207,6 +207,13 @@ def test_what_cannot_be_read(
     assert not (tmp_path / "adapter").exists() and not hasattr(model, "spec_modules")
 
 
+def test_kinds_that_are_not_run_are_recognized(tmp_path: Path) -> None:
+    config, tensors = released("dflash")
+    path = write(tmp_path, ({**config, "speculators_model_type": "xpress"}, tensors))
+    with pytest.raises(ValueError, match="config.json is of type 'xpress', with a refiner"):
+        recognized(str(path))
+
+
 def test_the_wrong_type_and_no_config(tmp_path: Path) -> None:
     path = write(tmp_path / "released", released("dspark"))
     with pytest.raises(ValueError, match="it is of type 'dspark': give --type dspark"):
