@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_spec.methods.registry import methods
+
 #: Of the models; prompts have the tests' smaller one. The last three stand for images and such.
 VOCAB = 64
 LAYERS = 4
@@ -143,7 +145,8 @@ _NO_MLP = "layer_skip"  # no module of that name in bert's layers, nor in all of
 _TRANSFORM = "bita medusa ppd propd space"  # behind the decoder: heads and probes would be misread
 _NO_LAYERS = "layer_skip propd space"  # not in one list, or with attention of another name
 _KEYS = "bita"  # keys and values of several shapes, or not in every layer
-_ALL = "bita eagle3 layer_skip medusa ppd prompt_lookup propd space"
+_READS = "dflash dspark eagle3"  # states of several layers, or of embeddings of another size
+_ALL = " ".join(methods())
 
 #: Strategies that are refused, in transformers 5.24.
 REFUSED: dict[str, str] = {
@@ -154,13 +157,14 @@ REFUSED: dict[str, str] = {
     # mask that is wrong where a batch is padded.
     **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
     **_same(f"{_NO_MLP} {_TRANSFORM}", "bert", "big_bird", "camembert", "data2vec-text", "electra",
-            "ernie", "megatron-bert", "rembert", "roberta",
+            "ernie", "megatron-bert", "roberta",
             "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
             "xlm-roberta-xl", "xmod"),
-    "modernbert-decoder": f"{_NO_MLP} {_TRANSFORM} eagle3",
+    "rembert": f"{_NO_MLP} {_TRANSFORM} dflash dspark",
+    "modernbert-decoder": f"{_NO_MLP} {_TRANSFORM} {_READS}",
     "bert-generation": _NO_MLP,
-    **_same(f"{_NO_LAYERS} eagle3", "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
-    "longcat_flash": f"{_NO_LAYERS} {_KEYS} eagle3",
+    **_same(f"{_NO_LAYERS} {_READS}", "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
+    "longcat_flash": f"{_NO_LAYERS} {_KEYS} {_READS}",
     **_same(f"{_NO_MLP} {_KEYS}", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba",
             "zamba2"),
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
@@ -170,7 +174,7 @@ REFUSED: dict[str, str] = {
             "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
             "qwen3_next", "sarvam_mla", "youtu"),
     # Layers that share keys, and several streams of states.
-    **_same(f"{_KEYS} eagle3 layer_skip propd", "gemma3n_text", "hy_v4"),
+    **_same(f"{_KEYS} layer_skip propd {_READS}", "gemma3n_text", "hy_v4"),
     "glm_moe_dsa": f"{_KEYS} layer_skip",  # attention that returns more
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     "mllama": f"{_KEYS} propd",  # layers that wait for an image

@@ -197,10 +197,13 @@ def captured(
     def note(args: Any, kwargs: Any, output: Any) -> Any:
         final = output[0]
         parts = [inputs[layer].pop() if layer in inputs else final for layer in layers]
-        if any(part.ndim != final.ndim for part in parts):
+        for part in parts:
+            if part.shape == final.shape:
+                continue
             raise ValueError(
-                f"{type(model).__name__} has several streams of hidden states between its layers, "
-                "which cannot be read. Choose a method that reads the final states only."
+                f"{type(model).__name__} passes states of shape {tuple(part.shape)} between its "
+                f"layers, and {tuple(final.shape)} to its output embeddings: states of layers "
+                f"{tuple(layers)} cannot be read. Choose a strategy that reads the final ones."
             )
         seen.append(torch.cat([part.to(final.device) for part in parts], -1) if parts else final)
         fewer = final if wanted is None else wanted(final)

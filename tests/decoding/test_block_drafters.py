@@ -16,6 +16,8 @@ from test_shrinking import staggered
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.drafting.block_diffusion.network import BlockNetwork
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import StepPolicy
@@ -135,6 +137,18 @@ def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Fresh) -
             (logits,) = drafter.future_logits(full, torch.tensor([prompt().shape[1] - 1]))
         assert logits[0].argmax(-1).tolist() == chain
         model.delete_adapter("default")
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "llama"])
+def test_embeddings_are_not_scaled(fresh: Fresh, architecture: str) -> None:
+    """Released drafters take the base's embeddings as its weights are; Gemma scales them."""
+    model, seen = fresh(architecture), []
+    adapt(model, "plain")
+    network = BlockNetwork(find_active(model, "DFLASH").module, model)
+    network.adapter.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    block_sequences(network, prompt(), None, torch.tensor([[5]]))
+    rows = network.blocks(prompt()[:, 6])
+    torch.testing.assert_close(seen[0], model.get_input_embeddings().weight[rows])
 
 
 # -- what a base must have -----------------------------------------------------------------------

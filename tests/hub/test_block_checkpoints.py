@@ -207,6 +207,13 @@ def test_what_cannot_be_read(
     assert not (tmp_path / "adapter").exists() and not hasattr(model, "spec_modules")
 
 
+def test_kinds_that_are_not_run_are_recognized(tmp_path: Path) -> None:
+    config, tensors = released("dflash")
+    path = write(tmp_path, ({**config, "speculators_model_type": "xpress"}, tensors))
+    with pytest.raises(ValueError, match="config.json is of type 'xpress', with a refiner"):
+        recognized(str(path))
+
+
 def test_the_wrong_type_and_no_config(tmp_path: Path) -> None:
     path = write(tmp_path / "released", released("dspark"))
     with pytest.raises(ValueError, match="it is of type 'dspark': give --type dspark"):
@@ -267,11 +274,23 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) ->
     assert config["draft_vocab_size"] == 20 and config["sliding_window_non_causal"]
 
 
-def test_windows_that_speculators_does_not_know(tmp_path: Path) -> None:
-    model, window = copy.deepcopy(base_model()), {"sliding_layers": [0], "sliding_window": 8}
-    model.add_adapter(hf_spec.DFlashConfig(**window, sliding_window_from="query"))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"sliding_layers": [0], "sliding_window": 8, "sliding_window_from": "query"},
+            "sliding_window_from='query': speculators counts",
+        ),
+        ({"feature_layers": [2, 8]}, r"feature_layers=\[2, 8\]: the last is the final state"),
+    ],
+)
+def test_what_speculators_does_not_know(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    model = copy.deepcopy(base_model())
+    model.add_adapter(hf_spec.DFlashConfig(**fields))
     model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="sliding_window_from='query': speculators counts"):
+    with pytest.raises(ValueError, match=message):
         export_adapter(
             tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
         )

@@ -197,6 +197,7 @@ def default_layers(model: Any) -> dict[str, Any]:
     facts = facts_of(model)
     hidden, heads = facts["hidden_size"], getattr(text, "num_attention_heads", 8)
     inner, rope = getattr(text, "intermediate_size", None), getattr(text, "rope_parameters", None)
+    dim = text.to_dict().get("head_dim")  # as an attribute, Gemma 4 has one for each layer
     theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
     shared = facts.get("num_key_value_heads", heads)
     return {
@@ -205,7 +206,7 @@ def default_layers(model: Any) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads if heads % shared else shared,
         # Rotary embeddings rotate pairs.
-        "head_dim": getattr(text, "head_dim", None) or max(hidden // heads // 2 * 2, 2),
+        "head_dim": dim if isinstance(dim, int) else max(hidden // heads // 2 * 2, 2),
         "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 2048,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,

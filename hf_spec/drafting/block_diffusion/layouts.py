@@ -80,7 +80,10 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     architectures = [str(name) for name in config.get("architectures") or ()]
     for name in (named, *architectures):
         if name in OTHERS:
-            raise ValueError(f"it is of type {name!r}, with {OTHERS[name]}: that is not run here")
+            raise ValueError(
+                f"its config.json is of type {name!r}, with {OTHERS[name]}: such drafters are not "
+                "run here"
+            )
     if named is None and any("DSpark" in name for name in architectures):
         return "dspark"
     if named is None and (part or any("DFlash" in name for name in architectures)):
@@ -211,7 +214,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
             "sliding_window_from": "anchor" if ours else "query",
             # z-lab: causal, unless it says that it is not.
             "sliding_window_non_causal": config.get("sliding_window_non_causal", False)
-            if ours else "is_causal" in config,
+            if ours else config.get("is_causal") is not None,
         }  # fmt: skip
     return fields
 

@@ -26,7 +26,7 @@ from hf_spec.core import mask as masks
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.transitions import fresh, shapes
 from modeling_patches.cache_name import CACHE
-from modeling_patches.weights import device_of, placement
+from modeling_patches.weights import device_of, in_use, placement
 
 
 class BlockAdapter(Adapter):
@@ -134,7 +134,7 @@ class BlockNetwork:
             shape = (*context.shape[:-1], -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
             values = attention.v_proj(context).view(shape).transpose(1, 2)
-            _, keys = apply_rotary_pos_emb(keys, keys, *angles)
+            _, keys = apply_rotary_pos_emb(keys[:, :0], keys, *angles)
             cache.update(keys, values, index)
 
     def run(
@@ -152,8 +152,7 @@ class BlockNetwork:
             ``(batch, n, hidden)`` states that logits are computed from.
         """
         net, windowed = self.adapter, self.config.sliding_layers or ()
-        embeddings = self.model.get_input_embeddings()(tokens.to(placement(self.model).device))
-        hidden = embeddings.to(self.device, self._dtype)
+        hidden = self._embedded(tokens)
         angles = self._rotary(hidden, positions)
         for index, layer in enumerate(net.layers):
             mask = sliding if index in windowed else full
@@ -162,12 +161,19 @@ class BlockNetwork:
         states: Tensor = net.norm(hidden)
         return states
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """The base's embeddings as its weights give them, which released drafters read: without the
+        scale that Gemma's embeddings have."""
+        module = self.model.get_input_embeddings()
+        found = module(tokens.to(placement(self.model).device)).to(self.device, self._dtype)
+        scale = getattr(in_use(module), "embed_scale", 1.0)
+        return found / (scale.to(found) if isinstance(scale, Tensor) else scale)
+
     def blocks(self, anchors: Tensor) -> Tensor:
         """Tokens of the block of each anchor: ``(...)`` -> ``(..., block_size)``."""
-        assert self.config.mask_token_id is not None
-        masked = anchors.new_full(
-            (*anchors.shape, self.config.block_size), self.config.mask_token_id
-        )
+        size, mask = self.config.block_size, self.config.mask_token_id
+        assert mask is not None
+        masked = anchors.new_full((*anchors.shape, size), mask)
         masked[..., 0] = anchors
         return masked
 

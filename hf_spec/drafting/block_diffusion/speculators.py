@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
+from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
 
 
@@ -31,6 +32,11 @@ def speculators_files(
         raise ValueError(
             f"sliding_window_from={config.sliding_window_from!r}: speculators counts windows from "
             "the anchor, so that drafts would differ."
+        )
+    if max(config.feature_layers) == num_layers(model):
+        raise ValueError(
+            f"feature_layers={config.feature_layers}: the last is the final state, which other "
+            "programs give before the final norm. Train without it."
         )
     vocabulary = DraftVocabulary.of(tensors, model)
     if vocabulary is not None and VOCABULARY in tensors:

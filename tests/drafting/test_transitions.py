@@ -1,0 +1,92 @@
+"""Trees of a block with a Markov head, against scoring every path by itself."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
+from hf_spec.drafting.grow import grow
+from hf_spec.drafting.predictions import Tempered
+from hf_spec.drafting.transitions import Conditional, Transitions, fresh, shapes
+
+DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11
+#: Tokens that are predicted.
+IDS = torch.tensor([1, 4, 5, 8, 10])
+KINDS = ["vanilla", "gated", "rnn"]
+
+
+def made(kind: str) -> tuple[Transitions, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A head of random parameters, logits, states, and roots of two rows."""
+    generator = torch.Generator().manual_seed(3)
+    names = shapes(kind, RANK, HIDDEN, KNOWN, len(IDS))
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+    logits = torch.randn(2, DISTANCES, len(IDS), generator=generator)
+    states = torch.randn(2, DISTANCES, HIDDEN, generator=generator)
+    return Transitions(kind, weights), logits, states, torch.tensor([3, 7])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_have_their_own_probabilities(kind: str, sampled: bool) -> None:
+    head, logits, states, root = made(kind)
+    tempered, noise = None, torch.zeros_like(logits)
+    if sampled:
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+        tempered = Tempered(torch.tensor(0.7), noise)
+    count = len(IDS) ** DISTANCES
+    predictions = Conditional(logits, count, (DISTANCES, 2), states, head, IDS, tempered)
+    tree = Tree.unpacked(grow(predictions, root, 40, DISTANCES))
+    for row, known in enumerate((DISTANCES, 2)):
+        paths = {}
+        for length in range(1, known + 1):
+            for path in product(IDS.tolist(), repeat=length):
+                before = torch.tensor([[int(root[row]), *path[:-1]]])
+                given = head.along(logits[row, None, :length], before, states[row, None, :length])
+                if sampled:
+                    given = 0.7 * given + noise[row, None, :length]
+                own = given[0].log_softmax(-1)
+                places = [IDS.tolist().index(token) for token in path]
+                paths[path] = float(sum(own[at, place] for at, place in enumerate(places)))
+        likeliest = sorted(paths, key=lambda path: -paths[path])[:40]
+        found = {}
+        for node in range(1, 1 + tree.row_sizes[row]):
+            path, at = [], node
+            while at > 0:
+                path.insert(0, int(tree.tokens[row, at]))
+                at = int(tree.parents[row, at])
+            found[tuple(path)] = float(tree.host.probs[row, node])
+        assert found.keys() == {*likeliest}
+        for path, prob in found.items():
+            assert prob == pytest.approx(torch.tensor(paths[path]).exp().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_static_trees_take_tokens_by_rank(kind: str) -> None:
+    head, logits, states, root = made(kind)
+    trees = [TokenTree.from_paths([[0], [1], [0, 1], [1, 0], [1, 0, 2]]), TokenTree.chain(2)]
+    tokens = Conditional(logits, 5, (3, 3), states, head, IDS).ranked(trees, root)
+    for row, tree in enumerate(trees):
+        for node in range(1, len(tree)):
+            path, at = [], node
+            while at > 0:
+                path.insert(0, at)
+                at = tree.parents[at]
+            before = torch.tensor([[int(root[row]), *(int(tokens[row, one]) for one in path[:-1])]])
+            length = len(path)
+            given = head.along(logits[row, None, :length], before, states[row, None, :length])
+            order = given[0, -1].argsort(descending=True)
+            assert tokens[row, node] == IDS[order[tree.ranks[node]]]
+
+
+def test_a_new_head_changes_nothing_and_unknown_tokens_are_the_last() -> None:
+    for kind in KINDS:
+        head, logits, states, root = made(kind)
+        new = Transitions(kind, fresh(shapes(kind, RANK, HIDDEN, KNOWN, len(IDS))))
+        assert torch.equal(new.given(logits[:, 0], root, states[:, 0])[0], logits[:, 0])
+        more, last = torch.tensor([99, 99]), torch.tensor([KNOWN - 1, KNOWN - 1])
+        found = [head.given(logits[:, 0], one, states[:, 0])[0] for one in (more, last)]
+        assert torch.equal(*found)
