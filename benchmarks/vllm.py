@@ -2,9 +2,9 @@
 
 Both answer the same prompts greedily, one at a time: vLLM in a process of the interpreter that has
 it, as it is and with speculation (``--vllm``): by its n-grams (``ngram``), by its suffix decoding
-(``suffix``, which needs arctic-inference there), and by hf_spec's look-ups (``lookup``, which
-needs hf_spec there, and ``shared``, the same in answers to other requests, too); plain
-Transformers and strategies of hf_spec, as they are and compiled, in this one. They take turns, so
+(``suffix``, which needs arctic-inference there), and by a drafter that ``hf-spec export --format
+speculators`` has written (``drafter``, the folder ``--drafter``); plain Transformers and strategies
+of hf_spec, as they are and compiled, in this one. They take turns, so
 that a machine whose speed changes is fair to both; while one is timed, the other does not run.
 Loading, compiling and the first prompts are not timed. With
 ``--engines-only`` there is vLLM alone, also with several requests at a time (``--batch-size``).
@@ -40,6 +40,7 @@ from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.bench.session import Session
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
+from hf_spec.hub.folder import read_json
 from hf_spec.model.loading import load_adapters, load_model
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -48,11 +49,8 @@ ENGINES = {
     "plain": "vLLM",
     "ngram": "vLLM, n-gram",
     "suffix": "vLLM, suffix decoding",
-    "lookup": "vLLM, hf_spec",
-    "shared": "vLLM, hf_spec, shared",
+    "drafter": "vLLM, drafter",
 }
-#: Tokens of other requests that ``shared`` looks up in.
-SHARED = 100_000
 VLLM = ENGINES["plain"]
 
 Row = dict[str, Any]
@@ -65,10 +63,14 @@ def speculative_config(args: argparse.Namespace, engine: str) -> Row | None:
         sizes = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         return {"method": "ngram", "num_speculative_tokens": args.ngram_tokens, **sizes}
     if engine == "suffix":
-        return {"method": "suffix", "num_speculative_tokens": args.lookup_tokens}
-    if engine in ("lookup", "shared"):
-        proposer = "hf_spec.hub.vllm.LookupProposer"
-        return {"model": proposer, "num_speculative_tokens": args.lookup_tokens}
+        return {"method": "suffix", "num_speculative_tokens": args.draft_tokens}
+    if engine == "drafter":
+        kind = read_json(args.drafter / "config.json")["speculators_model_type"]
+        # vLLM takes P-EAGLE for EAGLE-3 that drafts in one forward.
+        parallel = {"method": "eagle3", "parallel_drafting": True}
+        how = parallel if kind == "peagle" else {"method": kind}
+        drafted = {"num_speculative_tokens": args.draft_tokens}
+        return {"model": str(args.drafter.resolve()), **how, **drafted}
     return None
 
 
@@ -80,14 +82,13 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, engine: str) -> Row:
     """
     longest = max(map(len, prompts)) + args.max_new_tokens
     # Near the longest text vLLM drafts without asking proposers: none is to come that far.
-    room = max(args.ngram_tokens, args.lookup_tokens) + 1
-    # What learns from other requests must not have seen the answers before.
+    room = max(args.ngram_tokens, args.draft_tokens) + 1
+    # What learns from other requests, such as suffixes, must not have seen the answers before.
     warm = [ids[::-1] for ids in prompts[: args.batch_size]]
     asked = {
         "model": args.model, "dtype": args.dtype, "prompts": prompts, "warm": warm,
         "batch_size": args.batch_size, "max_model_len": longest + room,
         "max_new_tokens": args.max_new_tokens, "speculative": speculative_config(args, engine),
-        "additional": {"hf_spec": {"shared_tokens": SHARED}} if engine == "shared" else {},
     }  # fmt: skip
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     own = {
@@ -239,14 +240,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engines-only", action="store_true", help="vLLM alone, nothing of Transformers")
     add("--batch-size", type=int, default=1, help="requests that vLLM runs at a time (default: 1)")
     add("--ngram-tokens", type=int, default=5, help="vLLM's candidates (default: %(default)s)")
-    add("--lookup-tokens", type=int, default=10, help="of the others, at most (default: 10)")
+    add("--draft-tokens", type=int, default=5, help="of the others (default: %(default)s)")
+    add("--drafter", type=Path, help="folder of an exported drafter, for --vllm drafter")
     add("--backend", default="inductor", help="of torch.compile; none: do not compile")
     add("--timeout", type=int, default=1800, help="seconds for a turn of vLLM")
     add("--json", type=Path, help="where results go, too")
     args = parser.parse_args(argv)
     try:
         counts = (
-            "limit", "max_new_tokens", "threads", "repeats", "ngram_tokens", "lookup_tokens",
+            "limit", "max_new_tokens", "threads", "repeats", "ngram_tokens", "draft_tokens",
             "batch_size", "timeout",
         )  # fmt: skip
         for name in counts:
@@ -258,6 +260,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         unknown = [name for name in args.vllm if name not in ENGINES]
         if unknown or len({*args.vllm}) < len(args.vllm):
             raise ValueError(f"--vllm {','.join(args.vllm)}: name each of {','.join(ENGINES)} once")
+        if ("drafter" in args.vllm) != (args.drafter is not None):
+            raise ValueError("--vllm drafter and --drafter FOLDER belong together: give both")
+        if args.drafter is not None and not (args.drafter / "config.json").is_file():
+            raise ValueError(f"--drafter {args.drafter}: there is no config.json")
         if args.batch_size > 1 and not args.engines_only:
             raise ValueError(f"--batch-size {args.batch_size} needs --engines-only")
         if args.backend not in ("none", *torch._dynamo.list_backends(exclude_tags=())):

@@ -1,11 +1,11 @@
 """One turn of vLLM for ``benchmarks/vllm.py``, run by an interpreter that has vLLM.
 
 Reads a JSON object from stdin: model, dtype, prompts (lists of token ids), max_new_tokens,
-batch_size, max_model_len, speculative (``speculative_config`` of ``vllm.LLM``, or null) and
-additional (its ``additional_config``). In batches of 1 each prompt is a request by itself; in
-larger ones all are submitted at once, and so many run at a time. Those in ``warm`` come first and
-are not timed. The last line on stdout is a JSON object: version, torch, seconds (of each call) and
-tokens (lists of new token ids) of each prompt.
+batch_size, max_model_len and speculative (``speculative_config`` of ``vllm.LLM``, or null). In
+batches of 1 each prompt is a request by itself; in larger ones all are submitted at once, and so
+many run at a time. Those in ``warm`` come first and are not timed. The last line on
+stdout is a JSON object: version, torch, seconds (of each call) and tokens (lists of new token ids)
+of each prompt.
 """
 
 import json
@@ -30,7 +30,7 @@ def main() -> None:
     engine = vllm.LLM(
         model=asked["model"], dtype=asked["dtype"], max_num_seqs=asked["batch_size"],
         max_model_len=asked["max_model_len"], enable_prefix_caching=False,
-        speculative_config=asked["speculative"], additional_config=asked["additional"],
+        speculative_config=asked["speculative"],
     )  # fmt: skip
     greedy = vllm.SamplingParams(temperature=0.0, max_tokens=asked["max_new_tokens"])
 

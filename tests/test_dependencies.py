@@ -23,8 +23,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARIES = ("transformers", "peft", "accelerate", "torch")
 #: Modules that need packages which are not always installed, or end the process.
 NOT_IMPORTED = (
-    "hf_spec.hub.vllm", "hf_spec.cli.startup", "hf_spec.cli.__main__",
-    "modeling_patches.served_models",
+    "hf_spec.cli.startup", "hf_spec.cli.__main__", "modeling_patches.served_models",
 )  # fmt: skip
 #: Private by name only.
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}

@@ -24,7 +24,7 @@ def export(
 ) -> None:
     """Write an adapter as another program reads it.
 
-    'eagle3' as 'speculators', which vLLM reads, too, or as 'sglang'.
+    'eagle3', 'dflash' and 'dspark' as 'speculators', which vLLM reads, too; 'eagle3' as 'sglang'.
 
     'sglang', for 'space' trained with --masks noise: the LoRA of SGLang's UNO, 0.5.23. It has not
     been run there.

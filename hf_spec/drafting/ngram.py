@@ -35,9 +35,7 @@ class NgramIndex:
                     self._ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._indexed = len(tokens)
 
-    def matches(
-        self, tokens: Sequence[int], limit: int, same: bool = True
-    ) -> list[tuple[int, int]]:
+    def matches(self, tokens: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Earlier occurrences of the sequence's end: ``(end, size)``, longest n-gram first.
 
         Among equal sizes the latest comes first; each position occurs once, with its longest match.
@@ -45,11 +43,10 @@ class NgramIndex:
         Args:
             tokens: the sequence.
             limit: largest number of matches.
-            same: whether ``tokens`` is the indexed sequence, whose own end is no match.
         """
         found: list[tuple[int, int]] = []
         here = len(tokens)
-        seen = {here} if same else set()
+        seen = {here}
         for size in self.sizes:
             if size > here:
                 continue
@@ -67,22 +64,17 @@ class Confidence:
     """How often lookups have been right in this sequence, learned as it grows.
 
     Estimates start from one success in two trials, so that the first lookups are tried.
-
-    Args:
-        prior: confidence in other sequences; estimates start from it, and it is updated, too.
     """
 
-    def __init__(self, prior: Confidence | None = None) -> None:
-        self._prior = prior
+    def __init__(self) -> None:
         self._hits: dict[int, int] = {}
         self._trials: dict[int, int] = {}
         self._deeper_trials = 5.0
-        self._deeper_hits = self._deeper_trials * (0.8 if prior is None else prior.deeper)
+        self._deeper_hits = 0.8 * self._deeper_trials
 
     def first(self, size: int) -> float:
         """Probability that the first token of a continuation is right, given the n-gram's size."""
-        guess = 0.5 if self._prior is None else self._prior.first(size)
-        return (self._hits.get(size, 0) + 2 * guess) / (self._trials.get(size, 0) + 2)
+        return (self._hits.get(size, 0) + 1) / (self._trials.get(size, 0) + 2)
 
     @property
     def deeper(self) -> float:
@@ -91,8 +83,6 @@ class Confidence:
 
     def observe(self, size: int, accepted: int, depth: int) -> None:
         """Learn from a step that accepted ``accepted`` draft tokens of a tree of this depth."""
-        if self._prior is not None:
-            self._prior.observe(size, accepted, depth)
         self._trials[size] = self._trials.get(size, 0) + 1
         self._hits[size] = self._hits.get(size, 0) + (accepted > 0)
         if accepted > 0 and depth > 1:
@@ -174,52 +164,6 @@ def _shares(matches: Sequence[tuple[int, int]]) -> list[float]:
     ]
     total = sum(weights)
     return [weight / total for weight in weights]
-
-
-def continuation_chain(
-    tokens: Sequence[int],
-    matches: Sequence[tuple[int, int]],
-    max_depth: int,
-    confidence: Confidence,
-    min_probability: float = 0.0,
-) -> tuple[list[int], list[float]]:
-    """One path of :func:`continuation_tree`: each token is the likeliest after those before it.
-
-    Args:
-        tokens: the sequence; if it contains other sequences, a negative token follows each.
-        matches: from :meth:`NgramIndex.matches`.
-        max_depth: largest number of tokens.
-        confidence: estimates learned so far.
-        min_probability: the path ends where it is less probable than this.
-
-    Returns:
-        The path's tokens, and the probability of each with all before it.
-    """
-    found: list[int] = []
-    chances: list[float] = []
-    if not matches:
-        return found, chances
-    chance, here = confidence.first(matches[0][1]), len(tokens)
-    going = [(end, share) for (end, _), share in zip(matches, _shares(matches))]
-    for ahead in range(max_depth):
-        shares: dict[int, float] = {}
-        following: list[tuple[int, int, float]] = []
-        for end, share in going:
-            place = end + ahead
-            token = tokens[place if place < here else end + ahead % (here - end)]
-            if token >= 0:
-                shares[token] = shares.get(token, 0.0) + share
-                following.append((token, end, share))
-        if not shares:
-            break
-        token = max(shares, key=shares.__getitem__)
-        if chance * shares[token] < min_probability:
-            break
-        going = [(end, share) for one, end, share in following if one == token]
-        found.append(token)
-        chances.append(chance * shares[token])
-        chance *= confidence.deeper
-    return found, chances
 
 
 @dataclass(frozen=True)

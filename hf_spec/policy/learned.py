@@ -107,20 +107,17 @@ class Learned:
         lookup_budget: of lookups alone while the rest is paused.
         settings: by batch size, context length and device.
         prediction_value: tokens that it is worth to have predictions in the next step.
-        packed: whether step tokens are counted over the whole batch, with all draft tokens packed
-            together. A step token then costs the same in all batches.
     """
 
     budget: Budget = field(default_factory=Budget)
     lookup_budget: Budget = field(default_factory=Budget)
     settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
     prediction_value: float = 1.0
-    packed: bool = False
 
     def first_sizes(self, batch_size: int) -> list[tuple[int, int]]:
         """Draft tokens, and nodes with probes, of two steps whose times give a line. Larger batches
         have fewer, as a step of many tokens may cost several plain ones."""
-        wide = max(DEFAULT_DRAFT_TOKENS // (1 if self.packed else batch_size), 2)
+        wide = max(DEFAULT_DRAFT_TOKENS // batch_size, 2)
         return [(wide, wide // 2), (wide // 2, 1)]
 
     @locked
@@ -132,8 +129,7 @@ class Learned:
             if near:
                 best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
                 ratio, known = key[0] / best[0], self.settings[best]
-                scale, more = (1.0, key[0] - best[0]) if self.packed else (ratio, 0)
-                change = min(ratio, 1.0), scale, more
+                change = min(ratio, 1.0), ratio
                 new = Setting(known.times.elsewhere(*change), known.pruned.elsewhere(*change))
             if new.times.line is None:
                 new.tries.extend(self.first_sizes(key[0]) * WARM_UP)

@@ -155,19 +155,6 @@ class StepPolicy:
         probed = best_ends(probs[:, :nodes], host.parents[:, :nodes], plan.probed)
         return drafter.attach_probes(tree, (probed * drafter.distances).tolist())
 
-    @locked
-    def count(self, probs: Sequence[float], live: int) -> int:
-        """How many draft tokens the step takes if those of all rows are packed together.
-
-        Args:
-            probs: probabilities of the draft tokens of all rows, likeliest first.
-            live: number of unfinished rows.
-        """
-        self._live = live
-        packed = np.array([[1.0, *probs]])
-        self._plan = self._best(packed, np.zeros_like(packed), 0, False)
-        return self._plan.drafted
-
     def _best(self, probs: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
         """The plan of the largest value.
 
@@ -241,25 +228,9 @@ class StepPolicy:
             emitted: tokens per batch row; 0 for a row that was already finished.
             seconds: duration of the step.
         """
-        live = [count for count in emitted if count]
-        self.note(
-            tree.num_tokens - 1, self._width_of(tree), sum(live), len(live), seconds, self.prunes
-        )
-
-    @locked
-    def note(
-        self, drafted: int, rows: int, tokens: int, live: int, seconds: float, pruned: bool = False
-    ) -> None:
-        """:meth:`observe` in numbers.
-
-        Args:
-            drafted: draft tokens per batch row; of the whole batch if packed.
-            rows: step tokens of the forward, counted alike.
-            tokens: emitted tokens.
-            live: rows that emitted tokens.
-            seconds: duration of the step.
-            pruned: whether unlikely draft tokens were pruned.
-        """
+        counts = [count for count in emitted if count]
+        tokens, live, pruned = sum(counts), len(counts), self.prunes
+        drafted, rows = tree.num_tokens - 1, self._width_of(tree)
         setting, plan = self.setting, self._plan
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]

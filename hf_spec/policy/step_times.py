@@ -212,14 +212,13 @@ class StepTimes:
             mean = sum(self.line)
         return mean
 
-    def elsewhere(self, share: float, scale: float = 1.0, more: int = 0) -> StepTimes:
+    def elsewhere(self, share: float, scale: float = 1.0) -> StepTimes:
         """Guesses for other conditions, until steps are observed there: the line at two sizes, and
         a plain step.
 
         Args:
             share: least duration of a step, as a share of its duration here.
             scale: cost of a step token, as a multiple of its cost here.
-            more: additional, uncounted tokens of every step; negative if there are fewer.
         """
         line, plain = self.line, self.plain_seconds()
         if plain is None:
@@ -228,7 +227,7 @@ class StepTimes:
         if line is not None:
             cost, wide = line[1], [rows for rows in self.means if rows > 1]
             here |= {rows: line[0] + cost * rows for rows in (wide[0], wide[-1])}
-        added = {rows: cost * ((scale - 1) * rows + more) for rows in here}
+        added = {rows: cost * (scale - 1) * rows for rows in here}
         times = {rows: max(spent + added[rows], spent * share) for rows, spent in here.items()}
         drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
         found = StepTimes.guessed(times)

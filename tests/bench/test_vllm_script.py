@@ -20,18 +20,16 @@ asked = json.load(sys.stdin)
 assert asked["dtype"] == "float32" and asked["max_new_tokens"] == 6
 known = json.loads(pathlib.Path({known!r}).read_text())
 tokens = [known[str(ids)] for ids in asked["prompts"]]
-assert asked["max_model_len"] > max(map(len, asked["prompts"])) + 6 + 10
+assert asked["max_model_len"] > max(map(len, asked["prompts"])) + 6 + 5
 speculative = asked["speculative"] or {{}}
 if speculative.get("method") == "ngram":
     tokens[-1] = tokens[-1][:-1]
 elif speculative.get("method") == "suffix":
     sys.exit("ImportError: Arctic Inference is required for suffix decoding.")
 elif speculative:
-    assert speculative["model"] == "hf_spec.hub.vllm.LookupProposer"
-    assert speculative["num_speculative_tokens"] == 10
-    shared = {{"hf_spec": {{"shared_tokens": 100000}}}}
-    assert asked["additional"] in ({{}}, shared)
-    tokens = tokens[::-1] if asked["additional"] else tokens
+    assert pathlib.Path(speculative["model"]).is_dir() and speculative["method"] == "eagle3"
+    assert speculative["parallel_drafting"] and speculative["num_speculative_tokens"] == 5
+    tokens = tokens[::-1]
 together = asked["batch_size"] > 1
 # Nothing that is measured is answered before.
 assert not any(ids in asked["prompts"] for ids in asked["warm"])
@@ -109,17 +107,20 @@ def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys:
 def test_engines_alone(vllm: Any, folder: Path, tmp_path: Path, capsys: Any) -> None:
     python = stand_in(tmp_path, known_answers(vllm, folder, tmp_path))
     path, more = tmp_path / "results.json", ["--engines-only", "--batch-size", "2"]
-    engines = "lookup,shared,plain"
-    vllm.main(arguments(folder, python, *more, "--vllm", engines, "--json", str(path)))
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text(json.dumps({"speculators_model_type": "peagle"}))
+    engines = ["--vllm", "drafter,plain", "--drafter", str(drafter)]
+    vllm.main(arguments(folder, python, *more, *engines, "--json", str(path)))
     rows = {row["name"]: row for row in json.loads(path.read_text())["results"]}
-    assert list(rows) == ["vLLM, hf_spec", "vLLM, hf_spec, shared", "vLLM"]
+    assert list(rows) == ["vLLM, drafter", "vLLM"]
     for name, row in rows.items():
-        assert row["same_as_vllm"] == (0.0 if "shared" in name else 1.0)
+        assert row["same_as_vllm"] == (0.0 if "drafter" in name else 1.0)
         assert "same_as_plain" not in row
         assert row["tokens_per_second"] == pytest.approx(12 / 0.1)
     shown = capsys.readouterr().out
     assert "2 prompts, 2 at a time" in shown
-    assert "| | tokens per second | as vLLM answers |\n| --- | --- | --- |\n| vLLM, hf" in shown
+    assert "| | tokens per second | as vLLM answers |\n| --- | --- | --- |\n| vLLM, dr" in shown
     with pytest.raises(SystemExit, match="suffix decoding: .*\n.*Arctic Inference is required"):
         vllm.main(arguments(folder, python, *more, "--vllm", "suffix"))
 
@@ -128,7 +129,9 @@ def test_engines_alone(vllm: Any, folder: Path, tmp_path: Path, capsys: Any) -> 
     ("more", "message"),
     [
         (["--strategies", "medusas"], "unknown strategy 'medusas'"),
-        (["--vllm", "plain,eagle"], "--vllm plain,eagle: name each of plain,ngram,suffix,lookup,"),
+        (["--vllm", "plain,eagle"], "--vllm plain,eagle: name each of plain,ngram,suffix,drafter"),
+        (["--vllm", "drafter"], "--vllm drafter and --drafter FOLDER belong together"),
+        (["--vllm", "drafter", "--drafter", "none"], "--drafter none: there is no config.json"),
         (["--batch-size", "8"], "--batch-size 8 needs --engines-only"),
     ],
 )

@@ -38,9 +38,8 @@ from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy
-from hf_spec.policy.budget import Budget
 from hf_spec.policy.calibration import Array, Calibration, walk
-from hf_spec.policy.learned import ALTERNATING, WARM_UP, Average, Learned, Setting
+from hf_spec.policy.learned import ALTERNATING, WARM_UP, Average, Learned
 from hf_spec.policy.plans import SIZES
 from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.step_times import StepTimes
@@ -446,33 +445,6 @@ def test_another_batch_size_starts_from_the_nearest() -> None:
     elsewhere = learned.setting((6, 8, "gpu"))  # nothing is known of it
     assert list(elsewhere.tries) == learned.first_sizes(6) * WARM_UP
     assert learned.setting((6, 8, "cpu")) is lent
-
-
-def test_rows_of_packed_batches_cost_alike() -> None:
-    learned = Learned(packed=True)
-    assert list(learned.setting((8, 0, "cpu")).tries) == Learned().first_sizes(1) * WARM_UP
-    learned.settings[8, 0, "cpu"] = Setting(StepTimes.guessed({1: 2.0, 4: 3.2, 9: 4.2}))
-    lent = learned.setting((4, 0, "cpu"))
-    assert lent.times.plain_seconds() == pytest.approx(1.2) and not lent.tries
-    assert lent.times.line == pytest.approx((1.6, 0.2))
-
-
-def test_packed_candidates_are_taken_while_they_pay() -> None:
-    """By hand: those whose chance is above what 0.2 seconds bring at two tokens per second."""
-    learned = Learned(packed=True)
-    setting = Setting(StepTimes.guessed({1: 1.0, 2: 1.2, 9: 2.6}))  # 0.8 + 0.2 i
-    setting.rate.add(2.0, 1.0)
-    learned.settings[4, 0, "cpu"] = setting
-    policy = StepPolicy(SpecStats(), learned, (4, 0, "cpu"))
-    for chances, expected in (
-        ([0.9, 0.8, 0.5, 0.3, 0.1], 3), ([0.3, 0.2], 0), ([0.41] * 4, 4), ([], 0),
-    ):  # fmt: skip
-        assert policy.drafts() and policy.count(chances, 4) == expected
-        policy.note(expected, 1 + expected, 4, 4, 2.0 if expected else 1.0)
-        setting.rate.above, setting.rate.below = 2.0, 1.0
-        setting.times = StepTimes.guessed({1: 1.0, 2: 1.2, 9: 2.6})
-        learned.budget = Budget()
-    assert [one["draft_tokens"] for one in policy.history] == [3, 0, 4, 0]
 
 
 def test_what_is_remembered_goes_with_the_model() -> None:

@@ -94,16 +94,6 @@ def test_a_measured_plain_step_is_expected_of_other_conditions() -> None:
     assert larger.line == pytest.approx((1.0, 0.3))
 
 
-def test_what_is_expected_of_more_rows() -> None:
-    times = StepTimes.guessed({1: 0.5, 4: 1.4, 9: 1.9})  # 1.0 + 0.1 i, but for one row
-    larger = times.elsewhere(1.0, more=7)
-    assert larger.plain_seconds() == pytest.approx(1.2) and larger.line == pytest.approx((1.7, 0.1))
-    smaller = StepTimes.guessed({1: 8.0, 4: 11.0, 9: 16.0}).elsewhere(1 / 8, more=-7)
-    assert smaller.plain_seconds() == pytest.approx(1.0), "not less than its share"
-    assert smaller.seconds(9) == pytest.approx(9.0)
-    assert StepTimes().elsewhere(1.0, more=3).line is None
-
-
 def test_a_stall_says_nothing_of_a_new_size() -> None:
     """Where others are known: it counts as twice what they make expect."""
     times = StepTimes.guessed({4: 1.4, 9: 1.9})  # 1.0 + 0.1 i
