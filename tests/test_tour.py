@@ -11,7 +11,10 @@ from typing import Any
 import nbformat
 import pytest
 
-import hf_spec
+from hf_spec.demo.demo import FREE_STRATEGY, adapter_folders
+
+#: What can run without training.
+SHOWN = {"plain", FREE_STRATEGY, *(path.name for path in adapter_folders())}
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -31,7 +34,7 @@ def test_every_strategy_writes_what_plain_generation_writes(
     notebook.cells.append(nbformat.v4.new_code_cell(tokens))
     tour.run(notebook, DOCS)
     steps = json.loads(notebook.cells[-1].outputs[0].text)
-    assert set(steps) == {"plain", *hf_spec.strategies()}
+    assert set(steps) == SHOWN
     texts = {name: sum(found, []) for name, found in steps.items()}
     assert all(text == texts["plain"] for text in texts.values())
     assert all(len(found) < len(steps["plain"]) for name, found in steps.items() if name != "plain")
@@ -46,6 +49,6 @@ def test_it_is_stored_with_its_outputs(notebook: Any) -> None:
     assert all(output.get("name", "stdout") == "stdout" for output in outputs)
     table = re.findall(r"^(\w+) +\d+ +\d\.\d\d  (yes|no)$", outputs[-1].text, re.MULTILINE)
     assert table == [(name, "yes") for name in dict.fromkeys(["plain", *dict(table)])]
-    assert set(dict(table)) == {"plain", *hf_spec.strategies()}
+    assert set(dict(table)) == SHOWN
     assert (DOCS / "tour.ipynb").stat().st_size < 500_000
     assert "/home/" not in nbformat.writes(notebook)

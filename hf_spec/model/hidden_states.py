@@ -197,13 +197,11 @@ def captured(
     def note(args: Any, kwargs: Any, output: Any) -> Any:
         final = output[0]
         parts = [inputs[layer].pop() if layer in inputs else final for layer in layers]
-        for part in parts:
-            if part.shape == final.shape:
-                continue
+        if any(part.shape[:-1] != final.shape[:-1] for part in parts):
             raise ValueError(
-                f"{type(model).__name__} passes states of shape {tuple(part.shape)} between its "
-                f"layers, and {tuple(final.shape)} to its output embeddings: states of layers "
-                f"{tuple(layers)} cannot be read. Choose a strategy that reads the final ones."
+                f"{type(model).__name__} has several streams of hidden states between its layers, "
+                f"so that states of layers {tuple(layers)} cannot be read. Choose a strategy that "
+                "reads the final ones."
             )
         seen.append(torch.cat([part.to(final.device) for part in parts], -1) if parts else final)
         fewer = final if wanted is None else wanted(final)

@@ -226,8 +226,8 @@ def test_the_commonest_tokens_are_predicted(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prompt_lookup"], "nothing to train; choose one of bita, layer_skip"),
-        (["bitta"], "no method 'bitta' to train; choose one of bita, layer_skip"),
+        (["prompt_lookup"], "nothing to train; choose one of bita, dflash"),
+        (["bitta"], "no method 'bitta' to train; choose one of bita, dflash"),
         (["bita", "--num-mask-token", "3"], "no option '--num-mask-token'.*--num-mask-tokens"),
         (["bita", "--num-mask-tokens"], "num-mask-tokens: expected one argument"),
         (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
