@@ -264,10 +264,11 @@ def fit_line(rows: Any, seconds: Any, weights: Any) -> tuple[float, float]:
     Args:
         rows, seconds, weights: ``(sizes,)``; at least two sizes differ.
     """
-    rows, seconds = np.asarray(rows, float), np.asarray(seconds, float)
+    rows, seconds, shares = (np.asarray(part, float) for part in (rows, seconds, weights))
+    shares = shares / shares.sum()
 
     def mean(values: Any) -> float:
-        return float(np.average(values, weights=weights))
+        return float(shares @ values)
 
     spread, middle = mean((rows - mean(rows)) ** 2), mean(seconds)
     slope = mean((rows - mean(rows)) * (seconds - middle)) / max(spread, 1e-300)
