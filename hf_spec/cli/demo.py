@@ -80,7 +80,7 @@ def demo(
             console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
     console.rule()
     report.print_table(result.bench, console)
-    console.print(f"results: {results}\nchart:   {drawn}")
+    console.print(f"results: {results}\nchart:   {drawn}", markup=False)
     if result.bench.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not result.all_identical:
