@@ -22,9 +22,8 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.committed import Committed, Rows
-from hf_spec.drafting.forward_drafter import Exit, ForwardDrafter, Tempers
+from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions, Learned
 from hf_spec.drafting.grow import Frontier, extended
-from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads, captured, states_at
 from modeling_patches.per_call import Changes
@@ -91,16 +90,16 @@ class AutoregressiveDrafter(ForwardDrafter):
     Args:
         network: the decoder.
         reads: the target's states that it reads, of committed tokens.
-        depth, width, exit, tempering: see :class:`ForwardDrafter`.
+        learned: see :class:`ForwardDrafter`.
     """
 
     runs_modules: ClassVar[bool] = True
 
     def __init__(
-        self, model: Any, options: DraftOptions, network: DraftNetwork, reads: Reads, depth: int,
-        width: int, exit: Exit, tempering: Tempers,
+        self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
+        learned: Learned,
     ):  # fmt: skip
-        super().__init__(model, options, depth, width, exit, tempering)
+        super().__init__(model, options, learned)
         self.network, self.reads = network, reads
         self.cache: TreeCache | None = None
         self._committed = Committed()
@@ -114,6 +113,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         return self.network.token_ids
 
     def start(self, state: DecodeState) -> None:
+        super().start(state)
         self.cache = TreeCache(self.network.num_layers, state.batch_size, state.root.device)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from hf_spec.core.checks import check_count
 from hf_spec.core.host_tree import Row
+from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
-from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DEFAULT_DRAFT_TOKENS, DraftOptions
+from hf_spec.drafting.options import (
+    ADAPTIVE,
+    AUTO,
+    CHAIN,
+    DEFAULT_DRAFT_TOKENS,
+    DraftOptions,
+    refuse,
+)
 from hf_spec.drafting.state import DecodeState
 
+#: Depth of the deepest draft token by default.
+DEPTH = 8
 #: Draft tokens that are grown for the policy to choose from.
 GROWN = 32
 
@@ -48,17 +60,44 @@ class Tempers(Protocol):
     def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None: ...
 
 
+#: See :class:`ForwardDrafter`.
+Learned = Callable[[int, bool, bool], tuple[Exit, Tempers]]
+
+
+@dataclass(frozen=True)
+class GrowOptions(DraftOptions):
+    """Options of strategies that grow a tree level by level.
+
+    Attributes:
+        tree: ``adaptive``: the likeliest paths. ``chain``: the likeliest tokens only.
+        max_depth: depth of the deepest draft token; None for 8. Each level is one forward.
+        width: draft tokens of a level that are continued, the likeliest ones.
+    """
+
+    width: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("width", self.width, high=MAX_DRAFT_TOKENS)
+        if self.max_depth is not None:
+            check_count("max_depth", self.max_depth, high=MAX_DRAFT_TOKENS)
+        if self.tree == CHAIN:
+            refuse(self, ["width"], f"with tree={CHAIN!r}, which has one. Leave one out.")
+
+
 class ForwardDrafter(Drafter):
     """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
     before (EAGLE-2, section 4.1).
 
     Args:
-        depth: depth of the deepest draft token.
-        width: nodes of a level that are continued.
-        exit: decides when to stop, where the policy chooses; learned by earlier calls.
-        tempering: for calls that sample; learned by earlier calls.
+        learned: :func:`hf_spec.policy.draft_exit.learned` of this drafter, given the depth of its
+            deepest draft token, and whether a call's drafts may depend on time, and are sampled.
 
     Attributes:
+        depth: depth of the deepest draft token.
+        width: nodes of a level that are continued.
+        exit: decides when to stop, where the policy chooses.
+        tempering: for calls that sample.
         forward_per_level: whether each level takes a forward of its own, and not only the first.
     """
 
@@ -67,24 +106,27 @@ class ForwardDrafter(Drafter):
     unused: ClassVar[Sequence[str]] = ()
     single_forward: ClassVar[bool] = False
 
-    def __init__(
-        self, model: Any, options: DraftOptions, depth: int, width: int, exit: Exit,
-        tempering: Tempers,
-    ):  # fmt: skip
+    exit: Exit
+    tempering: Tempers
+
+    def __init__(self, model: Any, options: GrowOptions, learned: Learned):
         super().__init__(model, options)
         if options.tree not in (ADAPTIVE, CHAIN):
             raise ValueError(
                 f"tree={options.tree!r}: this strategy grows each tree from the draft tokens' own "
                 f"probabilities. Use tree={ADAPTIVE!r} or {CHAIN!r}."
             )
-        self.depth = min(depth, options.max_depth or depth)
-        self.width = 1 if options.tree == CHAIN else width
-        self.exit, self.tempering = exit, tempering
+        self.depth = options.max_depth or DEPTH
+        self.width = 1 if options.tree == CHAIN else options.width
+        self._learned = learned
         exactly = options.num_draft_tokens
         self.num_draft_tokens = None if exactly == AUTO else int(exactly)
         self.policy_chooses = self.num_draft_tokens is None
         self._growth: _Growth | None = None  # of this step, if it drafts
         self._sampled = 0  # steps that tempering can learn from
+
+    def start(self, state: DecodeState) -> None:
+        self.exit, self.tempering = self._learned(self.depth, state.timed, state.do_sample)
 
     @abstractmethod
     def catch_up(self, state: DecodeState) -> None:

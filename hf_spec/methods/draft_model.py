@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,48 +17,31 @@ from transformers import DynamicCache
 
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
-from hf_spec.core.memory import recall
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.forward_drafter import ForwardDrafter
+from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
-from hf_spec.drafting.options import CHAIN, DraftOptions, key_of, refuse
+from hf_spec.drafting.options import key_of
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import Method
 from hf_spec.model.appending import CHUNK, RECURRENT_CHUNK, append
 from hf_spec.model.hidden_states import Reads, taken
 from hf_spec.model.target import Target
-from hf_spec.policy.draft_exit import DraftExit
-from hf_spec.policy.tempering import Tempering
+from hf_spec.policy.draft_exit import learned
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.per_call import Changes
 from modeling_patches.support import check_model
 from modeling_patches.weights import input_features, placement
 
-#: Depth of the deepest draft token, unless `max_depth` is smaller.
-DEPTH = 8
 #: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
 PADDING = 1024
 
 
 @dataclass(frozen=True)
-class DraftModelOptions(DraftOptions):
-    """Options of ``draft_model``.
-
-    Attributes:
-        width: nodes of each level of a tree that are continued, the likeliest ones.
-    """
-
-    width: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("width", self.width, high=MAX_DRAFT_TOKENS)
-        if self.tree == CHAIN:
-            refuse(self, ["width"], f"with tree={CHAIN!r}, which has one. Leave one out.")
+class DraftModelOptions(GrowOptions):
+    """Options of ``draft_model``: those of all strategies that grow a tree level by level."""
 
 
 class DraftModelDrafter(ForwardDrafter):
@@ -75,7 +59,8 @@ class DraftModelDrafter(ForwardDrafter):
     options: DraftModelOptions
 
     def __init__(self, model: Any, options: DraftModelOptions, assistant: Any):
-        super().__init__(model, options, DEPTH, options.width, DraftExit(DEPTH), Tempering())
+        key = "draft_model", key_of(options)
+        super().__init__(model, options, partial(learned, assistant, key))
         if not hasattr(assistant, "get_input_embeddings"):
             raise ValueError(
                 f"assistant_model={assistant!r}: give a loaded model, such as "
@@ -97,13 +82,9 @@ class DraftModelDrafter(ForwardDrafter):
         return self._ids
 
     def start(self, state: DecodeState) -> None:
+        super().start(state)
         if self._ids is not None:
             self._ids = self._ids.to(placement(self.assistant).device)
-        if state.timed:  # what must not depend on time must not depend on earlier calls either
-            # Sampled text is harder to predict.
-            key = "draft_model", key_of(self.options), state.do_sample
-            self.exit = recall(self.assistant, (DraftExit, *key), lambda: DraftExit(DEPTH))
-            self.tempering = recall(self.assistant, (Tempering, *key), Tempering)
         self._target = None
 
     def catch_up(self, state: DecodeState) -> None:

@@ -3,11 +3,13 @@ and costs. Knows only numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 from hf_spec.core.host_tree import Row
-from hf_spec.core.memory import locked
+from hf_spec.core.memory import locked, recall
 from hf_spec.policy.calibration import Calibration, walk
+from hf_spec.policy.tempering import Tempering
 
 #: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
 AGAIN = 64
@@ -62,3 +64,24 @@ class DraftExit:
         """Learn from the tokens that each sequence emitted after its tree was proposed."""
         for tree, tokens in zip(trees, emitted):
             walk(self.calibration, tree.parents, tree.tokens, tree.probs, trust, tokens)
+
+
+def learned(
+    model: Any, key: tuple[Hashable, ...], depth: int, timed: bool, sampled: bool
+) -> tuple[DraftExit, Tempering]:
+    """What earlier calls have learned about a drafter.
+
+    Args:
+        model: the model that it is kept for.
+        key: the drafter, its adapter and options.
+        depth: depth of the deepest draft token.
+        timed: whether drafts may depend on time. If not, they must not depend on earlier calls.
+        sampled: whether the call samples: such text is harder to predict.
+    """
+    if not timed:
+        return DraftExit(depth), Tempering()
+    key = *key, sampled
+    return (
+        recall(model, (DraftExit, *key), lambda: DraftExit(depth)),
+        recall(model, (Tempering, *key), Tempering),
+    )

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.core.checks import check_count
-from hf_spec.core.limits import MAX_DRAFT_TOKENS
-from hf_spec.core.memory import recall
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter, block_mask
+from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
-from hf_spec.drafting.options import DraftOptions, key_of
-from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.options import key_of
 from hf_spec.methods.eagle3.network import Eagle3Network
 from hf_spec.model.hidden_states import Reads
-from hf_spec.policy.draft_exit import DraftExit
-from hf_spec.policy.tempering import Tempering
-
-#: Depth of the deepest draft token by default.
-DEPTH = 8
+from hf_spec.policy.draft_exit import learned
 
 
 @dataclass(frozen=True)
-class Eagle3Options(DraftOptions):
+class Eagle3Options(GrowOptions):
     """Options of ``eagle3`` (EAGLE-2, section 4.1; EAGLE-3, section 4).
 
     Attributes:
@@ -38,12 +32,6 @@ class Eagle3Options(DraftOptions):
     """
 
     width: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("width", self.width, high=MAX_DRAFT_TOKENS)
-        if self.max_depth is not None:
-            check_count("max_depth", self.max_depth, high=MAX_DRAFT_TOKENS)
 
 
 class Eagle3Drafter(AutoregressiveDrafter):
@@ -59,22 +47,13 @@ class Eagle3Drafter(AutoregressiveDrafter):
 
     def __init__(self, model: Any, options: Eagle3Options):
         adapter = require_active(model, "EAGLE3", "eagle3")
-        depth = options.max_depth or DEPTH
-        self._key = "eagle3", adapter.name, key_of(options)
+        key = "eagle3", adapter.name, key_of(options)
         self.forward_per_level = adapter.config.mask_token_id is None
         self._all: Tensor | None = None  # (batch, depth, tokens) logits of all distances
         super().__init__(
             model, options, Eagle3Network(model, adapter.module),
-            Reads("committed", tuple(adapter.config.layers)), depth, options.width,
-            recall(model, (DraftExit, self._key), lambda: DraftExit(depth)), Tempering(),
+            Reads("committed", tuple(adapter.config.layers)), partial(learned, model, key),
         )  # fmt: skip
-
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        if state.do_sample:  # other drafts are right
-            key = *self._key, "sampled"
-            self.exit = recall(self.model, (DraftExit, key), lambda: DraftExit(self.depth))
-            self.tempering = recall(self.model, (Tempering, key), Tempering)
 
     def level(self, frontier: Frontier) -> Tensor:
         if self.forward_per_level:

@@ -8,42 +8,24 @@ Prediction" (2024).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.checks import check_count
-from hf_spec.core.limits import MAX_DRAFT_TOKENS
-from hf_spec.core.memory import recall
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
-from hf_spec.drafting.options import CHAIN, DraftOptions, key_of, refuse
-from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.forward_drafter import GrowOptions
+from hf_spec.drafting.options import key_of
 from hf_spec.methods.mtp.network import MtpNetwork
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.model.hidden_states import Reads
-from hf_spec.policy.draft_exit import DraftExit
-from hf_spec.policy.tempering import Tempering
-
-#: Depth of the deepest draft token, unless `max_depth` is smaller.
-DEPTH = 8
+from hf_spec.policy.draft_exit import learned
 
 
 @dataclass(frozen=True)
-class MtpOptions(DraftOptions):
-    """Options of ``mtp``.
-
-    Attributes:
-        width: nodes of each level of a tree that are continued, the likeliest ones.
-    """
-
-    width: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("width", self.width, high=MAX_DRAFT_TOKENS)
-        if self.tree == CHAIN:
-            refuse(self, ["width"], f"with tree={CHAIN!r}, which has one. Leave one out.")
+class MtpOptions(GrowOptions):
+    """Options of ``mtp``: those of all strategies that grow a tree level by level."""
 
 
 class MtpDrafter(AutoregressiveDrafter):
@@ -55,17 +37,9 @@ class MtpDrafter(AutoregressiveDrafter):
     def __init__(self, model: Any, options: MtpOptions):
         network = MtpNetwork(model, mtp_layers(model))
         super().__init__(
-            model, options, network, Reads("committed"), DEPTH, options.width, DraftExit(DEPTH),
-            Tempering(),
+            model, options, network, Reads("committed"),
+            partial(learned, model, ("mtp", key_of(options))),
         )  # fmt: skip
-
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        if state.timed:  # what must not depend on time must not depend on earlier calls either
-            # Sampled text is harder to predict.
-            key = "mtp", key_of(self.options), state.do_sample
-            self.exit = recall(self.model, (DraftExit, *key), lambda: DraftExit(DEPTH))
-            self.tempering = recall(self.model, (Tempering, *key), Tempering)
 
     def _run_true(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
