@@ -41,7 +41,11 @@ PADDING = 1024
 
 @dataclass(frozen=True)
 class DraftModelOptions(GrowOptions):
-    """Options of ``draft_model``: those of all strategies that grow a tree level by level."""
+    """Options of ``draft_model``: those of all strategies that grow a tree level by level.
+
+    Attributes:
+        width: draft tokens of a level that are continued, the likeliest ones.
+    """
 
 
 class DraftModelDrafter(ForwardDrafter):

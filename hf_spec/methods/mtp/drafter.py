@@ -25,7 +25,11 @@ from hf_spec.policy.draft_exit import learned
 
 @dataclass(frozen=True)
 class MtpOptions(GrowOptions):
-    """Options of ``mtp``: those of all strategies that grow a tree level by level."""
+    """Options of ``mtp``: those of all strategies that grow a tree level by level.
+
+    Attributes:
+        width: draft tokens of a level that are continued, the likeliest ones.
+    """
 
 
 class MtpDrafter(AutoregressiveDrafter):
