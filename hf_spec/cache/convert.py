@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from hf_spec.cache.buffers import aligned
-from hf_spec.cache.recurrent import fill
+from hf_spec.cache.stock_states import fill
 from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.support import LAYERS
 
@@ -105,7 +105,7 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
     """
     cache.count_appended()
     if cache.recurrent is not None:
-        fill(target.layers, cache.recurrent)
+        fill(target.layers, cache.recurrent.states())
     batch = len(cache.host_lengths)
     if mask is None:
         seq = cache.max_length

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from hf_spec.cache.stock_states import Place, stock_states
 from hf_spec.core.transfer import sent
 from modeling_patches.recurrences import CONV, Kept, Rule, Step
-
-#: ``conv`` or ``rule``, the layer, and the number of the state in it.
-Place = tuple[str, int, int]
 
 
 class Version(NamedTuple):
@@ -378,26 +376,6 @@ class RecurrentStates:
                 names = ("state",) if self.plain else rule.keeps
                 for call in range(tensor.shape[2] if split else 1):
                     yield from ((place, call, name) for name in names)
-
-
-def stock_states(layers: Sequence[Any]) -> Iterator[tuple[Place, Tensor]]:
-    """The states of Transformers' cache layers, ``(batch, ...)`` each."""
-    for index, layer in enumerate(layers):
-        for kind, name in (("conv", "conv_states"), ("rule", "recurrent_states")):
-            for number, state in (getattr(layer, name, None) or {}).items():
-                if state is not None:
-                    yield (kind, index, number), state
-
-
-def fill(layers: Sequence[Any], states: RecurrentStates) -> None:
-    """Copy the states into Transformers' cache layers."""
-    for (kind, index, number), state in states.states():
-        layer = layers[index]
-        if kind == "conv":
-            layer.has_previous_state[number] = False
-            layer.update_conv_state(state, number)
-        else:
-            layer.update_recurrent_state(state, number)
 
 
 def _selected(version: Version, rows: Sequence[int]) -> Version:

@@ -95,11 +95,6 @@ class TreeCache(StatefulCache):
         """Slots allocated per row, without the front slots."""
         return self.states.capacity
 
-    @property
-    def front(self) -> int:
-        """Number of front slots."""
-        return self.states.front
-
     def uniform_length(self) -> int:
         """The length that all rows share.
 
@@ -249,7 +244,7 @@ class TreeCache(StatefulCache):
         """What a graph over :meth:`tensors` depends on besides their shapes."""
         states = None if self.recurrent is None else self.recurrent.layout
         front = self.block and self.block.front
-        return len(self.layers), self.states.members, self.front, front, states
+        return len(self.layers), self.states.members, self.states.front, front, states
 
     def tensors(self) -> list[Tensor]:
         """The buffers of its layers, whose sizes recur. Graphs write into them."""

@@ -67,7 +67,7 @@ def tree_mask(
     kinds = attention.locals
     narrow = {local for local in kinds.values() if local is not None and local.size < keys}
     made: dict[Local | None, Tensor] = {None: full}
-    front = cache.front if cache.block.front else 0
+    front = cache.states.front if cache.block.front else 0
     if narrow or attention.wants_positions:
         # Counted from each row's first token, whatever positions the caller gave.
         at_queries = positions - slots.position_shift

@@ -19,7 +19,7 @@ def learned_front(specs: Sequence[Spec], slots: int, seed: int = 0) -> list[tupl
 
 def check_front(cache: TreeCache, views: Sequence[Tensor], front: Sequence[Tensor]) -> None:
     for view, part in zip(views, front, strict=True):
-        shown = view[:, :, cache.front - part.shape[1] : cache.front]
+        shown = view[:, :, cache.states.front - part.shape[1] : cache.states.front]
         assert torch.equal(shown, part.expand(len(view), -1, -1, -1))
 
 
@@ -36,7 +36,7 @@ def test_front_is_seen_when_asked_for_and_never_moves(specs: str) -> None:
             end = cache.begin(chain(cache, 4), front=True)
             for layer, both in enumerate(states):
                 views = cache.update(*both, layer)
-                assert views[0].shape[2] == cache.front + end
+                assert views[0].shape[2] == cache.states.front + end
                 check_front(cache, views, front[layer])
             rows = cache.batch_size
             cache.commit([2, 1, 1][:rows], torch.tensor([[0, 2], [0, 3], [0, 1]])[:rows])
@@ -59,7 +59,7 @@ def test_learned_states_in_front_of_an_empty_cache() -> None:
             views = cache.update(*states, layer)
             check_front(cache, views, [part[2:] for part in learned[layer]])
             assert torch.equal(
-                views[0][0, :, cache.front + cache.max_length :][:, :5], states[0][0]
+                views[0][0, :, cache.states.front + cache.max_length :][:, :5], states[0][0]
             )
         cache.commit([4])
 
@@ -85,7 +85,9 @@ def test_learned_numbers_are_bounded(dtype: torch.dtype) -> None:
     cache = TreeCache(1, 1, "cpu")
     cache.states.set_front([(given, given)])
     cache.begin(chain(cache, 1), front=True)
-    found = cache.update(*[torch.zeros(1, 1, 1, 6, dtype=dtype)] * 2, 0)[0][0, 0, cache.front - 1]
+    found = cache.update(*[torch.zeros(1, 1, 1, 6, dtype=dtype)] * 2, 0)[0][
+        0, 0, cache.states.front - 1
+    ]
     assert found[:2].tolist() == [0, 0] and found[2] == -found[3] >= 255
     assert torch.equal(found[4:], given[0, 0, 4:])
     assert bool((found * found).isfinite().all())
