@@ -36,7 +36,7 @@ def train(name: str, args: argparse.Namespace) -> Path:
         command(
             "train", name, "--model", args.model, "--data", str(args.answers), "--output",
             str(folder), "--max-minutes", str(args.minutes), "--threads", str(args.threads),
-            "--resume",
+            "--dtype", args.dtype, "--resume",
         )  # fmt: skip
     return folder
 
@@ -54,7 +54,7 @@ def measure(
             "bench", "--model", args.model, "--prompts", str(args.prompts), "--strategies",
             ",".join(contenders), *(f"--adapter={adapter}" for adapter in adapters),
             "--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens),
-            "--threads", str(args.threads), "--output", str(folder), *more,
+            "--threads", str(args.threads), "--dtype", args.dtype, "--output", str(folder), *more,
         )  # fmt: skip
     runs: list[dict[str, Any]] = read_json(known)["runs"]
     return [run for run in runs if run["task"] == "all"]
@@ -84,6 +84,8 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=26, help="number of prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--dtype", default="bfloat16", help="of the base model")
+    parser.add_argument("--only-train", action="store_true", help="measure another time")
     args = parser.parse_args(given)
     trainable = [name for name, method in methods().items() if method.training is not None]
     names = args.methods.split(",") if args.methods else trainable
@@ -91,6 +93,8 @@ def main(given: list[str] | None = None) -> None:
         parser.error(f"{unknown[0]!r} is not trained: choose among {', '.join(trainable)}")
     print(f"training takes {len(names) * args.minutes:.0f} minutes", flush=True)
     adapters = {name: train(name, args) for name in names}
+    if args.only_train:
+        return
     every, folders = [UNTRAINED, *names], list(adapters.values())
     greedy = measure("greedy", every, folders, args, "--batch-size", "1,8")
     sampled = measure(
