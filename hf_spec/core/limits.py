@@ -5,6 +5,8 @@ They are far above useful values: anything beyond them is a mistake or a malicio
 
 #: Draft tokens of a tree requested by an option or a file.
 MAX_DRAFT_TOKENS = 1024
+#: Tokens of earlier answers that are kept for lookups.
+MAX_HISTORY = 2**24
 #: Nodes of any tree, with room for lookup draft tokens merged into another tree.
 MAX_NODES = 2 * MAX_DRAFT_TOKENS
 #: Step tokens per batch row: nodes and the probes under them.

@@ -23,7 +23,7 @@ from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.drafting.lookup import BatchLookup
+from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from modeling_patches.cache_name import CACHE, cache_in
@@ -85,11 +85,12 @@ def decode(
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
+        history = History.of(model, strategy.options.lookup_history)
         state = DecodeState(
             model, drafter, target, cache, sequences, root=cache.lengths,
             do_sample=bool(config.do_sample), process=scorer, stats=stats, timed=strategy.timed,
             noise=acceptance.noise,
-            lookups=BatchLookup(Limits(), len(prompt)) if strategy.lookup else None,
+            lookups=BatchLookup(Limits(), len(prompt), history) if strategy.lookup else None,
         )  # fmt: skip
 
         context, device = max(prompt).bit_length(), str(model.device)
@@ -121,6 +122,8 @@ def decode(
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = handover.give_back()
+    if history is not None:
+        history.add(sequences.answers)
     if acceptance.noise is not None:
         acceptance.noise.give_back(sequences.emitted[0])
     stats.details = steps.details()

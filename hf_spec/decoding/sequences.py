@@ -114,6 +114,11 @@ class Sequences:
         """Tokens that each sequence of the call has emitted."""
         return [length - self.width for length in self.lengths]
 
+    @property
+    def answers(self) -> list[list[int]]:
+        """The tokens that each sequence of the call has emitted."""
+        return [own[len(own) - n :] for own, n in zip(self._tokens, self.emitted)]
+
     # -- growing -----------------------------------------------------------------------------
 
     def write(self, tokens: Tensor) -> None:

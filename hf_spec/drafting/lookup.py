@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hf_spec.core.host_tree import Row
+from hf_spec.core.memory import locked, recall
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.ngram import Confidence, NgramIndex, continuation_tree
+from hf_spec.drafting.ngram import END, Confidence, Match, NgramIndex, continuation_tree
+
+#: Longest n-gram that is looked up in earlier answers.
+HISTORY_NGRAM = 4
+
+
+class History:
+    """Answers of earlier calls with a model, which lookups search, too (option ``lookup_history``).
+
+    Threads may search it while another one adds an answer.
+
+    Args:
+        size: tokens that are kept at least, as soon as there are so many; twice as many at most.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._parts: tuple[list[int], NgramIndex] = [], NgramIndex(1, HISTORY_NGRAM)
+
+    @classmethod
+    def of(cls, model: Any, size: int) -> History | None:
+        """That of a model and size, which all calls share; None if ``size`` is 0."""
+        return recall(model, (History, size), lambda: cls(size)) if size else None
+
+    def matches(self, tokens: Sequence[int], limits: Any) -> list[Match]:
+        """Occurrences of the sequence's end; see :meth:`NgramIndex.matches`."""
+        known, index = self._parts
+        sizes = range(min(limits.max_ngram, HISTORY_NGRAM), limits.min_ngram - 1, -1)
+        return index.matches(tokens, limits.max_matches, known, sizes)
+
+    @locked
+    def add(self, answers: Iterable[Sequence[int]]) -> None:
+        """Keep these token sequences, and drop the oldest if there are too many."""
+        known, index = self._parts
+        for answer in answers:
+            known += [*answer, END]  # before they are indexed
+        if len(known) > 2 * self.size:
+            known, index = known[-self.size :], NgramIndex(1, HISTORY_NGRAM)
+        index.update(known)
+        self._parts = known, index
 
 
 class SequenceLookup:
-    """N-gram lookup in one growing sequence that learns how reliable it is."""
+    """N-gram lookup in one growing sequence that learns how reliable it is.
 
-    def __init__(self, limits: Any):
-        self.limits = limits
+    Args:
+        limits: see :class:`hf_spec.drafting.ngram.Limits`.
+        history: texts that are searched, too.
+    """
+
+    def __init__(self, limits: Any, history: History | None = None):
+        self.limits, self.history = limits, history
         self.index = NgramIndex(limits.min_ngram, limits.max_ngram)
         self.confidence = Confidence()
         self._longest = 0
@@ -28,7 +73,11 @@ class SequenceLookup:
         limits = self.limits
         self.index.update(tokens)
         matches = self.index.matches(tokens, limits.max_matches)
-        self._longest = matches[0][1] if matches else 0
+        if self.history is not None:
+            matches += self.history.matches(tokens, limits)
+            matches.sort(key=lambda match: -match.size)
+            del matches[limits.max_matches :]
+        self._longest = matches[0].size if matches else 0
         self._last = continuation_tree(
             tokens, matches, min(limits.max_depth, max_depth), limits.max_nodes, self.confidence,
             limits.min_probability,
@@ -54,8 +103,8 @@ class SequenceLookup:
 class BatchLookup:
     """A :class:`SequenceLookup` for each sequence of a batch."""
 
-    def __init__(self, limits: Any, batch_size: int):
-        self.rows = [SequenceLookup(limits) for _ in range(batch_size)]
+    def __init__(self, limits: Any, batch_size: int, history: History | None = None):
+        self.rows = [SequenceLookup(limits, history) for _ in range(batch_size)]
 
     def lookup(
         self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int

@@ -8,11 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_spec.core.host_tree import Row
 
 #: Factor on a match's weight per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
+#: Follows each text of another source, and is no token.
+END = -1
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of a sequence's end.
+
+    Attributes:
+        end: where it ends: the index of the token that followed.
+        size: length of the n-gram.
+        source: the tokens in which it was found, each text ending with `END`; None for the sequence
+            itself.
+    """
+
+    end: int
+    size: int
+    source: Sequence[int] | None = None
 
 
 class NgramIndex:
@@ -35,26 +53,31 @@ class NgramIndex:
                     self._ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._indexed = len(tokens)
 
-    def matches(self, tokens: Sequence[int], limit: int) -> list[tuple[int, int]]:
-        """Earlier occurrences of the sequence's end: ``(end, size)``, longest n-gram first.
+    def matches(
+        self, tokens: Sequence[int], limit: int, source: Sequence[int] | None = None,
+        sizes: range | None = None,
+    ) -> list[Match]:  # fmt: skip
+        """Earlier occurrences of the sequence's end, longest n-gram first.
 
         Among equal sizes the latest comes first; each position occurs once, with its longest match.
 
         Args:
             tokens: the sequence.
             limit: largest number of matches.
+            source: the indexed tokens; None if they are the sequence.
+            sizes: of the n-grams, longest first; None for all that are indexed.
         """
-        found: list[tuple[int, int]] = []
+        found: list[Match] = []
         here = len(tokens)
-        seen = {here}
-        for size in self.sizes:
+        seen = {here} if source is None else set()
+        for size in self.sizes if sizes is None else sizes:
             if size > here:
                 continue
             for end in reversed(self._ends.get(tuple(tokens[here - size :]), ())):
                 if end in seen:
                     continue
                 seen.add(end)
-                found.append((end, size))
+                found.append(Match(end, size, source))
                 if len(found) == limit:
                     return found
         return found
@@ -94,7 +117,7 @@ class Confidence:
 
 def continuation_tree(
     tokens: list[int],
-    matches: list[tuple[int, int]],
+    matches: Sequence[Match],
     max_depth: int,
     max_nodes: int,
     confidence: Confidence | None = None,
@@ -103,13 +126,13 @@ def continuation_tree(
     """Merge the continuations of the matches into one tree.
 
     A continuation that reaches the end of the sequence continues with its own first tokens, so that
-    a loop is continued to any depth. A node's probability is the share of the matches that pass
-    through it (longer n-grams and later positions count more), times the ``confidence`` in such
-    matches. The ``max_nodes`` most probable nodes are kept.
+    a loop is continued to any depth; one in another source ends with its text. A node's probability
+    is the share of the matches that pass through it (longer n-grams and later positions count
+    more), times the ``confidence`` in such matches. The ``max_nodes`` most probable nodes are kept.
 
     Args:
         tokens: the sequence.
-        matches: from :meth:`NgramIndex.matches`.
+        matches: from :meth:`NgramIndex.matches`, longest n-gram first.
         max_depth, max_nodes: limits of the tree.
         confidence: estimates learned so far; None for the initial ones.
         min_probability: draft tokens less probable than this are left out.
@@ -120,19 +143,24 @@ def continuation_tree(
     if not matches or max_depth < 1:
         return Row.root(tokens[-1])
     confidence = confidence or Confidence()
-    chance, deeper = confidence.first(matches[0][1]), confidence.deeper
+    chance, deeper = confidence.first(matches[0].size), confidence.deeper
     shares = _shares(matches)
     # A trie of (parent, token, depth); children are found by (parent, token).
     trie: list[tuple[int, int, int]] = [(-1, -1, 0)]
     probability: list[float] = [1.0]
     children: dict[tuple[int, int], int] = {}
     here = len(tokens)
-    for (end, _), share in zip(matches, shares):
+    for (end, _, source), share in zip(matches, shares):
         weight = chance * share
         parent = 0
         for depth in range(1, max_depth + 1):
             place = end + depth - 1
-            token = tokens[place if place < here else end + (depth - 1) % (here - end)]
+            if source is not None:
+                token = source[place]
+                if token == END:
+                    break
+            else:
+                token = tokens[place if place < here else end + (depth - 1) % (here - end)]
             key = (parent, token)
             node = children.get(key)
             if node is None:
@@ -155,12 +183,12 @@ def continuation_tree(
     return Row(parents, kept, [1.0, *(probability[node] for node in best)])
 
 
-def _shares(matches: Sequence[tuple[int, int]]) -> list[float]:
+def _shares(matches: Sequence[Match]) -> list[float]:
     """The weight of each match; the sum is 1."""
-    longest = matches[0][1]
+    longest = matches[0].size
     weights = [
-        WEIGHT_PER_NGRAM ** (size - longest) / (1 + order)
-        for order, (_, size) in enumerate(matches)
+        WEIGHT_PER_NGRAM ** (match.size - longest) / (1 + order)
+        for order, match in enumerate(matches)
     ]
     total = sum(weights)
     return [weight / total for weight in weights]

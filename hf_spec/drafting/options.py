@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_spec.core.checks import check_choices, check_count, check_range
-from hf_spec.core.limits import MAX_DRAFT_TOKENS
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_HISTORY
 
 #: Acceptance rules and whether they keep the target distribution.
 ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
@@ -40,6 +40,8 @@ class DraftOptions:
             predicts.
         lookup: whether to merge the draft tokens of ``prompt_lookup`` into the strategy's tree.
             ``auto``: where the policy chooses draft tokens by probability.
+        lookup_history: lookups also search so many tokens at least of the answers that earlier
+            calls of this process gave with the model; 0: none.
         drafting: ``auto``: only as much as is worth its time, and plain steps while nothing is,
             unless the output depends on which steps draft (sampled draft tokens, ``typical``).
             ``always``: every step drafts, and nothing depends on time.
@@ -53,6 +55,7 @@ class DraftOptions:
     num_draft_tokens: int | str = AUTO
     max_depth: int | None = None
     lookup: bool | str = AUTO
+    lookup_history: int = 0
     drafting: str = AUTO
     acceptance: str = "match"
     typical_epsilon: float = 0.09
@@ -62,6 +65,9 @@ class DraftOptions:
         check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=(AUTO, "always"))
         if not isinstance(self.lookup, bool) and self.lookup != AUTO:
             raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
+        check_count("lookup_history", self.lookup_history, low=0, high=MAX_HISTORY)
+        if self.lookup is False:
+            refuse(self, ["lookup_history"], "with lookup=False looks nothing up. Leave one out.")
         if self.num_draft_tokens != AUTO:
             check_count("num_draft_tokens", self.num_draft_tokens, high=MAX_DRAFT_TOKENS)
         if self.tree != ADAPTIVE:

@@ -13,7 +13,7 @@ from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.lookup import BatchLookup
+from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits, NgramIndex, continuation_tree
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
@@ -58,7 +58,8 @@ class PromptLookupDrafter(Drafter):
     options: PromptLookupOptions
 
     def start(self, state: DecodeState) -> None:
-        self.lookups = BatchLookup(self.options, state.batch_size)
+        history = History.of(state.model, self.options.lookup_history)
+        self.lookups = BatchLookup(self.options, state.batch_size, history)
 
     def propose(self, state: DecodeState) -> Tree:
         rows = self.lookups.lookup(state.tokens, state.active, state.max_depth)

@@ -14,12 +14,13 @@ from hf_spec.core.verify import HostResult
 from hf_spec.drafting.ngram import (
     WEIGHT_PER_NGRAM,
     Confidence,
+    Match,
     NgramIndex,
     continuation_tree,
 )
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
-Matches = list[tuple[int, int]]
+Matches = list[Match]
 Path = tuple[int, ...]
 
 
@@ -30,7 +31,7 @@ def rescan(tokens: list[int], smallest: int, largest: int, limit: int) -> Matche
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[len(tokens) - size :]:
                 found.setdefault(end, size)
-    return list(found.items())[:limit]
+    return [Match(end, size) for end, size in found.items()][:limit]
 
 
 def sequence(rng: random.Random, length: int, alphabet: int) -> list[int]:
@@ -97,9 +98,9 @@ def probabilities(
     tokens: list[int], matches: Matches, depth: int, first: float, deeper: float
 ) -> dict[Path, float]:
     """Estimated probability of every candidate path."""
-    shares = [WEIGHT_PER_NGRAM**size / (1 + order) for order, (_, size) in enumerate(matches)]
+    shares = [WEIGHT_PER_NGRAM**size / (1 + order) for order, (_, size, _) in enumerate(matches)]
     result: dict[Path, float] = {}
-    for (end, _), share in zip(matches, shares):
+    for (end, _, _), share in zip(matches, shares):
         copied = continuation(tokens, end, depth)
         for level in range(1, depth + 1):
             path = tuple(copied[:level])
@@ -161,7 +162,7 @@ def test_equally_probable_nodes_still_form_a_tree() -> None:
     for _ in range(1000):
         confidence.observe(1, 5, 5)
     assert confidence.deeper == 1.0
-    row = continuation_tree([1, 2, 3, 1], [(1, 1)], 6, 3, confidence)
+    row = continuation_tree([1, 2, 3, 1], [Match(1, 1)], 6, 3, confidence)
     assert (row.parents, row.tokens) == ([-1, 0, 1, 2], [1, 2, 3, 1])
 
 
@@ -200,8 +201,9 @@ def state_of(rows: list[list[int]], active: list[bool], max_depth: int) -> Any:
     """As much of a DecodeState as drafting looks at."""
     root = torch.tensor([row[-1] for row in rows])
     return SimpleNamespace(
-        tokens=rows, active=active, max_depth=max_depth, root=root, batch_size=len(rows)
-    )
+        tokens=rows, active=active, max_depth=max_depth, root=root, batch_size=len(rows),
+        model=None,
+    )  # fmt: skip
 
 
 def test_rows_are_drafted_for_themselves() -> None:

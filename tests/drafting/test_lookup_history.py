@@ -1,0 +1,131 @@
+"""Option ``lookup_history``: lookups in the answers of earlier calls."""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from adapter_oracle import lent
+from conftest import plainly, prompt, ragged
+
+import hf_spec
+from hf_spec.drafting.lookup import History, SequenceLookup
+from hf_spec.drafting.ngram import Limits
+from hf_spec.drafting.options import DraftOptions
+from hf_spec.methods.registry import methods
+
+LONG = {"max_new_tokens": 40, "do_sample": False}
+
+
+def found(history: History, tokens: list[int], **limits: int) -> list[list[int]]:
+    """What follows each match, up to the end of its answer."""
+    return [
+        list(match.source[match.end : match.source.index(-1, match.end)])
+        for match in history.matches(tokens, Limits(**limits))
+        if match.source is not None
+    ]
+
+
+def test_the_longest_and_latest_come_first() -> None:
+    history = History(100)
+    history.add([[1, 2, 3, 4], [9, 3, 5], [2, 3, 6]])
+    assert found(history, [7, 2, 3]) == [[6], [4], [5]]
+    assert found(history, [7, 2, 3], max_matches=1) == [[6]]
+    assert found(history, [7, 2, 3], min_ngram=2) == [[6], [4]]
+    assert found(history, [7, 2, 3], max_ngram=1) == [[6], [5], [4]]
+    assert found(history, [2, 3, 6]) == [[]] and found(history, [8]) == []
+
+
+def test_a_draft_ends_with_the_answer_that_it_continues() -> None:
+    history = History(100)
+    history.add([[1, 2, 3], [4, 5]])
+    lookup = SequenceLookup(Limits(), history)
+    assert lookup.lookup([8, 1], 9).tokens == [1, 2, 3]
+    assert lookup.lookup([8, 3], 9).tokens == [3]
+
+
+def test_the_sequence_itself_comes_before_answers() -> None:
+    history = History(100)
+    history.add([[5, 7]])
+    row = SequenceLookup(Limits(max_depth=1), history).lookup([5, 6, 5], 9)
+    assert row.tokens == [5, 6, 7] and row.probs[1] > row.probs[2]
+    history.add([[6, 5, 8]])  # a longer match
+    row = SequenceLookup(Limits(max_depth=1), history).lookup([5, 6, 9, 6, 5], 9)
+    assert row.tokens[1] == 8
+
+
+def test_the_oldest_answers_are_dropped() -> None:
+    history, rng = History(50), random.Random(0)
+    for number in range(40):
+        history.add([[100 + number, *(rng.randrange(90) for _ in range(9))]])
+        known, index = history._parts
+        assert min(11 * (number + 1), 50) <= len(known) <= 100
+        assert found(history, [100 + number])[0] == known[-10:-1]
+    assert found(history, [100]) == []
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "layer_skip", "medusa"])
+def test_a_repeated_answer_takes_fewer_steps(name: str, fresh: Any) -> None:
+    """And the output stays that of plain generation."""
+    method, model, batch = methods()[name], fresh("llama"), ragged()
+    wanted = plainly(model, **batch, **LONG)
+    options = {"drafting": "always", "lookup_history": 1000}
+    if name != "prompt_lookup":
+        options |= {"lookup": True}
+    if name == "layer_skip":
+        options |= {"skip_attention": [0], "skip_mlp": [], "max_draft": 3}
+    steps = []
+    with lent(model, method.adapter_config(), random=False) if name == "medusa" else nullcontext():
+        for _ in range(2):
+            out = model.generate(**batch, **LONG, assistant_strategy=name, assistant_kwargs=options)
+            assert out.tolist() == wanted.tolist()
+            steps.append(hf_spec.last_stats(model).num_steps)
+    assert steps[1] < 0.7 * steps[0]
+
+
+def test_calls_without_the_option_neither_add_nor_search(fresh: Any) -> None:
+    model, ids = fresh("llama"), prompt()
+    steps = []
+    for size in (0, 0, 500, 0, 500):
+        model.generate(
+            ids, **LONG, assistant_strategy="prompt_lookup",
+            assistant_kwargs={"drafting": "always", "lookup_history": size},
+        )  # fmt: skip
+        steps.append(hf_spec.last_stats(model).num_steps)
+    assert len(set(steps[:4])) == 1 and steps[4] < steps[0]
+
+
+def test_threads_search_while_others_add() -> None:
+    history, wrong = History(200), []
+
+    def search() -> None:
+        for _ in range(300):
+            wrong.extend(one for one in found(history, [1]) if one not in ([2, 3], [4, 5, 6]))
+
+    def add() -> None:
+        for _ in range(300):
+            history.add([[1, 2, 3], [1, 4, 5, 6]])
+
+    threads = [threading.Thread(target=work) for work in (search, add, search, add)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and found(history, [1])[0] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"lookup_history": -1}, "lookup_history=-1"),
+        ({"lookup_history": 0.5}, "lookup_history=0.5"),
+        ({"lookup_history": 2**40}, "lookup_history"),
+        ({"lookup_history": 10, "lookup": False}, "lookup_history=10 with lookup=False"),
+    ],
+)
+def test_bad_values(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        DraftOptions(**options)
