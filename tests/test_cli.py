@@ -158,7 +158,7 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
         (["--strategies", "fastest"], "unknown strategy 'fastest'; choose from"),
         (["--strategies", ""], "no strategy is named; leave the option out"),
         (["--strategies", "transformers:assisted="], "unknown strategy"),
-        (["--dtype", "int3"], "--dtype 'int3': choose from auto, bfloat16"),
+        (["--dtype", "int3"], "--dtype 'int3': choose from native, auto, bfloat16"),
         (["--batch-size", "0"], "--batch-size '0': must be numbers from 1"),
         (["--limit", "0"], "--limit"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),

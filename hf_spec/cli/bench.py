@@ -15,7 +15,7 @@ from hf_spec.cli.common import (
     progress_bar,
     stop_without,
 )
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import NATIVE, load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
 DEFAULT_BACKEND, DEFAULT_STRATEGY = "inductor", "prompt_lookup"
@@ -34,7 +34,7 @@ def bench(
     ] = None,
     adapter: opt.Adapters = None,
     strategy_kwargs: opt.KwargsByName = None,
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = NATIVE,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,

@@ -9,6 +9,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
+from hf_spec.model.loading import NATIVE
 
 DEFAULT_OUTPUT = Path("hf-spec-demo")
 #: Lines of the prompt and of the continuation that are shown.
@@ -22,7 +23,7 @@ def demo(
     ] = DEFAULT_OUTPUT,
     limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = NATIVE,
     show_steps: Annotated[
         bool,
         typer.Option("--show-steps", help="Show which step emitted what of the sample text."),

@@ -17,7 +17,7 @@ from hf_spec.cli.common import (
     single_strategy,
 )
 from hf_spec.files import exclusive
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import NATIVE, load_model, native_dtype
 
 DEFAULT_STRATEGY = "prompt_lookup"
 #: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
@@ -50,7 +50,7 @@ def distill(
     adapter: Annotated[
         str | None, typer.Option(help="Adapter folder or repository that the strategy uses.")
     ] = None,
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -82,6 +82,7 @@ def distill(
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
     require("train", "accelerate", "datasets")
     chosen, files = work.read_sources(prompts, limit)
+    dtype = native_dtype(device) if dtype == NATIVE else dtype
     settings = work.Settings(
         model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
         batch_size=batch_size, strategy=contender.kwargs.get("assistant_strategy"),

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.core.checks import check_count, check_range
+from hf_spec.model.loading import NATIVE
 
-DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+DTYPES = (NATIVE, "auto", "bfloat16", "float16", "float32", "float64")
 
 
 def _known(dtype: str) -> str:
@@ -30,7 +31,14 @@ def use_threads(threads: int | None) -> int | None:
 
 
 Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
-Dtype = Annotated[str, typer.Option(callback=_known, help=f"One of {', '.join(DTYPES)}.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        callback=_known,
+        help=f"One of {', '.join(DTYPES)}. auto: the checkpoint's. native: bfloat16, or float32 on "
+        "a CPU that has no instructions for it.",
+    ),
+]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]

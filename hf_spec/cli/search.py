@@ -10,7 +10,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import NATIVE, load_model
 
 if TYPE_CHECKING:
     from hf_spec.bench.prompts import Prompt
@@ -36,7 +36,7 @@ def search(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = NATIVE,
     max_draft: Annotated[
         int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")
     ] = 12,

@@ -12,7 +12,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, require
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import NATIVE, load_model
 
 
 def train(
@@ -42,7 +42,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = (
         False
     ),
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
     list_fields: Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
-from hf_spec.model.loading import load_adapters, load_model
+from hf_spec.model.loading import NATIVE, load_adapters, load_model
 
 if TYPE_CHECKING:
     from hf_spec.decoding.strategy import Strategy
@@ -33,7 +33,7 @@ def tune(
     batch_size: Annotated[
         str, typer.Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")
     ] = "1",
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:  # fmt: skip

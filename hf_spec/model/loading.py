@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any, Protocol
 
 from hf_spec.core.checks import first_line
 
+logger = logging.getLogger(__name__)
+
+#: Instead of a dtype: the one of :func:`native_dtype`.
+NATIVE = "native"
 #: A model's folder has one of these, the second one if it is an adapter of PEFT.
 CONFIGS = ("config.json", "adapter_config.json")
 
@@ -33,7 +38,7 @@ def load_model(
 
     Args:
         path: a folder, or a repository on the Hub.
-        dtype: name of a dtype, or ``auto``.
+        dtype: name of a dtype, ``auto`` for the checkpoint's, or ``native``.
         device: None for an accelerator if there is one.
         attn_implementation: None for the model's own.
         adapters: see :func:`load_adapters`.
@@ -44,17 +49,15 @@ def load_model(
     import torch
     from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     if is_path(path) and not Path(path).is_dir():
         raise ValueError(f"cannot load model {path!r}: there is no such folder")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in CONFIGS):
         raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
 
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = "cpu" if accelerator is None else accelerator.type
-    logging.disable_progress_bar()
+    dtype, device = native_dtype(device) if dtype == NATIVE else dtype, chosen_device(device)
+    disable_progress_bar()
     # Its retries would bury the one line that says what is wrong.
     hub_logging.set_verbosity_error()
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -66,6 +69,36 @@ def load_model(
         raise ValueError(f"cannot load model {path!r}: {first_line(error)}") from error
     load_adapters(model.eval(), adapters)
     return model, tokenizer
+
+
+def chosen_device(device: str | None) -> str:
+    """The device, or if it is None an accelerator if there is one."""
+    import torch
+
+    if device is not None:
+        return device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def native_dtype(device: str | None) -> str:
+    """``bfloat16``; on a CPU without instructions for it ``float32``, as the log then says.
+
+    Args:
+        device: None for an accelerator if there is one.
+    """
+    import torch
+
+    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    on_cpu = chosen_device(device).startswith("cpu") and torch.backends.mkldnn.is_available()
+    if not on_cpu or known is None or known():
+        return "bfloat16"
+    logger.warning(
+        "This CPU has no instructions for bfloat16 (AVX-512 or AMX), in which products of several "
+        "tokens take about ten times as long as in float32: the model runs in float32. "
+        "--dtype bfloat16 forces the other."
+    )
+    return "float32"
 
 
 def load_adapters(model: Any, adapters: Iterable[NamedAdapter]) -> None:
