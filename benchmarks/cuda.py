@@ -266,7 +266,7 @@ def _graphs(details: Row) -> Row:
 def _waits(device: torch.device, call: Callable[[], list[Row]]) -> float | str:
     """How often PyTorch waits for the device, per step of a call; its prefill counts, too.
 
-    Explicit synchronisations are not among them.
+    Explicit synchronizations are not among them.
     """
     if device.type != "cuda":
         return NOT_HERE

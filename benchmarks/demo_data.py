@@ -1,7 +1,7 @@
 """The data of the demo: sources of Transformers for the training of its model, and its prompts.
 
 ``python benchmarks/demo_data.py`` writes ``hf_spec/demo/prompts.jsonl`` from the installed
-Transformers (5.24 for the shipped file; its licence is Apache-2.0, as ours): beginnings of classes
+Transformers (5.24 for the shipped file; its license is Apache-2.0, as ours): beginnings of classes
 of models whose code the demo model has never seen. As many models of Transformers are much alike,
 much of this code is like code that it has seen.
 """
@@ -40,7 +40,7 @@ def modeling_files(held_out: bool = False) -> list[Path]:
 
 
 def read_source(path: Path) -> str:
-    """The text of a source file without the comments at its beginning, which are its licence."""
+    """The text of a source file without the comments at its beginning, which are its license."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return "".join(dropwhile(lambda line: line.startswith("#") or not line.strip(), lines))
 

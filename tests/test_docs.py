@@ -151,3 +151,36 @@ def test_tables_of_models() -> None:
     assert "| `git` | `prompt_lookup`, without padding |" in made
     assert "| `bert` | `prompt_lookup` | layers without an MLP" in made
     assert "| `xlm` | XLM: a \\| b |" in made and made.endswith("Not built tiny: `blt`.\n")
+
+
+def test_docstrings_on_the_site_have_no_roles_and_an_entry_for_each_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    docstrings = importlib.import_module("docstrings")
+    text = "See :meth:`a` and :class:`~b.c.D`.\n\nAttributes:\n    x, y: one\n        more.\n    z: two.\n"
+    assert docstrings.plain(text) == (
+        "See `a` and `D`.\n\nAttributes:\n    x: one\n        more.\n    y: see `x`.\n    z: two.\n"
+    )
+
+
+def test_the_site_links_to_the_repository_that_setup_cfg_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    site = importlib.import_module("site_hooks")
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    (tmp_path / "setup.cfg").write_text("[metadata]\nname = x\n")
+    assert site.repository() is None
+    urls = "[metadata]\nproject_urls =\n    Docs = https://d\n    Source = https://host/a/b\n"
+    (tmp_path / "setup.cfg").write_text(urls)
+    assert site.repository() == "https://host/a/b"
+
+
+def test_the_picture_of_steps_shows_the_tour() -> None:
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "steps.svg").read_text())
+    tour = (DOCS / "tour.ipynb").read_text()
+    for name, row in (("plain generate", "plain"), ("medusa", "medusa")):
+        [title] = [text for text in shown if text.startswith(f"{name}: ")]
+        tokens, steps = map(int, re.findall(r"\d+", title))
+        assert tokens == 46 and re.search(rf"{row} +{steps} +\d", tour)

@@ -28,11 +28,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEMO = Path(hf_spec.demo.__file__).parent
 #: What the examples call models and adapters, and what that is here.
 FOLDERS = {
-    "Qwen/Qwen3-0.6B": "model", "org/model": "model", "org/name": "adapters/medusa",
+    "org/model": "model", "org/name": "adapters/medusa",
     "org/model-propd": "adapters/propd", "medusa": "adapters/medusa", "space": "adapters/space",
     "M": "model", "DIR": "adapters/medusa", "skip": "adapters/layer_skip",
     "small-ppd": "adapters/ppd",
 }  # fmt: skip
+#: A model for chats: the demo model with this template.
+CHAT = "Qwen/Qwen3-0.6B"
+TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
 PARSER = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
 
 
@@ -47,6 +50,10 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, target in FOLDERS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(DEMO / target)
+    (tmp_path / CHAT).mkdir(parents=True)
+    for file in (DEMO / "model").iterdir():
+        (tmp_path / CHAT / file.name).symlink_to(file)
+    (tmp_path / CHAT / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers" / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n')
     monkeypatch.chdir(tmp_path)

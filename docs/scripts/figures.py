@@ -1,7 +1,8 @@
 """Draws the figures of the documentation as SVG: ``python docs/scripts/figures.py``.
 
 Schemes are drawn from code; the speeds in ``speed.svg`` are read from the table in
-docs/inside/benchmarks.md, so that the picture cannot say anything else.
+docs/inside/benchmarks.md, so that the picture cannot say anything else. ``steps.svg`` is what the
+demo model writes, as in docs/tour.ipynb.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "hf_spec", "font
 
 from matplotlib import pyplot as plt  # noqa: E402
 
+from step_plots import plot_texts  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+import hf_spec  # noqa: E402, F401
+from hf_spec.demo.demo import model_folder  # noqa: E402
+from hf_spec.demo.steps import StepStreamer  # noqa: E402
 from hf_spec.files import write_atomically  # noqa: E402
 
 DOCS = Path(__file__).parent.parent
 BENCHMARKS = DOCS / "inside" / "benchmarks.md"
 FILLS = {
-    "token": "#dcdcdc", "root": "#8fb7e8", "candidate": "#cfe2f9", "probe": "#f7d08a",
+    "token": "#dcdcdc", "root": "#8fb7e8", "draft": "#cfe2f9", "probe": "#f7d08a",
     "learned": "#f3b6a6", "gone": "#ffffff", "model": "#e8e3f3", "plain": "#ffffff",
 }  # fmt: skip
 #: Rows of the benchmark table that ``speed.svg`` shows, and what they are called there.
@@ -81,15 +88,15 @@ def prompt_lookup() -> Scheme:
     words = ("the", "cat", "sat", ".", "the", "cat", "ran", ".", "the", "cat")
     tokens = scheme.row(0.2, 2, words)
     scheme.text(2.6, 2.9, "prompt and output so far")
-    first = scheme.row(11.2, 2.9, ["ran", ".", "the"], "candidate")
-    second = scheme.row(11.2, 1.1, ["sat", ".", "the"], "candidate")
+    first = scheme.row(11.2, 2.9, ["ran", ".", "the"], "draft")
+    second = scheme.row(11.2, 1.1, ["sat", ".", "the"], "draft")
     for child in (first[0], second[0]):
         scheme.arrow(tokens[-1], child)
     for start, end, bend in ((tokens[6], first[0], -0.25), (tokens[2], second[0], 0.2)):
         up = 0.36 if bend < 0 else -0.36
         scheme.arrow((start[0], start[1] + up), (end[0], end[1] + up), bend=bend, gap=2)
     scheme.text(9.2, 4.2, "what followed the last tokens before")
-    scheme.text(12.6, 2.0, "candidates")
+    scheme.text(12.6, 2.0, "draft tokens")
     return scheme
 
 
@@ -101,7 +108,7 @@ def layer_skip() -> Scheme:
             kind = "gone" if layer in skipped else "model"
             scheme.box(x, 0.9 + layer * 0.78, f"layer {layer + 1}", kind, width=2.4)
         scheme.text(x + 1.2, 5.4, title)
-    drafted = scheme.row(3.1, 3.6, ["d1", "d2", "d3"], "candidate")
+    drafted = scheme.row(3.1, 3.6, ["d1", "d2", "d3"], "draft")
     scheme.arrow(drafted[-1], (7.2, 3.6))
     accepted = scheme.row(9.8, 3.6, ["d1", "d2"], "root")
     scheme.box(11.8, 3.6, "x", "token")
@@ -118,7 +125,7 @@ def tree_with_probes(scheme: Scheme, x: float, groups: Sequence[int], name: str)
     texts = ["root", "c1", "c2", "c3"]
     nodes = []
     for order, ((left, y), text, count) in enumerate(zip(places, texts, groups)):
-        node = scheme.box(left, y, text, "candidate" if order else "root")
+        node = scheme.box(left, y, text, "draft" if order else "root")
         for probe in range(count):
             right = left + 0.66 * (probe + 0.2)
             scheme.box(right, y - 0.86, f"{name}{probe + 1}", "probe", width=0.6)
@@ -178,7 +185,7 @@ def medusa() -> Scheme:
         "sat": (10.6, 3.6), "ran": (10.6, 1.6),
         "on": (12.2, 4.2), "by": (12.2, 3.0), "to": (12.2, 1.6),
     }  # fmt: skip
-    made = {text: scheme.box(x, y, text, "candidate") for text, (x, y) in nodes.items()}
+    made = {text: scheme.box(x, y, text, "draft") for text, (x, y) in nodes.items()}
     for start, end in ((root, "sat"), (root, "ran"), (made["sat"], "on"), (made["sat"], "by")):
         scheme.arrow(start, made[end])
     scheme.arrow(made["ran"], made["to"])
@@ -197,9 +204,9 @@ def eagle3() -> Scheme:
     for order, (token, drafted) in enumerate((("root", "d1"), ("d1", "d2"), ("d2", "d3"))):
         x = 6.2 + order * 3.1
         box = scheme.box(x, 2.6, "decoder", "learned", width=2.0)
-        scheme.box(x + 0.58, 1.0, token, "candidate" if order else "root")
+        scheme.box(x + 0.58, 1.0, token, "draft" if order else "root")
         scheme.arrow((box[0], 1.4), (box[0], 2.2), gap=1)
-        scheme.box(x + 0.58, 4.3, drafted, "candidate")
+        scheme.box(x + 0.58, 4.3, drafted, "draft")
         scheme.arrow((box[0], 3.0), (box[0], 3.9), gap=1)
         scheme.arrow((x - 0.9, 2.6), (x, 2.6), gap=1)
     scheme.text(10.3, 0.3, "its own output stands for states that the model has yet to compute")
@@ -222,7 +229,7 @@ def block(markov: bool) -> Scheme:
         x, y = inputs[place]
         scheme.arrow((x, y + 0.3), (x, 2.6), gap=2)
         scheme.arrow((x, 3.2), (x, 4.0), gap=2)
-        scheme.box(x - 0.42, 4.3, f"t+{order + 2}", "candidate")
+        scheme.box(x - 0.42, 4.3, f"t+{order + 2}", "draft")
         if markov and order:
             scheme.arrow((x - 1, 4.6), (x, 4.6), bend=-0.7, gap=2)
     if markov:
@@ -245,14 +252,14 @@ def propd() -> Scheme:
     for layer in range(2):
         scheme.box(0.4, 0.8 + layer * 0.8, "early layers", "model", width=6.6)
     scheme.row(0.6, 2.6, nodes[:1], "root")
-    scheme.row(1.6, 2.6, nodes[1:], "candidate")
+    scheme.row(1.6, 2.6, nodes[1:], "draft")
     head = scheme.box(8.2, 2.6, "early head", "learned", width=2.4)
     scheme.arrow((6.5, 2.6), (head[0] - 1.2, 2.6), gap=2)
     scheme.text(9.4, 1.8, "drops the unlikely", fontsize=9)
     for layer in range(2):
         scheme.box(0.4, 4.3 + layer * 0.8, "other layers", "model", width=6.6)
     for order, node in enumerate(nodes):
-        kind = "gone" if node in ("c2", "c4", "c5") else "root" if node == "root" else "candidate"
+        kind = "gone" if node in ("c2", "c4", "c5") else "root" if node == "root" else "draft"
         scheme.box(0.6 + order, 3.45, node, kind)
     scheme.text(9.4, 3.45, "what is left runs on")
     return scheme
@@ -271,7 +278,7 @@ def mtp() -> Scheme:
     scheme.box(0.3, 2.6, "MTP layer", "learned", width=3.0)
     right = 3.3
     for name in ("t5?", "t6?", "t7?"):
-        made = scheme.box(right + 0.9, 1.0, name, "candidate")
+        made = scheme.box(right + 0.9, 1.0, name, "draft")
         scheme.arrow((right, 2.4), (made[0], 1.4), gap=2)
         if name != "t7?":
             scheme.arrow((right, 2.6), (right + 2.2, 2.6), gap=2)
@@ -288,13 +295,13 @@ def draft_model() -> Scheme:
     for layer in range(2):
         scheme.box(3.0, 2.0 + layer * 0.76, "assistant", "learned", width=2.4)
     scheme.arrow(text[-1], (3.0, 2.3))
-    first = scheme.box(6.4, 3.2, "sat", "candidate")
-    other = scheme.box(6.4, 1.4, "ran", "candidate")
+    first = scheme.box(6.4, 3.2, "sat", "draft")
+    other = scheme.box(6.4, 1.4, "ran", "draft")
     scheme.arrow((5.4, 2.4), first, gap=10)
     scheme.arrow((5.4, 2.4), other, gap=10)
     for parent, words, y in ((first, ("on", "."), 3.2), (other, ("to",), 1.4)):
         for order, word in enumerate(words):
-            scheme.arrow(parent, scheme.box(8.0, y + 0.5 - 0.9 * order, word, "candidate"))
+            scheme.arrow(parent, scheme.box(8.0, y + 0.5 - 0.9 * order, word, "draft"))
     for layer in range(5):
         scheme.box(10.4, 0.8 + layer * 0.76, "model", "model", width=2.4)
     scheme.arrow((8.9, 2.4), (10.4, 2.4), gap=6)
@@ -329,6 +336,24 @@ def architecture() -> Scheme:
     return scheme
 
 
+def steps() -> Scheme:
+    """The tour's text, plain and with Medusa's heads, in a color for each step."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype="float32")
+    tok = AutoTokenizer.from_pretrained(model_folder())
+    model.load_adapter(str(model_folder().parent / "adapters" / "medusa"))
+    prompt = (
+        "class TourMLP(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+    )
+    inputs = tok(f"{prompt}        self.config = config\n", return_tensors="pt")
+    always = {"assistant_strategy": "medusa", "assistant_kwargs": {"drafting": "always"}}
+    runs = {}
+    for name, strategy in (("plain generate", {}), ("medusa", always)):
+        streamer = StepStreamer()
+        model.generate(**inputs, max_new_tokens=46, do_sample=False, streamer=streamer, **strategy)
+        runs[name] = streamer.steps
+    return drawn(plot_texts(tok, runs, width=46))
+
+
 def speed() -> Scheme:
     """Speed of every strategy over plain generate, from the table of the defaults."""
     names, rows = read_speeds(BENCHMARKS.read_text())
@@ -342,9 +367,14 @@ def speed() -> Scheme:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(0, max(map(max, rows.values())) * 1.18)
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.16))
-    drawn = Scheme.__new__(Scheme)
-    drawn.figure = figure
-    return drawn
+    return drawn(figure)
+
+
+def drawn(figure: Any) -> Scheme:
+    """A scheme of a figure that is drawn already."""
+    scheme = Scheme.__new__(Scheme)
+    scheme.figure = figure
+    return scheme
 
 
 def read_speeds(text: str) -> tuple[list[str], dict[str, list[float]]]:
@@ -374,7 +404,7 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float]]]:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        speed, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd,
+        speed, steps, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd,
         mtp, draft_model, dflash, dspark,
     )
 }  # fmt: skip

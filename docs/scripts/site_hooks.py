@@ -10,6 +10,7 @@ A page has a line ``<!-- generated: NAME ARGUMENT -->`` where something is put i
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import functools
 import inspect
@@ -18,6 +19,7 @@ import logging
 import re
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -28,11 +30,30 @@ import hf_spec
 from hf_spec.cli.main import app
 
 log = logging.getLogger("mkdocs.hooks.hf_spec")  # warnings of this logger fail a strict build
+ROOT = Path(__file__).parents[2]
 WIDTH = 96
 MEMBERS = (
     types.FunctionType, classmethod, staticmethod, property, functools.cached_property,
 )  # fmt: skip
 MARKER = re.compile(r"<!-- generated: (\w+) ?(\w*) -->")
+
+
+def on_config(config: Any) -> Any:
+    """The version beside the site's name, and a link to the repository if setup.cfg has its URL."""
+    config.site_name = f"{config.site_name} {hf_spec.__version__}"
+    if url := repository():
+        config.repo_url = url
+        config.repo_name = url.removeprefix("https://").partition("/")[2]
+    return config
+
+
+def repository() -> str | None:
+    """The source's URL of ``project_urls`` in setup.cfg, the one place that has it."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    lines = settings.get("metadata", "project_urls", fallback="").strip().splitlines()
+    urls = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in lines)
+    return next((urls[name] for name in ("Source", "Repository", "Homepage") if name in urls), None)
 
 
 def on_pre_build(config: Any) -> None:

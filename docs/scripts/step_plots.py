@@ -12,8 +12,8 @@ from hf_spec.bench.figures import new_figure
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.demo.steps import VerifiedTree, pieces
 
-#: Backgrounds of neighbouring steps.
-STEP_COLOURS = ("#a9dce3", "#fbe29a")
+#: Backgrounds of neighboring steps.
+STEP_COLORS = ("#a9dce3", "#fbe29a")
 ROOT, ACCEPTED, REJECTED, OWN = "#8fb7e8", "#a8dba0", "#ececec", "#ffffff"
 #: Size in points of a text's characters; width and height of a cell relative to it.
 POINTS, CELL_WIDTH, CELL_HEIGHT = 8, 0.602, 1.4
@@ -62,8 +62,8 @@ def plot_texts(
         axes.text(left, top + 0.5, title, weight="bold", **look)
         for step, line, column, text in placed[name]:
             place = left + column, top + 1 + line
-            colour = STEP_COLOURS[step % len(STEP_COLOURS)]
-            axes.add_patch(_rectangle(place, len(text), colour))
+            color = STEP_COLORS[step % len(STEP_COLORS)]
+            axes.add_patch(_rectangle(place, len(text), color))
             for offset, character in enumerate(text):  # widths of whole words would be rounded
                 if character != " ":
                     middle = place[0] + offset + 0.5, place[1] + 0.5
@@ -71,10 +71,10 @@ def plot_texts(
     return figure
 
 
-def _rectangle(place: tuple[float, float], width: int, colour: str) -> Any:
+def _rectangle(place: tuple[float, float], width: int, color: str) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle(place, width, 1, facecolor=colour, edgecolor="none")
+    return Rectangle(place, width, 1, facecolor=color, edgecolor="none")
 
 
 def _cells(texts: Sequence[str], width: int) -> Iterator[tuple[int, int, int, str]]:
@@ -116,8 +116,8 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
     labels = [_label(tokenizer, token) for token in step.tokens]
     if step.probabilities is not None:
         labels[1:] = [f"{label}\n{p:.2f}" for label, p in zip(labels[1:], step.probabilities[1:])]
-    colours = [ACCEPTED if node in accepted else REJECTED for node in range(len(tree))]
-    colours[0] = ROOT
+    colors = [ACCEPTED if node in accepted else REJECTED for node in range(len(tree))]
+    colors[0] = ROOT
     edges = [(tree.parents[node], node) for node in range(1, len(tree))]
 
     last = step.accepted[-1]
@@ -127,7 +127,7 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
     beside = [height for height, depth in zip(heights, depths) if depth == depths[own]]
     heights.append(min([heights[last] + 1, *beside]) - 1)
     labels.append(_label(tokenizer, step.emitted[-1]))
-    colours.append(OWN)
+    colors.append(OWN)
     edges.append((last, own))
 
     levels, span = max(depths) + 1, max(heights) - min(heights) + 1
@@ -153,7 +153,7 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
             depths[node], heights[node], label, parse_math=False, ha="center", va="center",
             family="monospace", fontsize=8, zorder=2,
             bbox={
-                "boxstyle": "round,pad=0.35", "facecolor": colours[node],
+                "boxstyle": "round,pad=0.35", "facecolor": colors[node],
                 "edgecolor": "0.35", "linestyle": style,
             },
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Drawn texts and trees: what stands where, in which colour."""
+"""Drawn texts and trees: what stands where, in which color."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from step_plots import (  # noqa: E402
     OWN,
     REJECTED,
     ROOT,
-    STEP_COLOURS,
+    STEP_COLORS,
     plot_texts,
     plot_tree,
 )
@@ -50,9 +50,9 @@ def test_the_background_changes_with_each_step() -> None:
     boxes = [(box.get_x(), box.get_y(), box.get_width()) for box in axes.patches]
     # The second text stands beside the first, 20 characters and a gap to the right.
     assert boxes == [(0, 1, 1), (1, 1, 1), (2, 1, 1), (0, 2, 1), (23, 1, 3), (23, 2, 1)]
-    colours = [box.get_facecolor() for box in axes.patches]
-    first, second = map(to_rgba, STEP_COLOURS)
-    assert colours == [first, second, first, second, first, second]
+    colors = [box.get_facecolor() for box in axes.patches]
+    first, second = map(to_rgba, STEP_COLORS)
+    assert colors == [first, second, first, second, first, second]
     # Every character stands in the middle of its cell.
     places = [text.get_position() for text in axes.texts if "steps" not in text.get_text()]
     assert places == [(x + i + 0.5, y + 0.5) for x, y, width in boxes for i in range(width)]
@@ -88,7 +88,7 @@ def boxes(axes) -> dict[str, tuple]:
     return {text.get_text(): text.get_bbox_patch().get_facecolor() for text in axes.texts}
 
 
-def test_nodes_have_token_probability_and_colour() -> None:
+def test_nodes_have_token_probability_and_color() -> None:
     (axes,) = plot_tree(TOKENIZER, step()).get_axes()
     assert axes.get_title() == "4 draft tokens, 3 tokens emitted"
     assert boxes(axes) == {
