@@ -1,7 +1,8 @@
 """Docstrings as the site's API page reads them: a griffe extension, which mkdocs.yml names.
 
 The package's docstrings refer to names by Sphinx' roles (``:meth:`merge```) and describe attributes
-that belong together on one line (``first, second: text``). Markdown and Google's style know neither.
+that belong together in one entry (``first, second: text``). Neither Markdown nor Google's style
+knows these.
 """
 
 from __future__ import annotations

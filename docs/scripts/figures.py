@@ -21,7 +21,6 @@ matplotlib.use("svg")
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "hf_spec", "font.size": 11}
 
 from matplotlib import pyplot as plt  # noqa: E402
-
 from step_plots import plot_texts  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
