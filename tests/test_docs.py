@@ -158,8 +158,8 @@ def test_docstrings_on_the_site_have_no_roles_and_an_entry_for_each_name(
 ) -> None:
     monkeypatch.syspath_prepend(DOCS / "scripts")
     docstrings = importlib.import_module("docstrings")
-    text = "See :meth:`a` and :class:`~b.c.D`.\n\nAttributes:\n    x, y: one\n        more.\n    z: two.\n"
-    assert docstrings.plain(text) == (
+    entries = "Attributes:\n    x, y: one\n        more.\n    z: two.\n"
+    assert docstrings.plain(f"See :meth:`a` and :class:`~b.c.D`.\n\n{entries}") == (
         "See `a` and `D`.\n\nAttributes:\n    x: one\n        more.\n    y: see `x`.\n    z: two.\n"
     )
 

@@ -403,8 +403,8 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float]]]:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        speed, steps, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd,
-        mtp, draft_model, dflash, dspark,
+        speed, steps, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3,
+        propd, mtp, draft_model, dflash, dspark,
     )
 }  # fmt: skip
 
