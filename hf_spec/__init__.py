@@ -15,7 +15,7 @@ from hf_spec.registration import register_when_possible
 if TYPE_CHECKING:
     from hf_spec.public import *  # noqa: F403 (all that its __all__ names)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

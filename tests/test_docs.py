@@ -184,3 +184,10 @@ def test_the_picture_of_steps_shows_the_tour() -> None:
         [title] = [text for text in shown if text.startswith(f"{name}: ")]
         tokens, steps = map(int, re.findall(r"\d+", title))
         assert tokens == 46 and re.search(rf"{row} +{steps} +\d", tour)
+
+
+def test_every_file_names_the_same_version() -> None:
+    citation = (DOCS.parent / "CITATION.cff").read_text()
+    changes = (DOCS.parent / "CHANGELOG.md").read_text()
+    assert re.search(r"^version: (\S+)$", citation, re.MULTILINE)[1] == hf_spec.__version__
+    assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == hf_spec.__version__

@@ -5,6 +5,7 @@ A page has a line ``<!-- generated: NAME ARGUMENT -->`` where something is put i
 
 * ``commands``: the help of every command of ``hf-spec``;
 * ``strategies``: a table of all strategies;
+* ``example NAME``: the program docs/examples/NAME.py;
 * ``fields NAME``: a table of the fields of a config or of the options that ``hf_spec`` exports.
 """
 
@@ -173,6 +174,11 @@ def fields(name: str) -> str:
     return "\n".join(rows)
 
 
+def example(name: str) -> str:
+    """A program of docs/examples."""
+    return f"```python\n{(ROOT / 'docs' / 'examples' / f'{name}.py').read_text().rstrip()}\n```"
+
+
 GENERATED: dict[str, Callable[..., str]] = {
-    "commands": commands, "strategies": strategies, "fields": fields,
+    "commands": commands, "strategies": strategies, "fields": fields, "example": example,
 }  # fmt: skip
