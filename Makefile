@@ -2,7 +2,7 @@
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
 #   make test-all  the same with every combination of parameters instead of every pair, the sweep,
-#                 servers, wheels and programs of others (lm-eval, TRL, DeepSpeed, xgrammar, outlines),
+#                 servers, wheels and programs of others (lm-eval, TRL, DeepSpeed, Gradio, ...),
 #                 which it installs
 #   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
 #   make sweep     every causal language model of Transformers with every strategy, and docs/guides/models.md
@@ -49,7 +49,7 @@ test: $(STAMP)
 # The programs are installed beside what CI has, and stay there.
 PROGRAMS = $(VENV)/.programs
 $(PROGRAMS): $(STAMP)
-	@echo 'lm-eval, TRL, DeepSpeed, xgrammar, outlines: 1 GB more of packages, which takes minutes'
+	@echo 'lm-eval, TRL, DeepSpeed, Gradio, xgrammar, outlines: 1 GB more of packages, which takes minutes'
 	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt -e '.[dev,programs]'
 	@touch $@
 

@@ -82,6 +82,11 @@ def test_a_notebook_is_a_page_of_its_cells_and_outputs(monkeypatch: pytest.Monke
     ]
 
 
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (DOCS / "reference" / "api.md").read_text()
+    assert set(re.findall(r"^::: hf_spec\.(\w+)$", page, re.MULTILINE)) == {*hf_spec.__all__}
+
+
 def test_every_public_name_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS / "scripts")
     site = importlib.import_module("site_hooks")
