@@ -157,7 +157,9 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
     [
         (["--strategies", "fastest"], "unknown strategy 'fastest'; choose from"),
         (["--strategies", ""], "no strategy is named; leave the option out"),
-        (["--strategies", "transformers:assisted="], "unknown strategy"),
+        (["--strategies", "transformers:assisted"], "'transformers:assisted' needs another model"),
+        (["--strategies", "draft_model"], "'draft_model' needs another model that drafts: give --a"),
+        (["--assistant", "/no", "--strategies", "prompt_lookup"], "no strategy here needs the assi"),
         (["--dtype", "int3"], "--dtype 'int3': choose from native, auto, bfloat16"),
         (["--batch-size", "0"], "--batch-size '0': must be numbers from 1"),
         (["--limit", "0"], "--limit"),
@@ -209,7 +211,7 @@ def test_a_folder_that_may_not_be_written_to(no_model, prompts, tmp_path, monkey
     ("more", "message"),
     [
         (["--strategies", "layer_skip"], "hf-spec: layer_skip: "),
-        (["--strategies", "transformers:assisted=/no"], "cannot load model '/no': there is no su"),
+        (["--assistant", "/no"], "cannot load model '/no': there is no su"),
         (["--device", "warp"], "cannot load model"),
         (["--model", "{prompts.parent}"], "the folder has no config.json"),
         (["--adapter", "{adapter}", "--strategies", "prompt_lookup"],

@@ -28,11 +28,18 @@ def bench(
         str | None,
         typer.Option(
             help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
-            "transformers:assisted=MODEL; NAME:LABEL for a strategy with options of its own.  "
-            "[default: those of the adapters, else prompt_lookup]"
+            "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
+            "those of the adapters, draft_model with --assistant, else prompt_lookup]"
         ),
     ] = None,
     adapter: opt.Adapters = None,
+    assistant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Smaller model that drafts, for draft_model and transformers:assisted: a folder "
+            "or repository, for the latter also an adapter's; repeatable."
+        ),
+    ] = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
     max_new_tokens: opt.NewTokens = 128,
@@ -86,8 +93,8 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
-      hf-spec bench --model LARGE --prompts P.jsonl \\
-          --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
+      hf-spec bench --model LARGE --prompts P.jsonl --assistant SMALL \\
+          --strategies draft_model,transformers:assisted
     """
     from hf_spec.bench import contenders as entries
     from hf_spec.bench.prompts import read_prompts, spread
@@ -98,21 +105,17 @@ def bench(
         raise ValueError("--backend needs --compile")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters = entries.read_adapters(adapter or ())
-    default = [adapter.strategy for adapter in adapters] or [DEFAULT_STRATEGY]
+    default = [adapter.strategy for adapter in adapters] + ["draft_model"] * bool(assistant)
+    default = default or [DEFAULT_STRATEGY]
     names = entries.parse_names(default if strategies is None else strategies)
     options = opt.parse_kwargs(strategy_kwargs or (), names)
-    # Only checks that every adapter is used; assistants are loaded later.
-    unassisted = [name for name in names if not name.startswith(entries.STOCK_ASSISTED)]
-    entries.contenders(unassisted, options, adapters)
+    # Only checks that everything is used; assistants are loaded later.
+    entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation, adapters)
-    assistants = {
-        name: _assistant(name.removeprefix(entries.STOCK_ASSISTED), loaded, tokenizer)
-        for name in names
-        if name not in unassisted
-    }
+    assistants = {name: _assistant(name, loaded, tokenizer) for name in assistant or ()}
     generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
     if repetition_penalty is not None:
         generate_kwargs["repetition_penalty"] = repetition_penalty
@@ -145,10 +148,10 @@ def bench(
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` that use ``path`` as Transformers' assistant model.
+    """Keyword arguments for ``generate`` that use ``path`` as the assistant model.
 
-    If ``path`` is an adapter folder, its base model is the assistant and drafts with the adapter's
-    strategy.
+    If ``path`` is an adapter folder, its base model is the assistant; in Transformers' assisted
+    decoding it drafts with the adapter's strategy.
     """
     from hf_spec.bench.contenders import read_adapters
     from hf_spec.hub.folder import CONFIG, read_json
