@@ -157,9 +157,9 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
     [
         (["--strategies", "fastest"], "unknown strategy 'fastest'; choose from"),
         (["--strategies", ""], "no strategy is named; leave the option out"),
-        (["--strategies", "transformers:assisted"], "'transformers:assisted' needs another model"),
-        (["--strategies", "draft_model"], "'draft_model' needs another model that drafts: give --a"),
-        (["--assistant", "/no", "--strategies", "prompt_lookup"], "no strategy here needs the assi"),
+        (["--strategies", "transformers:assisted"], "needs another model that drafts"),
+        (["--strategies", "draft_model"], "'draft_model' needs another model that drafts"),
+        (["--assistant", "/no", "--strategies", "bita"], "no strategy here needs the assistant"),
         (["--dtype", "int3"], "--dtype 'int3': choose from native, auto, bfloat16"),
         (["--batch-size", "0"], "--batch-size '0': must be numbers from 1"),
         (["--limit", "0"], "--limit"),

@@ -11,6 +11,7 @@ from transformers import CompileConfig
 
 import hf_spec
 from hf_spec.core.checks import first_line
+from hf_spec.drafting.options import AUTO
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.loading import is_path
 
@@ -117,8 +118,8 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     known = hf_spec.strategies()
     result = dict.fromkeys(item.strip() for item in listed)
     for name in result:
-        if strategy_of(name) not in (*known, PLAIN_NAME, STOCK_LOOKUP, STOCK_ASSISTED):
-            choices = ", ".join([*known, STOCK_LOOKUP, STOCK_ASSISTED])
+        if strategy_of(name) not in (*known, AUTO, PLAIN_NAME, STOCK_LOOKUP, STOCK_ASSISTED):
+            choices = ", ".join([*known, AUTO, STOCK_LOOKUP, STOCK_ASSISTED])
             raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
     return [name for name in result if name != PLAIN_NAME]
 
@@ -132,7 +133,7 @@ def needs_assistant(name: str) -> bool:
     """Whether another model drafts for the contender of this name."""
     strategy = strategy_of(name)
     return strategy == STOCK_ASSISTED or (
-        not strategy.startswith(STOCK) and get_method(strategy).needs_assistant
+        strategy in methods() and get_method(strategy).needs_assistant
     )
 
 
@@ -203,7 +204,8 @@ def contenders(
             result.append(alone)
         for adapter in fitting:
             label = name if len(fitting) == 1 else f"{name}@{Path(adapter.path).name}"
-            kwargs = ours(strategy, {**adapter.options, **given})
+            stored = {} if strategy == AUTO else adapter.options  # which it finds itself
+            kwargs = ours(strategy, {**stored, **given})
             active = [adapter, *_companions(kwargs, adapters)]
             plain = next((_baseline(a).name for a in active if a.changes_model), PLAIN_NAME)
             result.append(Contender(label, kwargs, tuple(a.name for a in active), baseline=plain))
@@ -238,7 +240,7 @@ def _with_each(alone: Contender, assistants: Mapping[str, dict[str, Any]]) -> li
 
 
 def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
-    return [adapter for adapter in adapters if adapter.strategy == strategy]
+    return [adapter for adapter in adapters if strategy in (adapter.strategy, AUTO)]
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
@@ -247,6 +249,8 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     Raises:
         ValueError: there is no such adapter, or more than one.
     """
+    if kwargs["assistant_strategy"] == AUTO:
+        return []
     method = get_method(kwargs["assistant_strategy"])
     options = method.parse_options(kwargs.get("assistant_kwargs"))
     wrapped = methods().get(getattr(options, method.wraps)) if method.wraps else None

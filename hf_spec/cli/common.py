@@ -35,7 +35,8 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     """The strategy of a command that runs only one; None for plain ``generate``.
 
     Args:
-        name: value of ``--strategy``; None for the strategy of the only adapter, else ``default``.
+        name: value of ``--strategy``, which may be ``auto``; None for the strategy of the only
+            adapter, else ``default``.
         adapters: the adapters that are given.
         default: a strategy, or `NO_STRATEGY`.
 
@@ -43,14 +44,17 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
         ValueError: it is unknown, or its adapter is missing.
     """
     import hf_spec
+    from hf_spec.drafting.options import AUTO
     from hf_spec.methods.registry import get_method
 
     name = name or (adapters[0].strategy if len(adapters) == 1 else default)
     if name == NO_STRATEGY:
         return None
     known = hf_spec.strategies()
+    if name == AUTO:
+        return name
     if name not in known:
-        choices = ", ".join([NO_STRATEGY, *known])
+        choices = ", ".join([NO_STRATEGY, AUTO, *known])
         raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
     if get_method(name).needs_adapter and all(one.strategy != name for one in adapters):
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")

@@ -25,6 +25,7 @@ class SpecStats:
     ``print`` shows a summary without ``details``.
 
     Attributes:
+        strategy: name of the strategy; empty if several are added up.
         num_steps: forward passes of the full model, the prefill included.
         num_row_steps: the same, counted once per unfinished sequence.
         num_generated_tokens: emitted tokens of all sequences.
@@ -40,6 +41,7 @@ class SpecStats:
         details: reports of the drafter and the policy.
     """
 
+    strategy: str = ""
     num_steps: int = 0
     num_row_steps: int = 0
     num_generated_tokens: int = 0
@@ -132,6 +134,8 @@ class SpecStats:
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name == "details":
                 self.details = {**mine, **theirs}
+            elif item.name == "strategy":
+                self.strategy = theirs if mine in ("", theirs) else ""
             elif isinstance(mine, dict):
                 setattr(self, item.name, Counter(mine) + Counter(theirs))
             else:

@@ -66,7 +66,7 @@ def decode(
     strategy = Strategy.of(model, config, unsure, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
     acceptance = Acceptance(config, strategy.options, scorer)
-    stats = SpecStats()
+    stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
 
     handover = Handover(

@@ -24,7 +24,7 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import ADAPTIVE, DraftOptions
+from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,9 @@ class Method:
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter.
+        included: given a model, loads what its own checkpoint has for the method, without which it
+            does not work; raises a ValueError, which says why, if there is nothing. None if it
+            needs no such thing.
         needs_assistant: whether the call's assistant model drafts, which is then the third argument
             of ``drafter``.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
@@ -125,6 +128,7 @@ class Method:
     adapter_module: type[Adapter] | None = None
     objective: Objective | None = None
     needs_adapter: bool = False
+    included: Callable[[Any], Any] | None = None
     needs_assistant: bool = False
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
@@ -271,6 +275,7 @@ def get_method(name: str) -> Method:
     """
     if not isinstance(name, str) or name not in methods():
         raise ValueError(
-            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}."
+            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}, or "
+            f"{AUTO!r}."
         )
     return methods()[name]
