@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from tiny_checkpoint import save_checkpoint, write_prompts
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
+from hf_spec.bench.prompts import BUNDLED, read_prompts
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "tune",
@@ -115,6 +117,20 @@ def test_bench_with_an_adapter(checkpoint, prompts, tmp_path, capsys):
     assert set(rows) == {"plain", "layer_skip"}  # the adapter's strategy, without naming it
     assert rows["layer_skip"]["identical"] == 3
     assert rows["layer_skip"]["stats"]["num_draft_forwards"] > 0
+
+
+def test_bench_without_a_file_takes_prompts_of_its_own(checkpoint, tmp_path, capsys):
+    command = ["bench", "--model", str(checkpoint), "--limit", "6", "--max-new-tokens", "2"]
+    more = ["--device", "cpu", "--dtype", "float32", "--output", str(tmp_path), "--by-task"]
+    assert cli.main([*command, *more]) == 0
+    printed = capsys.readouterr().out
+    assert "measure yours with --prompts FILE" in printed
+    tasks = {row["task"] for row in json.loads((tmp_path / "results.json").read_text())["runs"]}
+    assert tasks == {"question", "writing", "math", "code", "summary", "editing", "all"}
+    assert all(task in printed for task in tasks)
+    assert Counter(one.category for one in read_prompts(BUNDLED)) == dict.fromkeys(
+        tasks - {"all"}, 4
+    )
 
 
 def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:

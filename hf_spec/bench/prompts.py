@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from hf_spec.data import (
     read,
 )
 
+#: Prompts for those who bring none: four of each of six tasks, written for this package.
+BUNDLED = Path(str(files("hf_spec.bench") / "prompts.jsonl"))
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
 

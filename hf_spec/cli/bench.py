@@ -23,7 +23,13 @@ DEFAULT_BACKEND, DEFAULT_STRATEGY = "inductor", "prompt_lookup"
 
 def bench(
     model: opt.Model,
-    prompts: Annotated[Path, typer.Option(help=f"{opt.PROMPTS}, and optionally category.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"{opt.PROMPTS}, and optionally category.  [default: 24 of our own, four of each "
+            "of six tasks]"
+        ),
+    ] = None,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -75,17 +81,21 @@ def bench(
             help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"
         ),
     ] = None,
+    by_task: Annotated[
+        bool, typer.Option("--by-task", help="Print a row for each task, too.")
+    ] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure strategies against plain generate.
 
     All run in one process and take turns prompt by prompt. Prints a table and writes results.json.
-    Prompts longer than the model's context are cut at the beginning, and counted. Batches never mix
-    categories.
+    The chat template is applied if the tokenizer has one. Prompts longer than the model's context
+    are cut at the beginning, and counted. Batches never mix categories.
 
     \b
     Examples:
-      hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26
+      hf-spec bench --model Qwen/Qwen3-0.6B
+      hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26 --by-task
       hf-spec bench --model M --prompts P.jsonl \\
           --strategies prompt_lookup,transformers:prompt_lookup
       hf-spec bench --model M --prompts P.jsonl --adapter ./layer-skip --batch-size 1,4
@@ -97,7 +107,7 @@ def bench(
           --strategies draft_model,transformers:assisted
     """
     from hf_spec.bench import contenders as entries
-    from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.bench.prompts import BUNDLED, read_prompts, spread
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
@@ -111,7 +121,8 @@ def bench(
     options = opt.parse_kwargs(strategy_kwargs or (), names)
     # Only checks that everything is used; assistants are loaded later.
     entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
-    chosen = spread(read_prompts(prompts), limit)
+    source = prompts or BUNDLED
+    chosen = spread(read_prompts(source), limit)
     check_writable(output)
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation, adapters)
@@ -126,7 +137,7 @@ def bench(
     from hf_spec.bench.environment import environment_of
     from hf_spec.bench.runner import run
 
-    environment = environment_of(loaded, model, prompts)
+    environment = environment_of(loaded, model, source)
     with progress_bar("benchmark") as progress:
         result = run(
             loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),
@@ -135,13 +146,15 @@ def bench(
             progress=progress,
         )  # fmt: skip
     stop_without(result.measurements)
+    if prompts is None:
+        result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
     target = output / "results.json"
     report.write_results(target, result, environment)
     console = Console(highlight=False, emoji=False, markup=False)
     if as_json:
         typer.echo(json.dumps(result.runs(), indent=1))
     else:
-        report.print_table(result, console)
+        report.print_table(result, console, by_task)
         console.print(f"results: {target}", soft_wrap=True)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
