@@ -80,7 +80,7 @@ def test_strategies_and_the_version(capsys):
     assert json.loads(capsys.readouterr().out) == hf_spec.strategies()
     assert cli.main(["strategies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(hf_spec.strategies())
+    assert [line.split()[0] for line in lines] == [*hf_spec.strategies(), "auto"]
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"hf-spec {hf_spec.__version__}\n"
 

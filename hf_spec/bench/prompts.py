@@ -90,13 +90,16 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
     return limit if isinstance(limit, int) and limit < NO_LIMIT else None
 
 
-def encode(tokenizer: Any, text: str, history: Sequence[Message] = ()) -> list[int]:
+def encode(
+    tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
+) -> list[int]:
     """Token ids of a prompt.
 
     Args:
         text: what the user says last.
         history: the messages before. Where the tokenizer has no chat template, blank lines separate
             messages.
+        **template: variables of the chat template.
 
     Raises:
         ValueError: the chat template refuses the messages, such as those of a role.
@@ -107,7 +110,7 @@ def encode(tokenizer: Any, text: str, history: Sequence[Message] = ()) -> list[i
         chat = [message._asdict() for message in (*history, Message("user", text))]
         try:
             encoded = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=True
+                chat, add_generation_prompt=True, tokenize=True, return_dict=True, **template
             )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in chat)

@@ -40,7 +40,7 @@ def distill(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="One of 'hf-spec strategies', or none for plain generate.  [default: that of the "
+            help="One of 'hf-spec strategies', auto, or none for plain generate.  [default: that of the "
             f"adapter, else {DEFAULT_STRATEGY}]"
         ),
     ] = None,

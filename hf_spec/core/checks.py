@@ -5,6 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+#: What pip installs; the one place that changes with a release on the package index.
+INSTALL = "hf_spec"
+
+
+def how_to_install(extra: str | None = None, upgrade: bool = False) -> str:
+    """What to run to install hf_spec, or one of its extras."""
+    return f"run: pip install {'-U ' * upgrade}{requirement(extra)}"
+
+
+def requirement(extra: str | None = None) -> str:
+    """What stands after ``pip install``, quoted for a shell where that is needed."""
+    name, at, url = INSTALL.partition(" @ ")
+    text = f"{name}{f'[{extra}]' if extra else ''}{at}{url}"
+    return text if text == INSTALL == "hf_spec" else f"'{text}'"
+
 
 def check_range(
     name: str, value: Any, low: float, high: float = float("inf"), open_low: bool = False
