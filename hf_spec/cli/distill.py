@@ -40,8 +40,8 @@ def distill(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="One of 'hf-spec strategies', auto, or none for plain generate.  [default: that of the "
-            f"adapter, else {DEFAULT_STRATEGY}]"
+            help="One of 'hf-spec strategies', auto, or none for plain generate.  [default: that "
+            f"of the adapter, else {DEFAULT_STRATEGY}]"
         ),
     ] = None,
     strategy_kwargs: Annotated[

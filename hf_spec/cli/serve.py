@@ -17,7 +17,8 @@ def serve(
         str | None,
         typer.Option(
             help="Strategy of requests without a generation_config: one of 'hf-spec strategies', "
-            "auto, or none for plain generate.  [default: that of the adapter if there is one, else none]"
+            "auto, or none for plain generate.  [default: that of the adapter if there is one, "
+            "else none]"
         ),
     ] = None,
     do_sample: Annotated[
