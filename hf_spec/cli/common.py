@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hf_spec.core.checks import install_extra
+
 if TYPE_CHECKING:
     from hf_spec.bench.contenders import Adapter
 
@@ -26,8 +28,8 @@ def require(extra: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"this needs packages that are not installed ({', '.join(missing)}); run: "
-            f"pip install 'hf_spec[{extra}]'"
+            f"this needs packages that are not installed ({', '.join(missing)}); "
+            f"{install_extra(extra)}"
         )
 
 

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-#: What pip installs; the one place that changes with a release on the package index.
-INSTALL = "hf_spec"
+#: The command that installs hf_spec: the one place where it stands, for errors, cards and guides.
+#: On the package index it will be ``pip install hf_spec``.
+INSTALL = "pip install .  # in a clone of hf_spec"
 
 
-def how_to_install(extra: str | None = None, upgrade: bool = False) -> str:
-    """What to run to install hf_spec, or one of its extras."""
-    return f"run: pip install {'-U ' * upgrade}{requirement(extra)}"
-
-
-def requirement(extra: str | None = None) -> str:
-    """What stands after ``pip install``, quoted for a shell where that is needed."""
-    name, at, url = INSTALL.partition(" @ ")
-    text = f"{name}{f'[{extra}]' if extra else ''}{at}{url}"
-    return text if text == INSTALL == "hf_spec" else f"'{text}'"
+def install_extra(extra: str) -> str:
+    """What to run for the optional packages of an extra, where hf_spec is installed."""
+    return f"run: pip install 'hf_spec[{extra}]'"
 
 
 def check_range(

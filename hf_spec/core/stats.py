@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.core.checks import how_to_install
+from hf_spec.core.checks import install_extra
 
 #: Phases of a step that are timed.
 PHASES = ("draft", "forward", "verify")
@@ -146,7 +146,7 @@ class SpecStats:
             try:
                 from matplotlib.figure import Figure
             except ImportError as error:
-                raise ImportError(f"plot() needs matplotlib; {how_to_install('plots')}") from error
+                raise ImportError(f"plot() needs matplotlib; {install_extra('plots')}") from error
             axes = Figure(figsize=(8, 3), layout="constrained").subplots(1, 2)
         shares, steps = self.acceptance_per_position, sorted(self.accepted_histogram.items())
         axes[0].bar(sorted(self.offered), shares)
