@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.core.checks import first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
 from hf_spec.methods.registry import get_method
+from hf_spec.model.loading import is_path
 
 logger = logging.getLogger(__name__)
 
@@ -97,3 +100,25 @@ class SpecConfig(GenerationConfig):
         super().__init__(**kwargs)
         self.assistant_strategy = assistant_strategy
         self.assistant_kwargs = assistant_kwargs or {}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read the configuration of a folder or a repository on the Hub; see ``GenerationConfig``.
+
+        Raises:
+            OSError: there is none; the message says whether there is such a folder.
+        """
+        name = str(pretrained_model_name)
+        if not Path(name).exists() and is_path(name):
+            raise FileNotFoundError(
+                f"cannot read a SpecConfig from {name!r}: there is no such folder"
+            )
+        try:
+            return super().from_pretrained(pretrained_model_name, *args, **kwargs)
+        except OSError as error:
+            if Path(name).exists():
+                raise
+            raise OSError(
+                f"cannot read a SpecConfig from {name!r}: there is no such folder here, and on the "
+                f"Hub: {first_line(error)}"
+            ) from error

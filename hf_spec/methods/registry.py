@@ -19,9 +19,12 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
+from hf_spec.core.field_docs import complete_docstring
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
@@ -124,11 +127,11 @@ class Method:
     summary: str
     options: type[DraftOptions]
     drafter: type[Drafter]
-    adapter_config: type[Any] | None = None
+    adapter_config: type[SpecPeftConfig] | None = None
     adapter_module: type[Adapter] | None = None
     objective: Objective | None = None
     needs_adapter: bool = False
-    included: Callable[[Any], Any] | None = None
+    included: Callable[[PreTrainedModel], object] | None = None
     needs_assistant: bool = False
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
@@ -185,7 +188,12 @@ class Method:
             )
         return options
 
-    def make_drafter(self, model: Any, options: DraftOptions, assistant: Any = None) -> Drafter:
+    def make_drafter(
+        self,
+        model: PreTrainedModel,
+        options: DraftOptions,
+        assistant: PreTrainedModel | None = None,
+    ) -> Drafter:
         """Build the drafter of a call.
 
         Args:
@@ -244,6 +252,8 @@ def register_method(method: Method) -> None:
     if method.adapter_config is not None and method.adapter_module is not None:
         register_type(method.adapter_config, method.adapter_module, method.objective)
         method.adapter_config.strategy = method.name
+        complete_docstring(method.adapter_config)
+    complete_docstring(method.options, method.drafter.unused)
     _registered[method.name] = method
 
 
