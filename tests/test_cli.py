@@ -16,6 +16,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
 from hf_spec.bench.prompts import BUNDLED, read_prompts
+from hf_spec.cli import common
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "tune",
@@ -243,6 +244,20 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
     assert bench(checkpoint, prompts, tmp_path / "out", *more) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_progress_without_a_terminal(monkeypatch, capsys):
+    """A line from time to time, with what is left by the pace so far."""
+    now = 100.0
+    monkeypatch.setattr(common.time, "monotonic", lambda: now)
+    with common.progress_bar("answers") as update:
+        for done in range(5):
+            update(done, 10, note=f"{done} tokens/s" if done else "")
+            now += 20.0
+    assert capsys.readouterr().err.splitlines() == [
+        "answers: 2 of 10, 2 tokens/s, about 3 min left",
+        "answers: 4 of 10, 4 tokens/s, about 2 min left",
+    ]
 
 
 def test_missing_arguments(capsys):

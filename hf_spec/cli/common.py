@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_spec.core.checks import install_extra
+from hf_spec.core.checks import duration, install_extra
 
 if TYPE_CHECKING:
     from hf_spec.bench.contenders import Adapter
 
 #: Value of ``--strategy`` for plain ``generate``.
 NO_STRATEGY = "none"
+#: Seconds between lines of progress where there is no terminal for a bar.
+TELL_EVERY = 30
 #: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -85,12 +88,13 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
     Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
-    replaces the title.
+    replaces the title. Without a terminal it prints a line from time to time.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
+    began = told = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
     console, note = Console(stderr=True), TextColumn("{task.fields[note]}")
     with Progress(
@@ -99,6 +103,13 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         task = bar.add_task(title, total=None, note="")
 
         def update(done: int | None = None, total: int | None = None, **shown: Any) -> None:
+            nonlocal told
             bar.update(task, completed=done, total=total, **shown)
+            now = time.monotonic()
+            if not console.is_terminal and done and total and now - told > TELL_EVERY:
+                told = now
+                left = duration((now - began) * (total - done) / done)
+                parts = (f"{done} of {total}", shown.get("note"), f"about {left} left")
+                console.print(f"{title}: {', '.join(filter(None, parts))}", soft_wrap=True)
 
         yield update

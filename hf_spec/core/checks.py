@@ -15,6 +15,16 @@ def install_extra(extra: str) -> str:
     return f"run: pip install 'hf_spec[{extra}]'"
 
 
+def duration(seconds: float) -> str:
+    """A duration in words: 40 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def check_range(
     name: str, value: Any, low: float, high: float = float("inf"), open_low: bool = False
 ) -> None:

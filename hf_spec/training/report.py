@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
+from hf_spec.core.checks import duration
+
 #: Steps that are timed for the estimate; the one before them is not typical.
 TIMED = 3
 #: Positions whose acceptance is shown.
@@ -141,16 +143,6 @@ def expected(
 def evaluations(state: Any) -> int:
     """Number of evaluations of a whole training."""
     return int(state.max_steps // state.eval_steps) if state.eval_steps else 0
-
-
-def duration(seconds: float) -> str:
-    """A duration in words: 40 s, 12 min, 3 h 20 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:

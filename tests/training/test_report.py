@@ -13,8 +13,9 @@ from tiny_checkpoint import make_model, save_checkpoint
 from trained import SETTINGS, answers, as_options
 
 from hf_spec import cli
+from hf_spec.core.checks import duration
 from hf_spec.training import report as module
-from hf_spec.training.report import Report, duration, expected, outcome
+from hf_spec.training.report import Report, expected, outcome
 from hf_spec.training.train import train
 
 STATE = SimpleNamespace(
