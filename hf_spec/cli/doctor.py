@@ -15,7 +15,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import progress_bar
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import NATIVE, load_model
 
 if TYPE_CHECKING:
     from hf_spec.decoding.auto import Choice
@@ -40,7 +40,7 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Whether to decode prompts.")
     ] = True,
-    dtype: opt.Dtype = "auto",
+    dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
     as_json: opt.AsJson = False,
