@@ -15,7 +15,8 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_spec.bench.report import TABLE_WIDTH, new_table
+from hf_spec.bench.report import new_table
+from hf_spec.bench.report import show as show_table
 from hf_spec.bench.results import interval
 from hf_spec.core.checks import first_line
 from hf_spec.hub.folder import read_json
@@ -127,9 +128,7 @@ def show(found: list[Measured], against: str | None) -> None:
                     f"{ends[0]:{form}} to {ends[1]:{form}}" if ends else "too few",
                 ]
         table.add_row(one.name, *row, *[""] * (len(heads) - len(row)))
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(table)
+    show_table(table, Console(highlight=False))
 
 
 if __name__ == "__main__":

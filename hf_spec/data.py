@@ -219,8 +219,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ImportError(
-            f"{str(path)!r} is a parquet file, which needs pyarrow; run: "
-            "pip install 'hf_spec[train]'"
+            f"{str(path)!r} is a parquet file, which needs pyarrow; run: pip install pyarrow"
         ) from error
     try:
         batches = parquet.ParquetFile(path).iter_batches(batch_size=BATCH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ from tiny_checkpoint import save_checkpoint, write_prompts
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
+from hf_spec.bench.prompts import BUNDLED, read_prompts
+from hf_spec.cli import common
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "tune",
@@ -78,7 +81,7 @@ def test_strategies_and_the_version(capsys):
     assert json.loads(capsys.readouterr().out) == hf_spec.strategies()
     assert cli.main(["strategies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(hf_spec.strategies())
+    assert [line.split()[0] for line in lines] == [*hf_spec.strategies(), "auto"]
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"hf-spec {hf_spec.__version__}\n"
 
@@ -115,6 +118,20 @@ def test_bench_with_an_adapter(checkpoint, prompts, tmp_path, capsys):
     assert set(rows) == {"plain", "layer_skip"}  # the adapter's strategy, without naming it
     assert rows["layer_skip"]["identical"] == 3
     assert rows["layer_skip"]["stats"]["num_draft_forwards"] > 0
+
+
+def test_bench_without_a_file_takes_prompts_of_its_own(checkpoint, tmp_path, capsys):
+    command = ["bench", "--model", str(checkpoint), "--limit", "6", "--max-new-tokens", "2"]
+    more = ["--device", "cpu", "--dtype", "float32", "--output", str(tmp_path), "--by-task"]
+    assert cli.main([*command, *more]) == 0
+    printed = capsys.readouterr().out
+    assert "measure yours with --prompts FILE" in printed
+    tasks = {row["task"] for row in json.loads((tmp_path / "results.json").read_text())["runs"]}
+    assert tasks == {"question", "writing", "math", "code", "summary", "editing", "all"}
+    assert all(task in printed for task in tasks)
+    assert Counter(one.category for one in read_prompts(BUNDLED)) == dict.fromkeys(
+        tasks - {"all"}, 4
+    )
 
 
 def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:
@@ -157,7 +174,9 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
     [
         (["--strategies", "fastest"], "unknown strategy 'fastest'; choose from"),
         (["--strategies", ""], "no strategy is named; leave the option out"),
-        (["--strategies", "transformers:assisted="], "unknown strategy"),
+        (["--strategies", "transformers:assisted"], "needs another model that drafts"),
+        (["--strategies", "draft_model"], "'draft_model' needs another model that drafts"),
+        (["--assistant", "/no", "--strategies", "bita"], "no strategy here needs the assistant"),
         (["--dtype", "int3"], "--dtype 'int3': choose from native, auto, bfloat16"),
         (["--batch-size", "0"], "--batch-size '0': must be numbers from 1"),
         (["--limit", "0"], "--limit"),
@@ -209,7 +228,7 @@ def test_a_folder_that_may_not_be_written_to(no_model, prompts, tmp_path, monkey
     ("more", "message"),
     [
         (["--strategies", "layer_skip"], "hf-spec: layer_skip: "),
-        (["--strategies", "transformers:assisted=/no"], "cannot load model '/no': there is no su"),
+        (["--assistant", "/no"], "cannot load model '/no': there is no su"),
         (["--device", "warp"], "cannot load model"),
         (["--model", "{prompts.parent}"], "the folder has no config.json"),
         (["--adapter", "{adapter}", "--strategies", "prompt_lookup"],
@@ -225,6 +244,20 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
     assert bench(checkpoint, prompts, tmp_path / "out", *more) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_progress_without_a_terminal(monkeypatch, capsys):
+    """A line from time to time, with what is left by the pace so far."""
+    now = 100.0
+    monkeypatch.setattr(common.time, "monotonic", lambda: now)
+    with common.progress_bar("answers") as update:
+        for done in range(5):
+            update(done, 10, note=f"{done} tokens/s" if done else "")
+            now += 20.0
+    assert capsys.readouterr().err.splitlines() == [
+        "answers: 2 of 10, 2 tokens/s, about 3 min left",
+        "answers: 4 of 10, 4 tokens/s, about 2 min left",
+    ]
 
 
 def test_missing_arguments(capsys):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
 import torch
 from conftest import STRATEGIES, prompt, ragged
+from peft import PeftConfig
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 
@@ -225,3 +230,67 @@ assert "hf_spec" not in sys.modules
         for sampled in (False, True)
     ]
     assert [json.loads(line) for line in result.stdout.splitlines()[-2:]] == expected
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """The functions and methods behind public names, as far as they are ours."""
+    for name in hf_spec.__all__:
+        value = getattr(hf_spec, name)
+        members = vars(value).items() if inspect.isclass(value) else [("", value)]
+        for member, inside in members:
+            function = getattr(inside, "__func__", getattr(inside, "fget", inside))
+            ours = getattr(function, "__module__", "").startswith("hf_spec")
+            hidden = member.startswith("_") and member != "__init__"
+            if inspect.isfunction(function) and ours and not hidden:
+                yield f"{name}.{member}".rstrip("."), function
+
+
+def test_public_signatures_name_types() -> None:
+    """A type where one can be given: not ``Any`` for a parameter or a result."""
+    found = dict(public_functions())
+    assert len(found) > 30
+    # Those of Transformers' own method.
+    overridden = {"SpecConfig.from_pretrained"}
+    for name in found.keys() - overridden:
+        signature = inspect.signature(found[name])
+        given = {
+            one.name: one.annotation for one in signature.parameters.values()
+            if one.name not in ("self", "cls") and one.kind != one.VAR_KEYWORD
+        }  # fmt: skip
+        made = signature.return_annotation
+        for place, annotation in {**given, "result": made}.items():
+            known = annotation is not inspect.Parameter.empty or place == "result"
+            assert known and annotation not in (Any, "Any"), f"{name}: {place}"
+
+
+def test_help_tells_every_field() -> None:
+    """Of configs and options, those of base classes included, unless they are of no use."""
+    from hf_spec.methods.registry import methods
+
+    for method in methods().values():
+        for kind, unused in (
+            (method.options, method.drafter.unused),
+            (method.adapter_config, ()),
+        ):
+            if kind is None:
+                continue
+            foreign = {one.name for one in dataclasses.fields(PeftConfig)}
+            text = inspect.getdoc(kind) or ""
+            for field in dataclasses.fields(kind):
+                if field.name not in foreign:
+                    named = re.search(rf"\b{field.name}\b", text) is not None
+                    assert named or field.name in unused, f"{kind.__name__}.{field.name}"
+    text = inspect.getdoc(hf_spec.BitaConfig) or ""
+    assert "    markov_rank: Rank of the Markov head" in text
+    text = inspect.getdoc(methods()["prompt_lookup"].options) or ""
+    assert "    acceptance: ``match`` (exact" in text and "num_draft_tokens:" not in text
+
+
+def test_a_config_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    for name in ("./nodir", str(tmp_path / "nodir")):
+        with pytest.raises(OSError, match="there is no such folder$"):
+            hf_spec.SpecConfig.from_pretrained(name)
+    with pytest.raises(OSError, match="'nodir': there is no such folder here, and on the Hub: "):
+        hf_spec.SpecConfig.from_pretrained("nodir", local_files_only=True)
+    with pytest.raises(OSError, match=r"generation_config\.json"):
+        hf_spec.SpecConfig.from_pretrained(tmp_path)

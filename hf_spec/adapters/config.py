@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 
 from hf_spec.adapters.base_model import check_facts, facts_of
 from hf_spec.adapters.repo_files import write_companions
+from hf_spec.core.checks import INSTALL
 from modeling_patches.support import check_model
 
 #: Version of adapter_config.json and weights that this release writes, and the newest it reads.
@@ -77,7 +78,7 @@ class SpecPeftConfig(PeftConfig):
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(
                 f"this {name} adapter has format_version={version!r}; this hf_spec reads versions "
-                f"1 to {FORMAT_VERSION}. Upgrade with `pip install -U hf_spec`."
+                f"1 to {FORMAT_VERSION}. Install a newer one: {INSTALL}"
             )
         if not isinstance(self.base_facts, dict | None):
             raise ValueError(

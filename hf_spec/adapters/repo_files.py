@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.core.checks import INSTALL
 from hf_spec.files import write_atomically
 
 GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
@@ -38,6 +39,7 @@ def shim_text(
         "STRATEGY": strategy,
         "OPTIONS": options,
         "PEFT_TYPE": peft_type,
+        "INSTALL": INSTALL,
         "REPOSITORY": repository,
     }
     for name, value in constants.items():

@@ -240,6 +240,17 @@ class SpecTuner(BaseTuner):
         return self.model
 
 
+class _Prefix(str):
+    """The prefix of a type's parameters, which PEFT looks for an adapter's name in.
+
+    It warns that such a name "may lead to reinitialization". Here names are removed from keys by
+    their whole path, so that any name will do, and that of the strategy is what people give.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+
 def register_type(
     config_class: type[SpecPeftConfig],
     adapter_class: type[Adapter],
@@ -284,7 +295,7 @@ def register_type(
     peft_type: Any = SpecPeftType(name)
     PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_class
     PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = tuner_class
-    PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = prefix
+    PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = _Prefix(prefix)
 
 
 # ------------------------------------------------------------------------------------- the ways in

@@ -11,6 +11,7 @@ from transformers import CompileConfig
 
 import hf_spec
 from hf_spec.core.checks import first_line
+from hf_spec.drafting.options import AUTO
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.loading import is_path
 
@@ -19,7 +20,7 @@ PLAIN_NAME = "plain"
 COMPILED = "+compiled"
 #: Prefix of features of Transformers.
 STOCK = "transformers:"
-STOCK_LOOKUP, STOCK_ASSISTED = f"{STOCK}prompt_lookup", f"{STOCK}assisted="
+STOCK_LOOKUP, STOCK_ASSISTED = f"{STOCK}prompt_lookup", f"{STOCK}assisted"
 #: Options of ``transformers:prompt_lookup`` by default, as in the documentation of Transformers.
 STOCK_LOOKUP_OPTIONS = {"prompt_lookup_num_tokens": 10}
 
@@ -117,9 +118,8 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     known = hf_spec.strategies()
     result = dict.fromkeys(item.strip() for item in listed)
     for name in result:
-        assisted = name.startswith(STOCK_ASSISTED) and name != STOCK_ASSISTED
-        if not assisted and strategy_of(name) not in (*known, PLAIN_NAME, STOCK_LOOKUP):
-            choices = ", ".join([*known, STOCK_LOOKUP, f"{STOCK_ASSISTED}MODEL"])
+        if strategy_of(name) not in (*known, AUTO, PLAIN_NAME, STOCK_LOOKUP, STOCK_ASSISTED):
+            choices = ", ".join([*known, AUTO, STOCK_LOOKUP, STOCK_ASSISTED])
             raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
     return [name for name in result if name != PLAIN_NAME]
 
@@ -127,6 +127,14 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
 def strategy_of(name: str) -> str:
     """The strategy of a contender's name: ``bita`` of ``bita:chain``."""
     return name if name.startswith(STOCK) else name.partition(":")[0]
+
+
+def needs_assistant(name: str) -> bool:
+    """Whether another model drafts for the contender of this name."""
+    strategy = strategy_of(name)
+    return strategy == STOCK_ASSISTED or (
+        strategy in methods() and get_method(strategy).needs_assistant
+    )
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
@@ -169,25 +177,35 @@ def contenders(
         options: options by name; they override those stored with an adapter.
         adapters: adapters, each for the strategy that its config names; a strategy with several
             adapters takes part once with each.
-        assistants: keyword arguments for ``generate`` for each ``transformers:assisted=`` name.
+        assistants: by the name of each assistant model, the keyword arguments for ``generate``
+            that use it; a strategy that needs one takes part once with each.
 
     Raises:
-        ValueError: an option is wrong, or an adapter's strategy does not take part.
+        ValueError: an option is wrong, an adapter's strategy does not take part, or assistants are
+            missing or not needed.
     """
+    names = list(names)
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
         given, strategy = dict((options or {}).get(name, {})), strategy_of(name)
         if strategy.startswith(STOCK):
             default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
-            kwargs = {**default, **given, **(assistants or {}).get(name, {})}
-            result.append(Contender(name, kwargs, stock=True, single_row=True))
+            alone = Contender(name, {**default, **given}, stock=True, single_row=True)
+        else:
+            alone = Contender(name, ours(strategy, given))
+        if needs_assistant(name):
+            result += _with_each(alone, assistants or {})
+            continue
+        if strategy.startswith(STOCK):
+            result.append(alone)
             continue
         fitting = _of(strategy, adapters)
         if not fitting:
-            result.append(Contender(name, ours(strategy, given)))
+            result.append(alone)
         for adapter in fitting:
             label = name if len(fitting) == 1 else f"{name}@{Path(adapter.path).name}"
-            kwargs = ours(strategy, {**adapter.options, **given})
+            stored = {} if strategy == AUTO else adapter.options  # which it finds itself
+            kwargs = ours(strategy, {**stored, **given})
             active = [adapter, *_companions(kwargs, adapters)]
             plain = next((_baseline(a).name for a in active if a.changes_model), PLAIN_NAME)
             result.append(Contender(label, kwargs, tuple(a.name for a in active), baseline=plain))
@@ -198,11 +216,31 @@ def contenders(
                 f"adapter {adapter.path!r} is for strategy {adapter.strategy!r}, which does not "
                 "take part; name that strategy, too"
             )
+    if assistants and not any(map(needs_assistant, names)):
+        raise ValueError(
+            f"no strategy here needs the assistant {next(iter(assistants))!r}; name 'draft_model' "
+            f"or {STOCK_ASSISTED!r}, too"
+        )
     return result
 
 
+def _with_each(alone: Contender, assistants: Mapping[str, dict[str, Any]]) -> list[Contender]:
+    """The contender once with each assistant.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not assistants:
+        raise ValueError(f"{alone.name!r} needs another model that drafts: give --assistant")
+    found = []
+    for path, kwargs in assistants.items():
+        name = alone.name if len(assistants) == 1 else f"{alone.name}@{Path(path).name}"
+        found.append(replace(alone, name=name, kwargs={**alone.kwargs, **kwargs}))
+    return found
+
+
 def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
-    return [adapter for adapter in adapters if adapter.strategy == strategy]
+    return [adapter for adapter in adapters if strategy in (adapter.strategy, AUTO)]
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
@@ -211,6 +249,8 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     Raises:
         ValueError: there is no such adapter, or more than one.
     """
+    if kwargs["assistant_strategy"] == AUTO:
+        return []
     method = get_method(kwargs["assistant_strategy"])
     options = method.parse_options(kwargs.get("assistant_kwargs"))
     wrapped = methods().get(getattr(options, method.wraps)) if method.wraps else None

@@ -1,4 +1,4 @@
-"""Helpers of all plots; matplotlib is imported when drawing (``pip install 'hf_spec[plots]'``)."""
+"""Helpers of all plots; matplotlib, of the extra ``plots``, is imported when drawing."""
 
 from __future__ import annotations
 

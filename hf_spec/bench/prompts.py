@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from hf_spec.data import (
     read,
 )
 
+#: Prompts for those who bring none: four of each of six tasks, written for this package.
+BUNDLED = Path(str(files("hf_spec.bench") / "prompts.jsonl"))
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
 
@@ -87,13 +90,16 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
     return limit if isinstance(limit, int) and limit < NO_LIMIT else None
 
 
-def encode(tokenizer: Any, text: str, history: Sequence[Message] = ()) -> list[int]:
+def encode(
+    tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
+) -> list[int]:
     """Token ids of a prompt.
 
     Args:
         text: what the user says last.
         history: the messages before. Where the tokenizer has no chat template, blank lines separate
             messages.
+        **template: variables of the chat template.
 
     Raises:
         ValueError: the chat template refuses the messages, such as those of a role.
@@ -104,7 +110,7 @@ def encode(tokenizer: Any, text: str, history: Sequence[Message] = ()) -> list[i
         chat = [message._asdict() for message in (*history, Message("user", text))]
         try:
             encoded = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=True
+                chat, add_generation_prompt=True, tokenize=True, return_dict=True, **template
             )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in chat)

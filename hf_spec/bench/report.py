@@ -15,58 +15,104 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: Least width of the table in characters; a narrower terminal wraps its lines.
-TABLE_WIDTH = 132
-
 
 def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table: columns of words first, then columns of numbers, aligned right."""
+    """An empty table: columns of words first, then columns of numbers, aligned right.
+
+    Nothing in it is cut or wrapped; see :func:`show`.
+    """
+    from rich import box
     from rich.table import Table
 
-    table = Table(*words, title=title)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in words:
+        table.add_column(head, no_wrap=True)
     for head in numbers:
-        table.add_column(head, justify="right")
+        table.add_column(head, no_wrap=True, justify="right")
     return table
 
 
-def print_table(result: BenchResult, console: Console) -> None:
-    """Print the results, the share of time in each phase, and the notes."""
-    data = result.runs()
-    lossy = {item.name for item in result.contenders if item.lossy}
-    tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
-    heads = (
-        "batch", "prompts", "tokens/s", "speedup", "95%", "tau", "95%", "identical", "at tie",
-        "diverged",
-    )  # fmt: skip
-    title = f"{result.settings['max_new_tokens']} new tokens per prompt at most"
-    table = new_table(title, ("strategy", "task"), heads)
-    for row in data:
-        # A single task has the same figures as "all".
-        if row["task"] != ALL and len(tasks) == 2:
-            continue
-        counts = [row[kind.value] for kind in Agreement]
-        shown = ["sampled" if count is None else str(count) for count in counts]
-        table.add_row(
-            row["strategy"] + " (lossy)" * (row["strategy"] in lossy), row["task"],
-            str(row["batch_size"]), str(row["prompts"]),
-            f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x",
-            _shown(row["speedup_interval"]), f"{row['tau']:.2f}", _shown(row["tau_interval"]),
-            *shown, end_section=row["task"] == ALL,
-        )  # fmt: skip
-    console.width = max(console.width, TABLE_WIDTH)
+def show(table: Table, console: Console) -> None:
+    """Print a table as wide as it is; a narrower terminal wraps its lines."""
+    console.width = max(console.width, _width(table, console))
     console.print(table)
+
+
+def _width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
+
+
+def print_table(result: BenchResult, console: Console, by_task: bool = False) -> None:
+    """Print the results, the share of time in each phase, and the notes.
+
+    Intervals are left out where the terminal is too narrow for them.
+
+    Args:
+        by_task: whether each task has a row of its own.
+    """
+    data = result.runs()
+    table = _table(result, data, by_task, intervals=True)
+    if console.is_terminal and _width(table, console) > console.width:
+        table = _table(result, data, by_task, intervals=False)
+    show(table, console)
+    several = len({row["batch_size"] for row in data}) > 1
     for row in data:
         share = row["stats"].get("share")
         if row["task"] == ALL and share:
             parts = ", ".join(f"{phase} {part:.0%}" for phase, part in share.items())
-            size = f", batch {row['batch_size']}" if len(sizes) > 1 else ""
+            size = f", batch {row['batch_size']}" if several else ""
             console.print(f"time of {row['strategy']}{size}: {parts}", soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", soft_wrap=True)
 
 
+def _table(
+    result: BenchResult, data: list[dict[str, Any]], by_task: bool, intervals: bool
+) -> Table:
+    """The table of a result, whose rows are ``data``."""
+    lossy = {item.name for item in result.contenders if item.lossy}
+    tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
+    by_task = by_task and len(tasks) > 2  # a single task has the same figures as "all"
+    count = max(row["prompts"] for row in data)
+    title = (
+        f"{count} prompt{'s' * (count != 1)}, "
+        f"{result.settings['max_new_tokens']} new tokens each at most"
+        f"{'; 95% intervals in brackets' * intervals}"
+    )
+    words = ["strategy", *["task"] * by_task, *["batch"] * (len(sizes) > 1)]
+    table = new_table(title, words, ["tokens/s", "speedup", "tau", "output"])
+    for row in data:
+        if row["task"] != ALL and not by_task:
+            continue
+        speed, tau = f"{row['speedup']:.2f}x", f"{row['tau']:.2f}"
+        if intervals:
+            speed += _shown(row["speedup_interval"])
+            tau += _shown(row["tau_interval"])
+        names = {"task": row["task"], "batch": str(row["batch_size"])}
+        table.add_row(
+            row["strategy"] + " (lossy)" * (row["strategy"] in lossy),
+            *(names[word] for word in words[1:]),
+            f"{row['tokens_per_second']:.1f}", speed, tau, _agreement(row),
+            end_section=by_task and row["task"] == ALL,
+        )  # fmt: skip
+    return table
+
+
+def _agreement(row: dict[str, Any]) -> str:
+    """How many outputs are those of plain decoding, and how many are not."""
+    same, ties, others = (row[kind.value] for kind in Agreement)
+    if same is None:
+        return "sampled"
+    parts = [
+        f"{same} identical",
+        f"{ties} at ties" * bool(ties),
+        f"{others} diverged" * bool(others),
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def _shown(found: Interval | None) -> str:
-    return "" if found is None else f"{found[0]:.2f}-{found[1]:.2f}"
+    return "" if found is None else f" ({found[0]:.2f}-{found[1]:.2f})"
 
 
 def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:

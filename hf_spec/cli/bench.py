@@ -23,16 +23,29 @@ DEFAULT_BACKEND, DEFAULT_STRATEGY = "inductor", "prompt_lookup"
 
 def bench(
     model: opt.Model,
-    prompts: Annotated[Path, typer.Option(help=f"{opt.PROMPTS}, and optionally category.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"{opt.PROMPTS}, and optionally category.  [default: 24 of our own, four of each "
+            "of six tasks]"
+        ),
+    ] = None,
     strategies: Annotated[
         str | None,
         typer.Option(
             help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
-            "transformers:assisted=MODEL; NAME:LABEL for a strategy with options of its own.  "
-            "[default: those of the adapters, else prompt_lookup]"
+            "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
+            "those of the adapters, draft_model with --assistant, else prompt_lookup]"
         ),
     ] = None,
     adapter: opt.Adapters = None,
+    assistant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Smaller model that drafts, for draft_model and transformers:assisted: a folder "
+            "or repository, for the latter also an adapter's; repeatable."
+        ),
+    ] = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
     max_new_tokens: opt.NewTokens = 128,
@@ -68,17 +81,21 @@ def bench(
             help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"
         ),
     ] = None,
+    by_task: Annotated[
+        bool, typer.Option("--by-task", help="Print a row for each task, too.")
+    ] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure strategies against plain generate.
 
     All run in one process and take turns prompt by prompt. Prints a table and writes results.json.
-    Prompts longer than the model's context are cut at the beginning, and counted. Batches never mix
-    categories.
+    The chat template is applied if the tokenizer has one. Prompts longer than the model's context
+    are cut at the beginning, and counted. Batches never mix categories.
 
     \b
     Examples:
-      hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26
+      hf-spec bench --model Qwen/Qwen3-0.6B
+      hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26 --by-task
       hf-spec bench --model M --prompts P.jsonl \\
           --strategies prompt_lookup,transformers:prompt_lookup
       hf-spec bench --model M --prompts P.jsonl --adapter ./layer-skip --batch-size 1,4
@@ -86,11 +103,11 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
-      hf-spec bench --model LARGE --prompts P.jsonl \\
-          --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
+      hf-spec bench --model LARGE --prompts P.jsonl --assistant SMALL \\
+          --strategies draft_model,transformers:assisted
     """
     from hf_spec.bench import contenders as entries
-    from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.bench.prompts import BUNDLED, read_prompts, spread
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
@@ -98,21 +115,18 @@ def bench(
         raise ValueError("--backend needs --compile")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters = entries.read_adapters(adapter or ())
-    default = [adapter.strategy for adapter in adapters] or [DEFAULT_STRATEGY]
+    default = [adapter.strategy for adapter in adapters] + ["draft_model"] * bool(assistant)
+    default = default or [DEFAULT_STRATEGY]
     names = entries.parse_names(default if strategies is None else strategies)
     options = opt.parse_kwargs(strategy_kwargs or (), names)
-    # Only checks that every adapter is used; assistants are loaded later.
-    unassisted = [name for name in names if not name.startswith(entries.STOCK_ASSISTED)]
-    entries.contenders(unassisted, options, adapters)
-    chosen = spread(read_prompts(prompts), limit)
+    # Only checks that everything is used; assistants are loaded later.
+    entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
+    source = prompts or BUNDLED
+    chosen = spread(read_prompts(source), limit)
     check_writable(output)
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation, adapters)
-    assistants = {
-        name: _assistant(name.removeprefix(entries.STOCK_ASSISTED), loaded, tokenizer)
-        for name in names
-        if name not in unassisted
-    }
+    assistants = {name: _assistant(name, loaded, tokenizer) for name in assistant or ()}
     generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
     if repetition_penalty is not None:
         generate_kwargs["repetition_penalty"] = repetition_penalty
@@ -123,7 +137,7 @@ def bench(
     from hf_spec.bench.environment import environment_of
     from hf_spec.bench.runner import run
 
-    environment = environment_of(loaded, model, prompts)
+    environment = environment_of(loaded, model, source)
     with progress_bar("benchmark") as progress:
         result = run(
             loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),
@@ -132,23 +146,25 @@ def bench(
             progress=progress,
         )  # fmt: skip
     stop_without(result.measurements)
+    if prompts is None:
+        result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
     target = output / "results.json"
     report.write_results(target, result, environment)
     console = Console(highlight=False, emoji=False, markup=False)
     if as_json:
         typer.echo(json.dumps(result.runs(), indent=1))
     else:
-        report.print_table(result, console)
+        report.print_table(result, console, by_task)
         console.print(f"results: {target}", soft_wrap=True)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` that use ``path`` as Transformers' assistant model.
+    """Keyword arguments for ``generate`` that use ``path`` as the assistant model.
 
-    If ``path`` is an adapter folder, its base model is the assistant and drafts with the adapter's
-    strategy.
+    If ``path`` is an adapter folder, its base model is the assistant; in Transformers' assisted
+    decoding it drafts with the adapter's strategy.
     """
     from hf_spec.bench.contenders import read_adapters
     from hf_spec.hub.folder import CONFIG, read_json

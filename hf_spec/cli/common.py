@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hf_spec.core.checks import duration, install_extra
+
 if TYPE_CHECKING:
     from hf_spec.bench.contenders import Adapter
 
 #: Value of ``--strategy`` for plain ``generate``.
 NO_STRATEGY = "none"
+#: Seconds between lines of progress where there is no terminal for a bar.
+TELL_EVERY = 30
 #: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -26,8 +31,8 @@ def require(extra: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"this needs packages that are not installed ({', '.join(missing)}); run: "
-            f"pip install 'hf_spec[{extra}]'"
+            f"this needs packages that are not installed ({', '.join(missing)}); "
+            f"{install_extra(extra)}"
         )
 
 
@@ -35,7 +40,8 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     """The strategy of a command that runs only one; None for plain ``generate``.
 
     Args:
-        name: value of ``--strategy``; None for the strategy of the only adapter, else ``default``.
+        name: value of ``--strategy``, which may be ``auto``; None for the strategy of the only
+            adapter, else ``default``.
         adapters: the adapters that are given.
         default: a strategy, or `NO_STRATEGY`.
 
@@ -43,14 +49,17 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
         ValueError: it is unknown, or its adapter is missing.
     """
     import hf_spec
+    from hf_spec.drafting.options import AUTO
     from hf_spec.methods.registry import get_method
 
     name = name or (adapters[0].strategy if len(adapters) == 1 else default)
     if name == NO_STRATEGY:
         return None
     known = hf_spec.strategies()
+    if name == AUTO:
+        return name
     if name not in known:
-        choices = ", ".join([NO_STRATEGY, *known])
+        choices = ", ".join([NO_STRATEGY, AUTO, *known])
         raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
     if get_method(name).needs_adapter and all(one.strategy != name for one in adapters):
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
@@ -79,12 +88,13 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
     Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
-    replaces the title.
+    replaces the title. Without a terminal it prints a line from time to time.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
+    began = told = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
     console, note = Console(stderr=True), TextColumn("{task.fields[note]}")
     with Progress(
@@ -93,6 +103,13 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         task = bar.add_task(title, total=None, note="")
 
         def update(done: int | None = None, total: int | None = None, **shown: Any) -> None:
+            nonlocal told
             bar.update(task, completed=done, total=total, **shown)
+            now = time.monotonic()
+            if not console.is_terminal and done and total and now - told > TELL_EVERY:
+                told = now
+                left = duration((now - began) * (total - done) / done)
+                parts = (f"{done} of {total}", shown.get("note"), f"about {left} left")
+                console.print(f"{title}: {', '.join(filter(None, parts))}", soft_wrap=True)
 
         yield update

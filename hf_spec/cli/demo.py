@@ -9,6 +9,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
+from hf_spec.core.checks import install_extra
 from hf_spec.model.loading import NATIVE
 
 DEFAULT_OUTPUT = Path("hf-spec-demo")
@@ -66,7 +67,7 @@ def demo(
     try:
         save_figure(draw_chart(result.bench), chart)
     except ImportError:
-        drawn = "not drawn, as this needs matplotlib; run: pip install 'hf_spec[plots]'"
+        drawn = f"not drawn, as this needs matplotlib; {install_extra('plots')}"
     given, written = (text.splitlines() for text in result.sample)
     console.rule("end of a prompt", align="left")
     console.print("\n".join(given[-SHOWN_LINES:]), markup=False)

@@ -19,12 +19,8 @@ from hf_spec.cli.common import (
 from hf_spec.files import exclusive
 from hf_spec.model.loading import NATIVE, load_model, native_dtype
 
+#: The strategy whose options are given without its name.
 DEFAULT_STRATEGY = "prompt_lookup"
-#: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
-#: pay depends on step times, and would make sampled numbers and ties depend on them, too.
-OPTIONS = {"drafting": "always"}
-#: Options of the default strategy: in a batch, a few draft tokens per sequence fill a step.
-DEFAULT_OPTIONS = {"max_nodes": 4}
 
 
 def distill(
@@ -40,8 +36,9 @@ def distill(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="One of 'hf-spec strategies', or none for plain generate.  [default: that of the "
-            f"adapter, else {DEFAULT_STRATEGY}]"
+            help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
+            "plain generate and what fits the model, by a trial.  [default: that of the adapter, "
+            "else auto]"
         ),
     ] = None,
     strategy_kwargs: Annotated[
@@ -75,6 +72,7 @@ def distill(
       accelerate launch --num_processes 2 -m hf_spec.cli \\
           distill --model M --prompts P.jsonl --output ./answers
     """
+    from hf_spec.drafting.options import AUTO
     from hf_spec.training import distill as work
 
     # Everything that can be checked without a model comes first.
@@ -85,8 +83,9 @@ def distill(
     dtype = native_dtype(device) if dtype == NATIVE else dtype
     settings = work.Settings(
         model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
-        batch_size=batch_size, strategy=contender.kwargs.get("assistant_strategy"),
-        strategy_kwargs=contender.kwargs.get("assistant_kwargs", {}), adapter=adapter,
+        batch_size=batch_size, adapter=adapter,
+        strategy=AUTO if contender is None else contender.kwargs.get("assistant_strategy"),
+        strategy_kwargs={} if contender is None else contender.kwargs.get("assistant_kwargs", {}),
         dtype=dtype, seed=seed, do_sample=do_sample, **sampling,
     )  # fmt: skip
     check_writable(output)
@@ -110,7 +109,7 @@ def distill(
                 device = str(state.device)
             loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
             opt.use_threads(threads)  # after accelerate has set a number, too
-            silent = nullcontext(lambda done, total: None)
+            silent = nullcontext(lambda done, total, note: None)
             with progress_bar("answers") if main else silent as progress:
                 made = work.distill(
                     loaded, tokenizer, chosen, folder, settings, contender, state, progress
@@ -124,22 +123,30 @@ def distill(
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
-    """The contender that generates, and the adapters to load.
+    """The contender that generates, None for the fastest, and the adapters to load.
 
     Raises:
         ValueError: strategy, options or adapter are unknown or do not fit together.
     """
     from hf_spec.bench import contenders as lineup
+    from hf_spec.drafting.options import AUTO
+    from hf_spec.training import distill as work
 
     adapters = lineup.read_adapters([adapter] if adapter else ())
-    name = single_strategy(strategy, adapters, DEFAULT_STRATEGY)
+    if strategy == AUTO and adapters:
+        strategy = None  # that of the adapter
+    name = single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
+    if name == AUTO:
+        if options is not None:
+            raise ValueError("--strategy-kwargs needs the name of a strategy: give --strategy")
+        return None, []
     if name is None:
         for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
             if value is not None:
                 raise ValueError(f"{option} needs a strategy: --strategy none is plain generate")
         return lineup.PLAIN, []
-    own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
-    given = {**OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
+    own = work.LOOKUP_OPTIONS if name == DEFAULT_STRATEGY else {}
+    given = {**work.OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
     *tuned, contender = lineup.contenders([name], {name: given}, adapters)
     if tuned or contender.lossy:
         what = f"adapter {adapter!r}" if tuned else "acceptance='typical'"
@@ -152,9 +159,10 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
 def _print(made: dict[str, Any], output: Path) -> None:
     measured, cut = made["measured"], made["truncated_prompts"]
     shortened = f", {cut:,} of them with a cut prompt" if cut else ""
+    chosen = made["chosen"].get("assistant_strategy", "plain generate")
     typer.echo(
         f"examples: {made['rows']:,}{shortened}\n"
         f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
         f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
-        f"generating, tau {measured['tau']:.2f}\nanswers: {output}"
+        f"generating with {chosen}, tau {measured['tau']:.2f}\nanswers: {output}"
     )

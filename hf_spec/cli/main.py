@@ -22,7 +22,7 @@ from hf_spec.cli.run import run
 from hf_spec.cli.search import search
 from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
-from hf_spec.cli.train import train
+from hf_spec.cli.train import TrainCommand, train
 from hf_spec.cli.tune import tune
 from hf_spec.core.checks import first_line
 
@@ -40,7 +40,10 @@ app.command()(demo)
 app.command()(bench)
 app.command()(distill)
 # Unknown options are fields of the method's config.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command(
+    cls=TrainCommand,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(train)
 app.command()(search)
 app.command()(tune)
 app.command()(plot)

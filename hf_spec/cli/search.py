@@ -89,8 +89,7 @@ def search(
         raise typer.Exit(INTERRUPTED) from None
 
     environment = environment_of(loaded, model, prompts)
-    config_class = get_method(STRATEGY).adapter_config
-    assert config_class is not None
+    config_class: Any = get_method(STRATEGY).adapter_config
     save_weightless(loaded, config_class(**choice), output)
     save_spec_config(output, STRATEGY, {"max_draft": max_draft})
     row = bench.overall(STRATEGY)

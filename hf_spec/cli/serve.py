@@ -8,6 +8,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import NO_STRATEGY, require, single_strategy
+from hf_spec.core.checks import install_extra
 
 
 def serve(
@@ -17,7 +18,8 @@ def serve(
         str | None,
         typer.Option(
             help="Strategy of requests without a generation_config: one of 'hf-spec strategies', "
-            "or none for plain generate.  [default: that of the adapter if there is one, else none]"
+            "auto, or none for plain generate.  [default: that of the adapter if there is one, "
+            "else none]"
         ),
     ] = None,
     do_sample: Annotated[
@@ -57,7 +59,7 @@ def serve(
     except ImportError as error:
         raise ImportError(
             f"'transformers serve' needs packages that are not installed ({error}); "
-            "run: pip install 'hf_spec[serve]'"
+            f"{install_extra('serve')}"
         ) from error
     _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
     try:

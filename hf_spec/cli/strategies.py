@@ -20,6 +20,7 @@ def strategies(as_json: opt.AsJson = False) -> None:
       hf-spec strategies --json
     """
     import hf_spec
+    from hf_spec.drafting.options import AUTO
 
     known = hf_spec.strategies()
     if as_json:
@@ -28,3 +29,4 @@ def strategies(as_json: opt.AsJson = False) -> None:
     width = max(map(len, known), default=0)
     for name, line in known.items():
         typer.echo(f"{name:{width}}  {line}")
+    typer.echo(f"{AUTO:{width}}  what fits the model: mtp, its active adapter, or prompt_lookup")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, require
 from hf_spec.model.loading import NATIVE, load_model
+
+#: Where the words of a command line are kept until its help is printed.
+WORDS = "hf_spec.train.words"
 
 
 def train(
@@ -45,15 +50,16 @@ def train(
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    list_fields: Annotated[
-        bool, typer.Option("--list-fields", help="List the method's own options.")
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Train a few steps, say how long all take, write nothing."),
     ] = False,
 ) -> None:
     """Train an adapter on answers that the base model gave.
 
     Every field of the method's adapter config is an option, too (--num-mask-tokens 4), as are
-    --held-out, --max-length and others; --list-fields shows them. So is every field of
-    transformers.TrainingArguments (--max-steps, --num-train-epochs, --learning-rate,
+    --held-out, --max-length and others; 'hf-spec train METHOD --help' lists them. So is every field
+    of transformers.TrainingArguments (--max-steps, --num-train-epochs, --learning-rate,
     --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard), which its
     documentation explains. Training uses transformers' Trainer: 'accelerate launch' runs it on
     several devices. Each evaluation decodes held-out prompts; the checkpoint of the largest tau is
@@ -63,23 +69,18 @@ def train(
     \b
     Examples:
       hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
-      hf-spec train bita --list-fields
+      hf-spec train bita --help
+      hf-spec train bita --model M --data D --output ./bita --dry-run
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D --output ./bita-markov
     """
-    from transformers import TrainingArguments
-
     from hf_spec.hub.folder import read_spec_config
     from hf_spec.training import start
     from hf_spec.training import train as work
 
     chosen = work.trainable_method(method)
     fields = work.config_fields(chosen)
-    if list_fields:
-        more = work.added_fields(work.SpecArguments, TrainingArguments)
-        _print_fields({**fields, **more}, dict(chosen.trained))
-        return
     if not (model and data and output):
         needed = {"--model": model, "--data": data, "--output": output}
         missing = ", ".join(option for option, value in needed.items() if not value)
@@ -102,7 +103,8 @@ def train(
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     work.spec_arguments(chosen, output, adapter_config, **arguments)
-    check_writable(output)
+    if not dry_run:
+        check_writable(output)
 
     from hf_spec.training.dataset import read_answers, read_provenance
 
@@ -111,7 +113,7 @@ def train(
     try:
         record = work.train(
             base, rows, method, output, config, arguments, options, resume,
-            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
+            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter, dry_run=dry_run,
         )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(
@@ -122,29 +124,78 @@ def train(
     if not record:  # not the main process
         return
 
+    if dry_run:
+        typer.echo(record["expected"])
+        return
+
     from hf_spec.hub.card import write_card
+    from hf_spec.training.report import outcome
 
     write_card(output)
-    best, amount = record["best"], record["data"]
-    typer.echo(f"answers: {amount['rows']:,} to train on, {amount['held_out']:,} held out")
-    if best is not None:
-        typer.echo(f"best tau: {best['eval_tau']:.2f} at step {best['step']}")
+    speedup = None
+    # Processes that share the model would have to decode together.
+    if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        speedup = _speedup(base, rows, output, record)
+    for line in outcome(record, speedup):
+        typer.echo(line)
     typer.echo(f"adapter: {output}")
+    typer.echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
+
+
+def _speedup(base: Any, rows: Any, output: Path, record: dict[str, Any]) -> float:
+    """Speed beside plain decoding on held-out prompts, with the adapter that was written."""
+    from hf_spec.bench.contenders import read_adapters
+    from hf_spec.model.loading import load_adapters
+    from hf_spec.training.evaluation import EvalDecoding, measured_speedup
+    from hf_spec.training.train import split
+
+    load_adapters(base, read_adapters([str(output)]))
+    held_out = split(rows, record["data"]["held_out"])[1]
+    prompts = [list(ids) for ids in held_out["prompt_ids"]]
+    return measured_speedup(base, EvalDecoding(prompts, record["method"], record["options"]))
 
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _print_fields(fields: dict[str, dataclasses.Field[Any]], defaults: dict[str, Any]) -> None:
-    width = max(map(len, fields)) + 4
+class TrainCommand(TyperCommand):
+    """The command, whose help lists the options of the method that is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        ctx.meta[WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        super().format_epilog(ctx, formatter)
+        words = [word for word in ctx.meta.get(WORDS, ()) if not word.startswith("-")]
+        if not words:
+            return
+        from hf_spec.methods.registry import methods
+
+        known = methods()
+        chosen = next((known[word] for word in words if word in known), None)
+        if chosen is not None and chosen.training is not None:
+            with formatter.section(f"Options of {chosen.name}"):
+                formatter.write_dl(_described(chosen))
+
+
+def _described(method: Any) -> list[tuple[str, str]]:
+    """The method's own options, and those of all trainings, with their help."""
+    from transformers import TrainingArguments
+
+    from hf_spec.training import train as work
+
+    fields = work.config_fields(method) | work.added_fields(work.SpecArguments, TrainingArguments)
+    found = []
     for name, field in fields.items():
         factory: Any = field.default_factory
         default = factory() if field.default is dataclasses.MISSING else field.default
         text = field.metadata.get("help", "")
         if "Default" not in text:
-            text += f" [default: {defaults.get(name, default)}]"
-        typer.echo(f"{_option(name):{width}}  {text}")
+            text += f" [default: {dict(method.trained).get(name, default)}]"
+        found.append((_option(name), text))
+    return found
 
 
 def parse_options(

@@ -5,6 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+#: The command that installs hf_spec: the one place where it stands, for errors, cards and guides.
+#: On the package index it will be ``pip install hf_spec``.
+INSTALL = "pip install .  # in a clone of hf_spec"
+
+
+def install_extra(extra: str) -> str:
+    """What to run for the optional packages of an extra, where hf_spec is installed."""
+    return f"run: pip install 'hf_spec[{extra}]'"
+
+
+def duration(seconds: float) -> str:
+    """A duration in words: 40 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
 
 def check_range(
     name: str, value: Any, low: float, high: float = float("inf"), open_low: bool = False

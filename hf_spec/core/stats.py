@@ -8,14 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_spec.core.checks import install_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 #: Phases of a step that are timed.
 PHASES = ("draft", "forward", "verify")
-#: Characters of a full bar, and depths with a bar each, when statistics are printed.
-BAR, SHOWN = 20, 10
+#: Bars of one character, and positions with a bar each, when statistics are printed.
+BARS, SHOWN = " ▁▂▃▄▅▆▇█", 10
+
+
+def bar(share: float) -> str:
+    """A bar of one character for a share from 0 to 1."""
+    return BARS[round(share * (len(BARS) - 1))]
 
 
 @dataclass(repr=False)
@@ -25,6 +36,7 @@ class SpecStats:
     ``print`` shows a summary without ``details``.
 
     Attributes:
+        strategy: name of the strategy; empty if several are added up.
         num_steps: forward passes of the full model, the prefill included.
         num_row_steps: the same, counted once per unfinished sequence.
         num_generated_tokens: emitted tokens of all sequences.
@@ -37,9 +49,12 @@ class SpecStats:
         accepted: per depth, steps of one sequence that accepted a draft token there.
         draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
             in the full model, in verification, and in everything else.
+        plain_seconds: estimate of the time that plain steps would have taken for the same tokens,
+            the prompt's forward included; 0 if no plain step was timed.
         details: reports of the drafter and the policy.
     """
 
+    strategy: str = ""
     num_steps: int = 0
     num_row_steps: int = 0
     num_generated_tokens: int = 0
@@ -54,6 +69,7 @@ class SpecStats:
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
+    plain_seconds: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -84,28 +100,67 @@ class SpecStats:
             f"tau={self.mean_accepted_tokens:.2f}, seconds={self.total_seconds:.3g})"
         )
 
+    @property
+    def speed_beside_plain(self) -> float | None:
+        """Speed relative to plain steps of the same strategy, estimated from
+        :attr:`plain_seconds`; None if no plain step was timed. ``hf-spec bench`` measures plain
+        ``generate``."""
+        return self.plain_seconds / self.total_seconds if self.plain_seconds else None
+
     def __str__(self) -> str:
-        """A summary in a few lines; parts that did not occur are left out."""
+        """Five lines; what did not occur is left out."""
+        name = f"{self.strategy}: " if self.strategy else ""
+        total, tokens = self.total_seconds, self.num_generated_tokens
         lines = [
-            f"{self.num_generated_tokens} tokens in {self.num_steps} steps, "
+            f"{name}{tokens} tokens in {self.num_steps} steps, "
             f"tau {self.mean_accepted_tokens:.2f} (tokens per step and sequence)"
         ]
-        if self.num_fallback_steps:
-            lines.append(f"plain steps: {self.num_fallback_steps}")
-        total = self.total_seconds
         if total:
+            beside = self.speed_beside_plain
+            estimate = f", {beside:.2f}x its plain steps" if beside is not None else ""
+            lines.append(f"{tokens / total:.1f} tokens per second{estimate}, {total:.3g} s")
             parts = ((name, getattr(self, f"{name}_seconds")) for name in (*PHASES, "other"))
-            shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts)
-            lines.append(f"time {total:.3g} s: {shares}")
-        depths = list(zip(sorted(self.offered), self.acceptance_per_position))
-        if depths:
-            lines.append("accepted at each position, of the drafts that reach it:")
-        for depth, share in depths[:SHOWN]:
-            bar = "#" * round(share * BAR)
-            lines.append(f"{depth:>4}  {bar:.<{BAR}} {share:>5.0%} of {self.offered[depth]}")
-        if depths[SHOWN:]:
-            lines.append(f"      and {len(depths) - SHOWN} more in acceptance_per_position")
+            lines.append("time: " + ", ".join(f"{one} {part / total:.0%}" for one, part in parts))
+        if self.num_drafted_tokens or self.num_fallback_steps:
+            lines.append(
+                f"{self.num_drafted_tokens} draft tokens; {self.num_fallback_steps} plain steps"
+            )
+        shares = self.acceptance_per_position[:SHOWN]
+        if shares:
+            bars = " ".join(f"{bar(share)} {share:.0%}" for share in shares)
+            more = len(self.offered) - SHOWN
+            lines.append(
+                f"accepted at position 1, 2, ...: {bars}"
+                f"{f' and {more} more' * (more > 0)} (of the drafts that reach it)"
+            )
         return "\n".join(lines)
+
+    def plot(self, axes: Sequence[Axes] | None = None) -> Figure:
+        """Draw the share of accepted drafts at each position, and how many tokens steps emitted.
+
+        Needs matplotlib.
+
+        Args:
+            axes: two ``matplotlib`` axes to draw on; None for a new figure.
+
+        Returns:
+            The figure.
+        """
+        if axes is None:
+            try:
+                import matplotlib.figure
+            except ImportError as error:
+                raise ImportError(f"plot() needs matplotlib; {install_extra('plots')}") from error
+            drawn = matplotlib.figure.Figure(figsize=(8, 3), layout="constrained")
+            axes = list(drawn.subplots(1, 2))
+        shares, steps = self.acceptance_per_position, sorted(self.accepted_histogram.items())
+        axes[0].bar(sorted(self.offered), shares)
+        axes[0].set(xlabel="position", ylabel="accepted, of those that reach it", ylim=(0, 1))
+        axes[1].bar([tokens for tokens, _ in steps], [count for _, count in steps])
+        axes[1].set(xlabel="tokens emitted", ylabel="steps")
+        axes[0].set_title(f"{self.strategy} tau {self.mean_accepted_tokens:.2f}".strip())
+        figure: Any = axes[0].figure
+        return figure
 
     def record(
         self, emitted: int, draft_depth: int, drafted: int, num_accepted: int | None = None
@@ -128,10 +183,15 @@ class SpecStats:
 
     def merge(self, other: SpecStats) -> None:
         """Add another run's counts and times to these; ``details`` are replaced."""
+        first = not self.num_steps
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name == "details":
                 self.details = {**mine, **theirs}
+            elif item.name == "strategy":
+                self.strategy = theirs if first or mine == theirs else ""
+            elif item.name == "plain_seconds":  # of all runs, or unknown
+                self.plain_seconds = mine + theirs if first or mine and theirs else 0.0
             elif isinstance(mine, dict):
                 setattr(self, item.name, Counter(mine) + Counter(theirs))
             else:

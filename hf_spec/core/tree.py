@@ -142,7 +142,7 @@ class Tree:
         return torch.cat([part.to(log_probs) for part in parts], dim=1)
 
     @staticmethod
-    def unpacked(packed: Tensor, numbers: Any = None) -> Tree:
+    def unpacked(packed: Tensor, numbers: np.ndarray | None = None) -> Tree:
         """Inverse of :meth:`packed`.
 
         Args:

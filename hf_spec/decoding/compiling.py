@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
 from hf_spec.cache.buffers import SMALLEST
 from hf_spec.core.checks import check_count
@@ -73,12 +73,12 @@ def graphs_for(
 
 
 def warm_up(
-    model: Any,
+    model: PreTrainedModel,
     *,
     batch_sizes: Sequence[int] = (1,),
     max_length: int = SMALLEST,
     generation_config: GenerationConfig | None = None,
-    progress: Callable[[int], Any] | None = None,
+    progress: Callable[[int], object] | None = None,
     **kwargs: Any,
 ) -> int:
     """Compile in advance the code that calls with a static cache run.

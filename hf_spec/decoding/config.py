@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.core.checks import first_line
+from hf_spec.drafting.options import AUTO, DraftOptions
 from hf_spec.methods.registry import get_method
+from hf_spec.model.loading import is_path
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +50,29 @@ def _warn_of_lossy(source: str, acceptance: str) -> None:
     )  # fmt: skip
 
 
+def options_of_all(kwargs: dict[str, Any] | None) -> DraftOptions:
+    """The options of a call whose strategy is chosen later: those that all strategies have.
+
+    Raises:
+        ValueError: one is unknown or invalid.
+    """
+    known = sorted(item.name for item in dataclasses.fields(DraftOptions))
+    for name in kwargs or {}:
+        if name not in known:
+            raise ValueError(
+                f"assistant_kwargs: {name!r} with assistant_strategy={AUTO!r}: options of all "
+                f"strategies are {', '.join(known)}. Name the strategy that has this one."
+            )
+    return DraftOptions(**(kwargs or {}))
+
+
 class SpecConfig(GenerationConfig):
     """A ``GenerationConfig`` with a strategy and its options, checked when it is built.
 
     Args:
-        assistant_strategy: name of a strategy (``hf_spec.strategies()`` lists them).
+        assistant_strategy: name of a strategy (``hf_spec.strategies()`` lists them), or ``auto``:
+            layers of the model's own checkpoint draft if it has some, else the active adapter, with
+            the options stored beside it, else prompt lookup.
         assistant_kwargs: its options.
         **kwargs: everything a ``GenerationConfig`` takes.
 
@@ -63,7 +86,9 @@ class SpecConfig(GenerationConfig):
         assistant_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
-        if assistant_strategy is not None:
+        if assistant_strategy == AUTO:
+            options_of_all(assistant_kwargs)
+        elif assistant_strategy is not None:
             get_method(assistant_strategy).parse_options(assistant_kwargs)
         elif assistant_kwargs:
             raise ValueError(
@@ -75,3 +100,25 @@ class SpecConfig(GenerationConfig):
         super().__init__(**kwargs)
         self.assistant_strategy = assistant_strategy
         self.assistant_kwargs = assistant_kwargs or {}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read the configuration of a folder or a repository on the Hub; see ``GenerationConfig``.
+
+        Raises:
+            OSError: there is none; the message says whether there is such a folder.
+        """
+        name = str(pretrained_model_name)
+        if not Path(name).exists() and is_path(name):
+            raise FileNotFoundError(
+                f"cannot read a SpecConfig from {name!r}: there is no such folder"
+            )
+        try:
+            return super().from_pretrained(pretrained_model_name, *args, **kwargs)
+        except OSError as error:
+            if Path(name).exists():
+                raise
+            raise OSError(
+                f"cannot read a SpecConfig from {name!r}: there is no such folder here, and on the "
+                f"Hub: {first_line(error)}"
+            ) from error

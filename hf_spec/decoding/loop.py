@@ -66,7 +66,7 @@ def decode(
     strategy = Strategy.of(model, config, unsure, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
     acceptance = Acceptance(config, strategy.options, scorer)
-    stats = SpecStats()
+    stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
 
     handover = Handover(
@@ -105,7 +105,7 @@ def decode(
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
         rows_stay = handover.keeps_rows or state.batch_size == 1
         shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)
-        watch.step()
+        prompt_seconds = watch.step()
 
         while model._has_unfinished_sequences(
             not any(state.active) and not any(handover.ends(state.rows)), synced_gpus, model.device
@@ -130,6 +130,11 @@ def decode(
     if graphs is not None:
         graphs.spare(handover.release())
     watch.step(last=True)
+    plain = policy.setting.times.plain_seconds()
+    if plain is not None and stats.num_steps > 1:
+        live = (stats.num_row_steps - len(prompt)) / (stats.num_steps - 1)  # rows of a step
+        after_first = stats.num_generated_tokens - len(prompt)
+        stats.plain_seconds = prompt_seconds + plain * after_first / live
     memory(model)[SpecStats] = stats
     if not returns_dict:
         return ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_spec.core.memory import memory
@@ -25,16 +26,17 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     spec_stats: SpecStats | None = None
 
 
-def last_stats(model: Any) -> SpecStats | None:
+def last_stats(model: nn.Module) -> SpecStats | None:
     """Statistics of the last call of ``model.generate`` with a strategy; None if there was none.
 
     Args:
         model: the model, or a PEFT or ``torch.compile`` wrapper around it.
     """
-    while model is not None:
-        stats: SpecStats | None = memory(model).get(SpecStats)
+    outer: Any = model
+    while outer is not None:
+        stats: SpecStats | None = memory(outer).get(SpecStats)
         if stats is not None:
             return stats
-        inner = getattr(model, "_orig_mod", None)
-        model = inner or (model.get_base_model() if hasattr(model, "get_base_model") else None)
+        inner = getattr(outer, "_orig_mod", None)
+        outer = inner or (outer.get_base_model() if hasattr(outer, "get_base_model") else None)
     return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.decoding.auto import resolve_auto
 from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.drafting.options import ACCEPTANCE_RULES
@@ -30,11 +31,13 @@ _OTHER_MODES = {
 
 
 def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Raise on every option that ``decode`` would have to ignore.
+    """Raise on every option that ``decode`` would have to ignore; put a strategy for ``auto``.
 
     Raises:
         ValueError: naming the option, its value and what to do.
     """
+    assistant = mode_kwargs.get("assistant_model")
+    resolve_auto(model, config, assistant)
     strategy = config.assistant_strategy
     method = get_method(strategy)
     options = method.parse_options(config.assistant_kwargs)
@@ -54,7 +57,6 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
         value = getattr(config, option, None)
         if value is not None and value != off and value is not False:
             refuse(option, value, "it names another decoding method.", leave)
-    assistant = mode_kwargs.get("assistant_model")
     if method.needs_assistant or assistant is not None:
         method.make_drafter(model, options, assistant)
     if mode_kwargs.get("assistant_tokenizer") is not None:
@@ -115,6 +117,7 @@ def check_strategy(model: Any, config: GenerationConfig) -> None:
     Raises:
         ValueError: if an option is refused, or an adapter is missing.
     """
-    validate_call(model, copy.copy(config), {})
+    config = copy.copy(config)
+    validate_call(model, config, {})
     method = get_method(config.assistant_strategy)
     method.make_drafter(model, method.parse_options(config.assistant_kwargs))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.probes import ProbeGroup
@@ -15,7 +16,7 @@ from hf_spec.core.pruning import Pruning
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.options import TREE_OPTIONS
+from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -63,9 +64,9 @@ class Drafter(CandidateGenerator):
     num_probes: int = 0
     group: ProbeGroup | None = None
 
-    def __init__(self, model: Any, options: Any):
+    def __init__(self, model: PreTrainedModel, options: DraftOptions):
         self.model = model
-        self.options = options
+        self.options: Any = options  # of the method's own class
 
     @property
     def pruning(self) -> Pruning | None:

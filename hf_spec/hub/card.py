@@ -14,6 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from hf_spec.core.checks import INSTALL
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
@@ -71,6 +72,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     card = ModelCard.from_template(
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
+        install=INSTALL,
         title=repository.rpartition("/")[2],
         base_model=base_model,
         base_is_repository=public,

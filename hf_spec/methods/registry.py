@@ -19,12 +19,15 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
+from hf_spec.core.field_docs import complete_docstring
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import ADAPTIVE, DraftOptions
+from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ class Method:
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter.
+        included: given a model, loads what its own checkpoint has for the method, without which it
+            does not work; raises a ValueError, which says why, if there is nothing. None if it
+            needs no such thing.
         needs_assistant: whether the call's assistant model drafts, which is then the third argument
             of ``drafter``.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
@@ -121,10 +127,11 @@ class Method:
     summary: str
     options: type[DraftOptions]
     drafter: type[Drafter]
-    adapter_config: type[Any] | None = None
+    adapter_config: type[SpecPeftConfig] | None = None
     adapter_module: type[Adapter] | None = None
     objective: Objective | None = None
     needs_adapter: bool = False
+    included: Callable[[PreTrainedModel], object] | None = None
     needs_assistant: bool = False
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
@@ -181,7 +188,12 @@ class Method:
             )
         return options
 
-    def make_drafter(self, model: Any, options: DraftOptions, assistant: Any = None) -> Drafter:
+    def make_drafter(
+        self,
+        model: PreTrainedModel,
+        options: DraftOptions,
+        assistant: PreTrainedModel | None = None,
+    ) -> Drafter:
         """Build the drafter of a call.
 
         Args:
@@ -240,6 +252,8 @@ def register_method(method: Method) -> None:
     if method.adapter_config is not None and method.adapter_module is not None:
         register_type(method.adapter_config, method.adapter_module, method.objective)
         method.adapter_config.strategy = method.name
+        complete_docstring(method.adapter_config)
+    complete_docstring(method.options, method.drafter.unused)
     _registered[method.name] = method
 
 
@@ -271,6 +285,7 @@ def get_method(name: str) -> Method:
     """
     if not isinstance(name, str) or name not in methods():
         raise ValueError(
-            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}."
+            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}, or "
+            f"{AUTO!r}."
         )
     return methods()[name]

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.bench.contenders import Contender
+from hf_spec.bench.contenders import PLAIN, Contender, ours
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_same_settings
 from hf_spec.data import Prompt, read
+from hf_spec.decoding.auto import LOOKUPS, choose
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import read_json
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
+#: pay depends on step times, and would make sampled numbers and ties depend on them, too.
+OPTIONS = {"drafting": "always"}
+#: Options of prompt lookup: in a batch, a few draft tokens per sequence fill a step.
+LOOKUP_OPTIONS = {"max_nodes": 4}
+#: New tokens of the trial that finds the fastest strategy.
+TRIAL = 48
 #: Longest time that processes wait for each other.
 PATIENCE = timedelta(days=7)
 
@@ -101,6 +109,13 @@ class AnswerFolder:
                 f"{str(self.answers)!r} is not of hf-spec distill: give another --output"
             )
         return False
+
+    def chosen(self) -> Contender | None:
+        """The contender that an interrupted run has found to be the fastest; None if none has."""
+        kwargs = read_json(self.provenance).get("chosen") if self.provenance.is_file() else None
+        if not kwargs:
+            return None if kwargs is None else PLAIN
+        return Contender(kwargs["assistant_strategy"], kwargs)
 
     def begin(self, provenance: dict[str, Any]) -> None:
         """Write how the answers are made, and drop a last line that was not written to its end."""
@@ -184,8 +199,8 @@ def processes(device: str | None) -> PartialState:
 
 def distill(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: AnswerFolder,
-    settings: Settings, contender: Contender, state: PartialState,
-    progress: Callable[[int, int], Any] = lambda done, total: None,
+    settings: Settings, contender: Contender | None, state: PartialState,
+    progress: Callable[..., Any] = lambda done, total, note: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Generate the answers that the folder lacks, and finish it.
 
@@ -198,9 +213,11 @@ def distill(
         prompts: the prompts, in the order of the output.
         folder: the output folder, locked by the main process.
         settings: the settings.
-        contender: the strategy that ``settings`` names.
+        contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
+            which the folder keeps.
         state: the processes.
-        progress: called as ``progress(done, total)`` with numbers of batches.
+        progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
+            tokens per second so far.
 
     Returns:
         The provenance, as in the folder; ``measured`` is of this run.
@@ -208,9 +225,21 @@ def distill(
     Raises:
         ValueError: the folder was made with other settings, or the prompts do not fit the model.
     """
-    from accelerate.utils import gather_object
+    from accelerate.utils import broadcast_object_list, gather_object
 
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
+    facts = _facts(model, tokenizer, settings)
+    folder.check(facts)
+    state.wait_for_everyone()  # no process writes before all have looked
+    everything = batches([len(ids) for ids in token_ids], settings.batch_size)
+    if contender is None:
+        contender = folder.chosen()
+    if contender is None:
+        middle = [token_ids[index] for index in everything[len(everything) // 2]]
+        found = [fastest(model, tokenizer, middle, settings) if state.is_main_process else None]
+        contender = broadcast_object_list(found)[0]
+    assert contender is not None
+    facts["chosen"] = contender.kwargs
     # The block ends with merged updates removed, also after an error.
     with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
 
@@ -232,19 +261,16 @@ def distill(
             ]  # fmt: skip
             return seconds, steps, rows
 
-        facts = _facts(model, tokenizer, settings)
-        folder.check(facts)
-        state.wait_for_everyone()  # no process writes before all have looked
         if state.is_main_process:
             folder.begin(facts)
         state.wait_for_everyone()
         lengths = folder.lengths()
-        everything = batches([len(ids) for ids in token_ids], settings.batch_size)
         work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
         seconds, steps, tokens = 0.0, 0, 0
         state.wait_for_everyone()
         for start in range(0, len(work), state.num_processes):
-            progress(len(everything) - len(work) + start, len(everything))
+            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
+            progress(len(everything) - len(work) + start, len(everything), note=speed)
             share = work[start : start + state.num_processes]
             made: tuple[float, int, list[dict[str, Any]]] = (0.0, 0, [])
             if state.process_index < len(share):
@@ -256,7 +282,7 @@ def distill(
                 lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
                 if state.is_main_process:
                     folder.add(new)
-        progress(len(everything), len(everything))
+        progress(len(everything), len(everything), note="")
     environment = environment_of(model, settings.model, None)
     for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
         del environment[name]
@@ -279,6 +305,34 @@ def distill(
         folder.write_provenance(provenance)
     state.wait_for_everyone()
     return provenance
+
+
+def fastest(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings
+) -> Contender:
+    """What answers prompts fastest: plain ``generate``, or what ``auto`` takes.
+
+    Under sampling it is the latter, since answers must not depend on time, and those of a seed
+    depend on the strategy.
+
+    Args:
+        prompts: token ids of a batch, which both answer, the first tokens only.
+    """
+    choice = choose(model)
+    options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
+    drafting = Contender(choice.strategy, ours(choice.strategy, options))
+    if settings.do_sample:
+        return drafting
+    limit = {"max_new_tokens": min(settings.max_new_tokens, TRIAL)}
+    speeds = {}
+    with Session.open(
+        model, tokenizer, {**settings.generate_kwargs, **limit}, [drafting]
+    ) as session:
+        for one in (PLAIN, drafting):
+            session.generate(one, prompts, max_new_tokens=2)  # the first call is slower
+            seconds, answers, *_ = session.generate(one, prompts)
+            speeds[one.name] = sum(map(len, answers)) / seconds
+    return drafting if speeds[drafting.name] > speeds[PLAIN.name] else PLAIN
 
 
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:

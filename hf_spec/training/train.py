@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import save_model
 from hf_spec.training.evaluation import EvalDecoding
+from hf_spec.training.report import expected
 from hf_spec.training.sharded import gathered
 from hf_spec.training.start import load_trained, new_config, set_vocabulary, with_markov_head
 from modeling_patches.support import check_model
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Epochs of a training that ends by time.
 UNCOUNTED = 10_000
+#: Fields of a dry run.
+_DRY = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False}
 #: Record of the training, in the adapter folder.
 RECORD = "training.json"
 
@@ -204,6 +208,7 @@ def train(
     callbacks: Sequence[Any] = (),
     tokenizer: Any = None,
     start: Path | None = None,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Train an adapter and write it to ``output``, except for the card.
 
@@ -221,18 +226,24 @@ def train(
         tokenizer: saved beside the base model, if that is trained.
         start: folder of a trained adapter of the method, which gets a Markov head; only
             that is trained.
+        dry_run: whether to train a few steps only, evaluate once and write nothing.
 
     Returns:
-        The record, as written to ``training.json``; empty in all processes but the main one.
+        The record, as written to ``training.json``; empty in all processes but the main one. Of a
+        dry run, ``expected``: how long the training will take, in words.
 
     Raises:
         ValueError: the method, the arguments or the data are invalid; the message says how.
     """
-    from hf_spec.training.trainer import SpecTrainer
-
     options, config, arguments = options or {}, config or {}, arguments or {}
     method = trainable_method(method_name)
     method.parse_options(options)
+    if dry_run:
+        with tempfile.TemporaryDirectory() as temporary:
+            return _train(
+                model, rows, method, Path(temporary), config, {**arguments, **_DRY}, options, start,
+                dry_run=True,
+            )  # fmt: skip
     folder = output / "checkpoints"
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     if last is not None and not resume:
@@ -240,6 +251,22 @@ def train(
             f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, or "
             "choose another --output"
         )
+    return _train(
+        model, rows, method, output, config, arguments, options, start, last, provenance, callbacks,
+        tokenizer,
+    )  # fmt: skip
+
+
+def _train(
+    model: Any, rows: Any, method: Method, output: Path, config: dict[str, Any],
+    arguments: Mapping[str, Any], options: dict[str, Any], start: Path | None,
+    last: str | None = None, provenance: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (), tokenizer: Any = None, dry_run: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """See :func:`train`, whose arguments have been checked; ``last`` is the last checkpoint."""
+    from hf_spec.training.trainer import SpecTrainer
+
+    folder, record = output / "checkpoints", dict[str, Any]()
     with ExitStack() as attachment:
         # Of a model that was loaded in parts all weights are needed until training begins.
         with gathered(model.parameters()):
@@ -278,9 +305,13 @@ def train(
             data_collator=collate,
             eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
             callbacks=[NewAnchors(), *callbacks],
+            dry_run=dry_run,
         )
         result = trainer.train(resume_from_checkpoint=last)
-        record: dict[str, Any] = {}
+        if dry_run:
+            each = trainer.evaluate()["eval_runtime"]
+            seconds = trainer.report.seconds_per_step or 0.0
+            return {"expected": expected(seconds, args, trainer.state, each)}
         state = trainer.whole_state()
         if trainer.is_world_process_zero():
             if adapter_config.trains_base:

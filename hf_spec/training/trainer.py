@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
-from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_spec.adapters.active import find_active
@@ -18,29 +18,11 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.training.evaluation import EvalDecoding, decoding_metrics, top_k_counts, top_k_metrics
+from hf_spec.training.report import Report
 from hf_spec.training.sharded import gathered_state, whole_root
 
 #: Steps of a schedule that follows the time.
 FINE = 10_000
-
-
-class TimeBar(ProgressCallback):
-    """A progress bar of seconds."""
-
-    def __init__(self, trainer: SpecTrainer):
-        super().__init__()
-        self.trainer, self.shown = trainer, 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            total = round(60 * args.max_minutes)
-            self.training_bar = tqdm(total=total, unit="s", dynamic_ncols=True)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.training_bar is not None:
-            spent = round(60 * args.max_minutes * self.trainer.progress)
-            self.training_bar.update(spent - self.shown)
-            self.shown = spent
 
 
 class TimeLimit(TrainerCallback):
@@ -75,9 +57,13 @@ class SpecTrainer(Trainer):
 
     Args:
         eval_decoding: prompts to decode at each evaluation; None for no decoding.
+        dry_run: whether training ends after a few steps, when its duration is known.
     """
 
-    def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, eval_decoding: EvalDecoding | None = None, dry_run: bool = False,
+        **kwargs: Any,
+    ):  # fmt: skip
         super().__init__(
             *args, compute_metrics=top_k_metrics, preprocess_logits_for_metrics=top_k_counts,
             **kwargs,
@@ -87,9 +73,10 @@ class SpecTrainer(Trainer):
         self.began, self._time = 0.0, 0.0
         if self.args.max_minutes is not None:
             self.add_callback(TimeLimit(self))
-            if not self.args.disable_tqdm:
-                self.remove_callback(ProgressCallback)
-                self.add_callback(TimeBar(self))
+        for usual in (ProgressCallback, PrinterCallback):
+            self.remove_callback(usual)
+        self.report = Report(self, dry_run)
+        self.add_callback(self.report)
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
         self.adapter_config: SpecPeftConfig = self.unwrapped.active_peft_config

@@ -14,6 +14,7 @@ from typing import Any
 STRATEGY: str | None = None
 OPTIONS: dict[str, Any] = {}
 PEFT_TYPE: str | None = None
+INSTALL: str = ""
 # Filled in by `hf-spec push`: where the adapter is found.
 REPOSITORY: str | None = None
 
@@ -34,8 +35,7 @@ def generate(model: Any, **kwargs: Any) -> Any:
         import hf_spec  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "this repository's custom_generate needs hf_spec, which is not installed: "
-            "pip install hf_spec"
+            f"this repository's custom_generate needs hf_spec, which is not installed: {INSTALL}"
         ) from error
     from transformers import GenerationMixin
     from transformers.utils import logging

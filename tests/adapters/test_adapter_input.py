@@ -173,7 +173,7 @@ WEIGHT_DEFECTS: Defects = {
 CONFIG_DEFECTS: Defects = {
     "newer": (
         lambda f: edit(f, format_version=2),
-        r"format_version=2; this hf_spec reads versions 1 to 1\. Upgrade with `pip install -U hf_",
+        r"format_version=2; this hf_spec reads versions 1 to 1\. Install a newer one: pip install",
     ),
     "task": (lambda f: edit(f, task_type="SEQ_CLS"), "for causal language models.*'SEQ_CLS'"),
     "facts": (lambda f: edit(f, base_facts=[1]), r"base_facts must be a dict or None, got \[1\]"),

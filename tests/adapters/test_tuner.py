@@ -165,6 +165,7 @@ def test_other_ways_to_load(base, base_path, kind, tmp_path):
     assert dispatched.hf_device_map == {**device_map, "spec_modules": "cpu"}
 
 
+@pytest.mark.filterwarnings("error:Adapter name")
 def test_another_adapter_name(base, base_path, kind, tmp_path):
     """Saved as one name, loaded as another; the type's own name makes no trouble either."""
     folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind](), kind.lower())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from operator import truediv
 
 import numpy as np
@@ -94,7 +95,9 @@ def test_intervals_are_of_prompts_and_paired():
     assert rows["plain"]["speedup_interval"] is None
     assert rows["plain"]["tau_interval"] == pytest.approx([1.0, 1.0])
     shown = table_of(result(made), 200)
-    assert "2.00-2.00" in shown and f"{low:.2f}-{high:.2f}" in shown
+    assert "2.00x (2.00-2.00)" in shown and f"({low:.2f}-{high:.2f})" in shown
+    assert "2.00-2.00" not in table_of(result(made), 40, terminal=True), "there is no room"
+    assert "2.00-2.00" in table_of(result(made), 40), "a file has room"
     assert all(row["tau_interval"] is None for row in results.rows(measurements()))  # too few
 
 
@@ -120,17 +123,33 @@ def test_samples_are_identical_or_not_compared():
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_table_shows_every_figure_at_any_width(width):
-    text = table_of(result(measurements()), width)
-    for expected in ("fast (lossy)", "math", "1.60x", "8.0", "1.67", "diverged", "a note"):
+    text = table_of(result(measurements()), width, by_task=True, terminal=True)
+    for expected in ("fast (lossy)", "math", "1.60x", "8.0", "1.67", "a note"):
         assert expected in text
+    assert "1 identical, 1 at ties, 1 diverged" in text and "3 identical\n" in text
     assert "time of fast: draft 4%, forward 76%" in text
     assert "…" not in text
 
 
-def table_of(bench: BenchResult, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    report.print_table(bench, console)
-    return console.file.getvalue()
+def test_tasks_are_shown_where_they_are_asked_for():
+    text = table_of(result(measurements()), 80)
+    assert "math" not in text and "task" not in text
+    assert [line.split()[0] for line in text.splitlines() if "identical" in line] == [
+        "plain", "fast"
+    ]  # fmt: skip
+
+
+def test_names_are_never_cut():
+    name = "transformers:prompt_lookup@a-folder-with-a-long-name+compiled"
+    rows = [Measurement(name, 1, [0], "qa", 2.0, [[5] * 10], 10, None, [SAME], name)]
+    lines = table_of(result(rows), 30, terminal=True).splitlines()
+    assert any(name in line and "1 identical" in line for line in lines)
+
+
+def table_of(bench: BenchResult, width: int, by_task: bool = False, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=terminal)
+    report.print_table(bench, console, by_task)
+    return re.sub(r"\x1b\[[0-9;]*m| +$", "", console.file.getvalue(), flags=re.MULTILINE)
 
 
 def test_results_file_has_the_documented_keys(tmp_path):

@@ -294,14 +294,14 @@ def test_which_adapters_change_the_model(tmp_path):
         read_adapters([str(tmp_path / "lora")])
 
 
-def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
-    """Its base drafts with the adapter's strategy; stock assisted decoding verifies."""
+def test_assistants_one_of_them_an_adapter_s_folder(tmp_path, capsys):
+    """A folder's base drafts, in stock assisted decoding with the adapter's strategy."""
     save_checkpoint(tmp_path / "m")
     base = AutoModelForCausalLM.from_pretrained(save_checkpoint(tmp_path / "small"))
     torch.manual_seed(0)
     get_peft_model(base, hf_spec.PPDConfig()).save_pretrained(tmp_path / "ppd")
     write_prompts(tmp_path / "p.jsonl", [{"prompt": "abab" * 4}, {"prompt": "one one"}])
-    alone, with_ppd = (f"transformers:assisted={tmp_path / name}" for name in ("small", "ppd"))
+    alone, with_ppd = (f"transformers:assisted@{name}" for name in ("small", "ppd"))
     calls, generate = [], LlamaForCausalLM.generate
 
     def watched(self, *args, **kwargs):
@@ -315,17 +315,23 @@ def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
         status = cli.main(
             [
                 "bench", "--model", str(tmp_path / "m"), "--prompts", str(tmp_path / "p.jsonl"),
-                "--strategies", f"{alone},{with_ppd}", "--max-new-tokens", "8", "--dtype",
-                "float32", "--device", "cpu", "--output", str(tmp_path / "out"),
+                "--assistant", str(tmp_path / "small"), "--assistant", str(tmp_path / "ppd"),
+                "--strategies", "draft_model,transformers:assisted", "--max-new-tokens", "8",
+                "--dtype", "float32", "--device", "cpu", "--output", str(tmp_path / "out"),
+                "--batch-size", "1,2", "--strategy-kwargs", 'draft_model={"drafting": "always"}',
             ]
         )  # fmt: skip
     assert status == 0, capsys.readouterr().err
     assert set(calls) == {None, "ppd"}
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     assert data["environment"]["settings"]["strategies"][alone] == {}  # a model is no JSON
-    rows = {run["strategy"]: run for run in data["runs"] if run["task"] == "all"}
+    overall = [run for run in data["runs"] if run["task"] == "all"]
+    rows = {run["strategy"]: run for run in overall if run["batch_size"] == 1}
     assert rows[alone]["identical"] == rows[with_ppd]["identical"] == 2
     assert rows[alone]["tau"] == rows[with_ppd]["tau"], "the drafts are the same"
+    assert rows["draft_model@small"]["stats"]["num_draft_forwards"] > 0
+    batched = [run["strategy"] for run in overall if run["batch_size"] == 2]
+    assert batched == ["plain", "draft_model@small", "draft_model@ppd"], "stock takes one row"
 
 
 def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):

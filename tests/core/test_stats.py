@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -100,22 +101,60 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
 
 
 def test_printed_statistics_are_a_summary() -> None:
-    stats = SpecStats(num_steps=3, num_fallback_steps=1, details={"policy": ["long"] * 1000})
+    stats = SpecStats(
+        "medusa", num_steps=3, num_fallback_steps=1, details={"policy": ["long"] * 1000}
+    )
     stats.record(3, 2, 4)
     stats.record(1, 2, 4)
     stats.draft_seconds, stats.forward_seconds, stats.other_seconds = 0.25, 1.0, 0.75
+    assert stats.speed_beside_plain is None, "no plain step was timed"
+    assert "2.0 tokens per second, 2 s" in str(stats).splitlines()
+    stats.plain_seconds = 3.0
     assert str(stats).splitlines() == [
-        "4 tokens in 3 steps, tau 2.00 (tokens per step and sequence)",
-        "plain steps: 1",
-        "time 2 s: draft 12%, forward 50%, verify 0%, other 38%",
-        "accepted at each position, of the drafts that reach it:",
-        "   1  ##########..........   50% of 2",
-        "   2  ##########..........   50% of 2",
+        "medusa: 4 tokens in 3 steps, tau 2.00 (tokens per step and sequence)",
+        "2.0 tokens per second, 1.50x its plain steps, 2 s",
+        "time: draft 12%, forward 50%, verify 0%, other 38%",
+        "8 draft tokens; 1 plain steps",
+        "accepted at position 1, 2, ...: ▄ 50% ▄ 50% (of the drafts that reach it)",
     ]
     assert repr(stats) == "SpecStats(tokens=4, steps=3, tau=2.00, seconds=2)"
     assert "long" not in str(hf_spec.SpecGenerateOutput(torch.ones(1, 2), spec_stats=stats))
     stats.merge(stats)
-    assert str(stats).startswith("8 tokens in 6 steps, tau 2.00") and "50% of 4" in str(stats)
+    assert str(stats).startswith("medusa: 8 tokens in 6 steps, tau 2.00")
+    assert stats.speed_beside_plain == 1.5
+
+
+def test_runs_of_other_strategies_have_no_name_and_no_estimate() -> None:
+    total = SpecStats()
+    total.merge(SpecStats("medusa", num_steps=2, draft_seconds=1.0, plain_seconds=2.0))
+    assert (total.strategy, total.speed_beside_plain) == ("medusa", 2.0)
+    total.merge(SpecStats("bita", num_steps=2))
+    assert (total.strategy, total.speed_beside_plain) == ("", None)
+
+
+def test_the_estimate_is_of_timed_plain_steps(tiny: Any) -> None:
+    """Where every step is plain, plain steps take as long as it did, but for the first few."""
+    model, ids = tiny("llama"), torch.arange(1, 9)[None]
+    # An n-gram that cannot occur: there is never a draft.
+    options = {"min_ngram": 32, "max_ngram": 32}
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False,
+        assistant_strategy="prompt_lookup", assistant_kwargs=options,
+    )  # fmt: skip
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.num_steps == 60
+    assert 0.2 < stats.speed_beside_plain < 5  # a busy machine
+
+
+def test_plot() -> None:
+    stats = SpecStats("medusa", num_steps=3)
+    stats.record(3, 2, 4)
+    stats.record(1, 2, 4)
+    figure = stats.plot()
+    left, right = figure.axes
+    assert [bar.get_height() for bar in left.patches] == [0.5, 0.5]
+    assert [bar.get_height() for bar in right.patches] == [1, 1]
+    assert stats.plot(figure.axes) is figure
 
 
 # -- time ----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.repo_files import shim_text
+from hf_spec.core.checks import INSTALL
 from hf_spec.hub import folder as folder_module
 from hf_spec.hub.card import render_card, write_card
 from hf_spec.hub.folder import check_complete, save_spec_config, save_weightless
@@ -210,7 +211,7 @@ def test_the_cards_example_runs(
     """Install line first, then code that starts with ``import hf_spec``."""
     card = (adapter / "README.md").read_text()
     blocks = re.findall(r"```(\w+)\n(.*?)```", card, re.DOTALL)
-    assert blocks[0] == ("bash", "pip install hf_spec\n")
+    assert blocks[0] == ("bash", f"{INSTALL}\n")
     language, code = blocks[1]
     assert language == "python" and code.startswith("import hf_spec")
     monkeypatch.chdir(adapter.parent)  # the folder's name stands for the repository's
@@ -335,7 +336,7 @@ def test_the_shim_says_that_it_asks_for_a_lossy_rule(
 def test_the_shim_without_hf_spec(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scope = shim(adapter / "custom_generate" / "generate.py")
     monkeypatch.setitem(sys.modules, "hf_spec", None)  # None makes the import fail
-    with pytest.raises(ImportError, match="pip install hf_spec"):
+    with pytest.raises(ImportError, match=re.escape(INSTALL)):
         scope["generate"](None)
 
 

@@ -32,6 +32,8 @@ from hf_spec.training.dataset import read_answers, read_provenance
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
+
 NEW, BATCH = 12, 4
 #: Ids of EOS; the second is a token that the tiny model often writes, so that answers end early.
 EOS = [1, 5]
@@ -142,7 +144,8 @@ def oracle(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("more", "name", "options"),
     [
-        ([], "prompt_lookup", {"drafting": "always", "max_nodes": 4}),
+        ([], "auto", {}),
+        (["--strategy", "prompt_lookup"], "prompt_lookup", {"drafting": "always", "max_nodes": 4}),
         (
             ["--batch-size", "1", "--strategy-kwargs", '{"drafting": "auto", "max_nodes": 9}'],
             "prompt_lookup",
@@ -167,7 +170,9 @@ def test_rows_are_those_of_plain_generate(
     assert made["truncated_prompts"] == 0 and made["processes"] == 1
     measured = made["measured"]
     assert measured["tokens_per_second"] == pytest.approx(tokens / measured["seconds"])
-    assert measured["tau"] == 1.0 if name is None else measured["tau"] > 1.0
+    drafts = "assistant_strategy" in made["chosen"]  # which auto finds out
+    assert drafts == (name is not None) or name == "auto"
+    assert measured["tau"] > 1.0 if drafts else measured["tau"] == 1.0
     assert (made["strategy"], made["strategy_kwargs"]) == (name, options)
     assert made["adapter"] == ("skip" if name == "layer_skip" else None)
     plain = AutoModelForCausalLM.from_pretrained(root / "m")
@@ -218,6 +223,37 @@ def test_provenance_of_a_limited_run(
     assert all(row["answer_ids"] == by_text[row["prompt"]] for row in rows)
     places = [list(by_text).index(row["prompt"]) for row in rows]
     assert places == sorted(places)
+
+
+def test_the_fastest_strategy_is_found_once(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a trial; an interrupted run goes on with what it found. Under sampling there is none."""
+    original, pace, trials = session.Session.generate, {"plain": 2.0, "prompt_lookup": 1.0}, 0
+
+    def generate(self: Any, contender: Any, prompts: Any, **more: Any) -> Any:
+        nonlocal trials
+        _, *rest = original(self, contender, prompts, **more)
+        trials += self.options["max_new_tokens"] == work.TRIAL
+        return pace[contender.name], *rest
+
+    monkeypatch.setattr(session.Session, "generate", generate)
+    monkeypatch.setattr(work, "TRIAL", NEW - 1)
+    lookups = {
+        "assistant_strategy": "prompt_lookup",
+        "assistant_kwargs": {"drafting": "always", "max_nodes": 4},
+    }
+    assert distill(root, tmp_path / "drafted") == 0
+    assert read_provenance(tmp_path / "drafted")["chosen"] == lookups and trials == 4
+    with killed_after(1):
+        distill(root, tmp_path / "out")
+    pace["prompt_lookup"] = 3.0
+    assert distill(root, tmp_path / "out") == 0
+    assert read_provenance(tmp_path / "out")["chosen"] == lookups and trials == 8
+    assert distill(root, tmp_path / "plain") == 0
+    assert read_provenance(tmp_path / "plain")["chosen"] == {} and trials == 12
+    assert distill(root, tmp_path / "sampled", "--do-sample") == 0
+    assert read_provenance(tmp_path / "sampled")["chosen"] == lookups and trials == 12
 
 
 def test_the_tokenizers_hash() -> None:
@@ -407,7 +443,7 @@ def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--max-new-tokens", "8"], "max_new_tokens was 12, now 8"),
         (["--limit", "5", "--batch-size", "2"], "limit was None, now 5; batch_size was 4, now 2"),
-        (["--seed", "1", "--strategy", "none"], "strategy was 'prompt_lookup', now None"),
+        (["--seed", "1", "--strategy", "none"], "strategy was 'auto', now None"),
         (["--do-sample", "--top-p", "0.5"], "top_p was None, now 0.5"),
         (["--model", "/elsewhere"], "now '/elsewhere'"),
     ],

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -181,7 +181,7 @@ class Eagle3Config(VocabularyConfig):
             "max_position_embeddings": known("max_position_embeddings") or 2048,
         }
 
-    def of_layers(self) -> Any:
+    def of_layers(self) -> PreTrainedConfig:
         """The config of its decoder layers, of their architecture's class."""
         kind, _ = ARCHITECTURES[self.architecture]
         sizes = {name: getattr(self, name) for name in SIZES}

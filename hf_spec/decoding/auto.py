@@ -1,0 +1,119 @@
+"""``assistant_strategy="auto"``: the strategy that fits what a call has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.repo_files import GENERATION
+from hf_spec.core.checks import first_line
+from hf_spec.core.memory import memory
+from hf_spec.decoding.config import AUTO, StoredOptions
+from hf_spec.methods.registry import methods
+
+#: What works with every model, and needs nothing.
+LOOKUPS = "prompt_lookup"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``assistant_strategy="auto"`` takes.
+
+    Attributes:
+        strategy: name of the strategy.
+        reason: why this one, in a few words.
+        options: those stored beside the adapter that it takes.
+        passed: by the strategies that would have come first, why they do not work here.
+    """
+
+    strategy: str
+    reason: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    passed: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose(model: Any, assistant: Any = None) -> Choice:
+    """The strategy for a model as it is: with the call's assistant if there is one, else with what
+    the checkpoint brings along, else with the active adapter, else by prompt lookup.
+
+    Args:
+        model: a causal language model, with or without adapters.
+        assistant: the call's assistant model; None if it has none.
+
+    Raises:
+        ValueError: adapters of several strategies are active.
+    """
+    if assistant is not None:
+        name = next(name for name, method in methods().items() if method.needs_assistant)
+        return Choice(name, "the call has an assistant model")
+    passed: dict[str, str] = {}
+    for name, method in methods().items():
+        if method.included is not None:
+            obstacle = _obstacle(model, name, method.included)
+            if obstacle is None:
+                return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
+            passed[name] = obstacle
+    active = {}
+    for name, method in methods().items():
+        if method.peft_type is not None:
+            found = find_active(model, method.peft_type)
+            if found is not None:
+                active[name] = found
+    if len(active) > 1:
+        raise ValueError(
+            f"assistant_strategy={AUTO!r}: adapters of {', '.join(active)} are active. Name one "
+            "of these strategies, or activate one adapter with model.set_adapter(...)."
+        )
+    for name, adapter in active.items():
+        reason = f"its adapter {adapter.name!r} is active"
+        return Choice(name, reason, _stored(adapter, name), passed)
+    return Choice(LOOKUPS, "it needs no adapter, and none is active", passed=passed)
+
+
+def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) -> None:
+    """Put the strategy in place of ``auto`` in a call's config; its options are added to those of
+    the call.
+
+    Raises:
+        ValueError: see :func:`choose`.
+    """
+    if config.assistant_strategy != AUTO:
+        return
+    choice = choose(model, assistant)
+    config.assistant_strategy = choice.strategy
+    given = config.assistant_kwargs or {}
+    if isinstance(given, dict) and choice.options:
+        stored = StoredOptions({**choice.options, **given})
+        stored.source = getattr(choice.options, "source", "")
+        config.assistant_kwargs = stored
+
+
+def _obstacle(model: Any, name: str, included: Any) -> str | None:
+    """Why a model's checkpoint does not have what a method needs; asked once."""
+    known = memory(model)
+    if (AUTO, name) not in known:
+        try:
+            included(model)
+            known[AUTO, name] = None
+        except (ValueError, NotImplementedError) as error:
+            known[AUTO, name] = first_line(error).removeprefix(f"assistant_strategy={name!r}: ")
+    obstacle: str | None = known[AUTO, name]
+    return obstacle
+
+
+def _stored(adapter: ActiveAdapter, strategy: str) -> dict[str, Any]:
+    """The options stored beside an adapter's weights; empty if there are none."""
+    with suppress(OSError, ValueError, AttributeError):
+        path = adapter.file_beside(GENERATION)
+        data = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        if data.get("assistant_strategy") == strategy:
+            options = StoredOptions(data.get("assistant_kwargs") or {})
+            options.source = adapter.module.origin.place
+            return options
+    return {}

@@ -1,0 +1,172 @@
+"""What a training tells people: how long it will take, a line per evaluation, what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tqdm.auto import tqdm
+from transformers import ProgressCallback
+
+from hf_spec.core.checks import duration
+
+#: Steps that are timed for the estimate; the one before them is not typical.
+TIMED = 3
+#: Positions whose acceptance is shown.
+SHOWN = 4
+
+
+class Running(Protocol):
+    """A training as far as it is shown."""
+
+    @property
+    def progress(self) -> float: ...
+
+
+class Report(ProgressCallback):
+    """A progress bar, the expected duration after the first steps, and a line per evaluation.
+
+    Args:
+        trainer: the training.
+        dry_run: whether it ends when its duration is known.
+
+    Attributes:
+        seconds_per_step: mean of the first steps; None before they are over.
+    """
+
+    def __init__(self, trainer: Running, dry_run: bool = False):
+        super().__init__()
+        self.trainer, self.dry_run = trainer, dry_run
+        self.seconds_per_step: float | None = None
+        self._speaks = False
+        self._began = self._timed_from = time.monotonic()
+        self._steps, self._shown, self._before = 0, 0, 0.0
+        self._best: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._speaks = state.is_world_process_zero
+        self._began, self._steps = time.monotonic(), 0
+        self._before = self.trainer.progress
+        found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
+        self._best = max(found, default=None)  # of a training that is resumed
+        if self._speaks and not args.disable_tqdm:
+            total, unit = state.max_steps, "step"
+            if args.max_minutes is not None:
+                total, unit = round(60 * args.max_minutes), "s"
+            self._shown = round(total * self._before)
+            self.training_bar = tqdm(
+                total=total, initial=self._shown, unit=unit, dynamic_ncols=True, leave=False
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps += 1
+        now = time.monotonic()
+        if self._steps == 1:
+            self.seconds_per_step, self._timed_from = now - self._began, now
+        elif self._steps <= 1 + TIMED:
+            self.seconds_per_step = (now - self._timed_from) / (self._steps - 1)
+        if self._steps == 1 + TIMED:
+            if self.dry_run:
+                control.should_training_stop = True
+            elif self._speaks:
+                self._say(expected(self.seconds_per_step or 0.0, args, state))
+        if self.training_bar is not None:
+            done = round(self.training_bar.total * self.trainer.progress)
+            self.training_bar.update(done - self._shown)
+            self._shown = done
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass  # evaluations are short
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass  # losses are kept in the record
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
+        if not self._speaks or self.dry_run or "eval_loss" not in metrics:
+            return
+        place = f"step {state.global_step:,}"
+        place += f" of {state.max_steps:,}" if args.max_minutes is None else ""
+        parts = [f"loss {metrics['eval_loss']:.3g}"]
+        tau = metrics.get("eval_tau")
+        if tau is not None:
+            best = self._best is None or tau > self._best
+            self._best = tau if best else self._best
+            parts.insert(0, f"tau {tau:.2f}{', the best so far' * best}")
+            shares = [metrics.get(f"eval_acceptance_{i}") for i in range(1, SHOWN + 1)]
+            known = " ".join(f"{share:.0%}" for share in shares if share is not None)
+            if known:
+                parts.insert(1, f"accepted {known}")
+        gone, done = time.monotonic() - self._began, self.trainer.progress
+        parts.append(duration(gone))
+        if self._before < done < 1:
+            parts[-1] += f", {duration(gone * (1 - done) / (done - self._before))} left"
+        self._say(f"{place}: {'; '.join(parts)}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+    def _say(self, text: str) -> None:
+        if self.training_bar is None:
+            print(text, flush=True)
+        else:
+            self.training_bar.write(text)
+
+
+def expected(
+    seconds_per_step: float, args: Any, state: Any, seconds_per_evaluation: float | None = None
+) -> str:
+    """How long a training will take, in words.
+
+    Args:
+        args, state: those of its Trainer.
+        seconds_per_evaluation: None if that is not known.
+    """
+    each = f"{seconds_per_step:.2g} s"
+    if args.max_minutes is not None:
+        steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
+        return f"{args.max_minutes:g} min, as asked for: about {steps:,} steps of {each}"
+    steps, count = state.max_steps, evaluations(state)
+    whole = steps * seconds_per_step + count * (seconds_per_evaluation or 0.0)
+    rest = f"{count} evaluation{'s' * (count != 1)}"
+    if seconds_per_evaluation is None:
+        return f"about {duration(whole)}: {steps:,} steps of {each}, beside {rest}"
+    return (
+        f"about {duration(whole)}: {steps:,} steps of {each}, and {rest} of "
+        f"{seconds_per_evaluation:.2g} s"
+    )
+
+
+def evaluations(state: Any) -> int:
+    """Number of evaluations of a whole training."""
+    return int(state.max_steps // state.eval_steps) if state.eval_steps else 0
+
+
+def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
+    """What came out of a training, in words.
+
+    Args:
+        record: see :func:`hf_spec.training.train.train`.
+        speedup: over plain decoding, measured on held-out prompts; None if it was not.
+    """
+    amount, settings, best = record["data"], record["settings"], record["best"]
+    lines = [
+        f"trained on {amount['rows']:,} answers, {settings['steps']:,} steps in "
+        f"{duration(record['seconds'])}; {amount['held_out']:,} answers held out"
+    ]
+    if best is not None:
+        lines.append(
+            f"tau {best['eval_tau']:.2f} on held-out prompts, at step {best['step']:,}: so many "
+            "tokens per step of the model, where every step drafts"
+        )
+    if speedup is not None:
+        lines.append(f"{speedup:.2f}x plain decoding on held-out prompts, on this machine")
+        if speedup < 1.1:
+            lines.append(
+                "hardly faster: more answers (2,000 or more) raise tau most; hf-spec doctor says "
+                "what is in the way"
+            )
+    return lines

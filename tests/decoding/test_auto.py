@@ -1,0 +1,93 @@
+"""``assistant_strategy="auto"``: what it takes, and that it is what naming it would be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+import hf_spec
+from hf_spec.decoding.auto import choose
+
+pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
+
+MTP = Path(__file__).parents[1] / "fixtures/drafters/mtp/qwen3/checkpoint"
+IDS = torch.arange(1, 13)[None]
+
+
+def taken(model, **kwargs) -> hf_spec.SpecStats:
+    """Statistics of a call with auto, whose tokens are those of plain ``generate``."""
+    rest = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(IDS, **rest)
+    assert torch.equal(model.generate(IDS, assistant_strategy="auto", **rest, **kwargs), plain)
+    stats = hf_spec.last_stats(model)
+    assert stats is not None
+    return stats
+
+
+def test_look_ups_where_there_is_nothing_else(tiny):
+    model = tiny("llama")
+    assert taken(model).strategy == "prompt_lookup"
+    choice = choose(model)
+    assert choice.options == {} and "needs no adapter" in choice.reason
+    assert set(choice.passed) == {"mtp"} and "not loaded from a checkpoint" in choice.passed["mtp"]
+
+
+def test_an_assistant_comes_first(fresh, tiny):
+    assert taken(fresh("llama"), assistant_model=tiny("llama")).strategy == "draft_model"
+
+
+def test_layers_of_the_checkpoint_come_before_an_adapter():
+    model = AutoModelForCausalLM.from_pretrained(MTP, dtype=torch.float32)
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
+    assert taken(model).strategy == "mtp"
+    assert choose(model).passed == {}
+
+
+def test_the_active_adapter_with_the_options_beside_it(fresh, tmp_path):
+    folder = str(tmp_path)
+    get_peft_model(fresh("llama"), hf_spec.MedusaConfig(num_heads=2)).save_pretrained(folder)
+    options = {"tree": [[0]]}
+    hf_spec.SpecConfig("medusa", options).save_pretrained(folder)
+    model = fresh("llama")
+    model.load_adapter(folder)
+    stats = taken(model, assistant_kwargs={"drafting": "always", "lookup": False})
+    assert stats.strategy == "medusa" and max(stats.offered) == 1
+    assert choose(model).options == options
+    given = {"drafting": "always", "lookup": False, "tree": [[0], [0, 0]]}
+    own = taken(model, assistant_kwargs=given)
+    assert max(own.offered) == 2, "options of the call replace stored ones"
+    config = json.loads((tmp_path / "generation_config.json").read_text())
+    config["assistant_strategy"] = "bita"  # of another strategy: no options for this one
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert choose(model).options == {}
+    model.disable_adapters()
+    assert taken(model).strategy == "prompt_lookup"
+
+
+def test_adapters_of_two_strategies_are_refused(fresh):
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2), "one")
+    model.add_adapter(hf_spec.BitaConfig(), "two")
+    model.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match=r"adapters of bita, medusa are active\. Name one"):
+        model.generate(IDS, assistant_strategy="auto", max_new_tokens=4)
+
+
+def test_a_config_that_is_kept(tmp_path, tiny):
+    """Options are those of all strategies; the config of a call stays as it is."""
+    with pytest.raises(ValueError, match=r"'width' with assistant_strategy='auto': options of all"):
+        hf_spec.SpecConfig("auto", {"width": 2})
+    with pytest.raises(ValueError, match="drafting='never': choose one of auto, always"):
+        hf_spec.SpecConfig("auto", {"drafting": "never"})
+    hf_spec.SpecConfig("auto", {"drafting": "always"}).save_pretrained(tmp_path)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path)
+    model = tiny("llama")
+    model.generate(IDS, generation_config=config, max_new_tokens=4)
+    assert (config.assistant_strategy, config.assistant_kwargs) == ("auto", {"drafting": "always"})
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.strategy == "prompt_lookup"

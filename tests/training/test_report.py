@@ -1,0 +1,114 @@
+"""What a training says while it runs and when it is over."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fake_clock import FakeClock
+from tiny_checkpoint import make_model, save_checkpoint
+from trained import SETTINGS, answers, as_options
+
+from hf_spec import cli
+from hf_spec.core.checks import duration
+from hf_spec.training import report as module
+from hf_spec.training.report import Report, expected, outcome
+from hf_spec.training.train import train
+
+STATE = SimpleNamespace(
+    max_steps=400, eval_steps=100, global_step=0, is_world_process_zero=True, log_history=[]
+)
+
+
+def run(report: Report, clock: FakeClock, steps: int, seconds: float = 2.0) -> SimpleNamespace:
+    """The first step takes longer."""
+    args = SimpleNamespace(disable_tqdm=True, max_minutes=None)
+    control = SimpleNamespace(should_training_stop=False)
+    report.on_train_begin(args, STATE, control)
+    for step in range(1, steps + 1):
+        clock.now += 10.0 if step == 1 else seconds
+        STATE.global_step = step
+        report.trainer.progress = step / STATE.max_steps
+        report.on_step_end(args, STATE, control)
+    return args
+
+
+def test_lines_of_a_training(monkeypatch, capsys) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(module.time, "monotonic", clock)
+    report = Report(SimpleNamespace(progress=0.0))
+    args = run(report, clock, 100)
+    shares = {"eval_acceptance_1": 0.771, "eval_acceptance_2": 0.5}
+    for tau in (2.0, 1.5):
+        metrics = {"eval_loss": 3.14159, "eval_tau": tau, **shares}
+        report.on_evaluate(args, STATE, None, metrics=metrics)
+    assert capsys.readouterr().out.splitlines() == [
+        "about 13 min: 400 steps of 2 s, beside 4 evaluations",
+        "step 100 of 400: tau 2.00, the best so far; accepted 77% 50%; loss 3.14; 3 min, "
+        "10 min left",
+        "step 100 of 400: tau 1.50; accepted 77% 50%; loss 3.14; 3 min, 10 min left",
+    ]
+
+
+def test_a_dry_run_ends_when_steps_are_timed(monkeypatch, capsys) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(module.time, "monotonic", clock)
+    report = Report(SimpleNamespace(progress=0.0), dry_run=True)
+    run(report, clock, 4)
+    assert report.seconds_per_step == 2.0 and capsys.readouterr().out == ""
+    args = SimpleNamespace(max_minutes=None)
+    assert expected(2.0, args, STATE, 20.0) == (
+        "about 15 min: 400 steps of 2 s, and 4 evaluations of 20 s"
+    )
+    args = SimpleNamespace(max_minutes=30.0)
+    assert expected(2.0, args, STATE) == "30 min, as asked for: about 900 steps of 2 s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(42.4, "42 s"), (89, "89 s"), (601, "10 min"), (12_000, "3 h 20 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_what_came_out() -> None:
+    record = {
+        "data": {"rows": 2000, "held_out": 32}, "settings": {"steps": 1500}, "seconds": 600.0,
+        "best": {"eval_tau": 2.754, "step": 1400},
+    }  # fmt: skip
+    lines = outcome(record, 1.912)
+    assert lines[0] == "trained on 2,000 answers, 1,500 steps in 10 min; 32 answers held out"
+    assert lines[1].startswith("tau 2.75 on held-out prompts, at step 1,400: so many tokens per")
+    assert lines[2:] == ["1.91x plain decoding on held-out prompts, on this machine"]
+    assert outcome(record, 1.02)[-1].startswith("hardly faster: more answers")
+    assert len(outcome({**record, "best": None}, None)) == 1
+
+
+def test_the_command_says_what_came_out_and_what_is_next(tmp_path: Path, capsys) -> None:
+    checkpoint, data, output = save_checkpoint(tmp_path / "m"), tmp_path / "d", tmp_path / "out"
+    data.mkdir()
+    rows = "".join(json.dumps(row) + "\n" for row in answers())
+    (data / "answers.jsonl").write_text(rows)
+    command = ["train", "medusa", *as_options(checkpoint, data, **SETTINGS, num_heads=2)]
+    command += ["--output", str(output)]
+    assert cli.main([*command, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"about \d+ s: 6 steps of .* s, and 2 evaluations of .* s\n", printed.out)
+    assert not output.exists()
+    assert cli.main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = [re.sub(r"about \d+ s", "about", line).split(":")[0] for line in lines[:3]]
+    assert told == ["step 3 of 6", "about", "step 6 of 6"] and "{" not in "".join(lines)
+    assert re.match(r"\d+\.\d\dx plain decoding on held-out prompts", lines[5])
+    assert lines[-2] == f"adapter: {output}"
+    assert lines[-1] == f"try: hf-spec bench --model {checkpoint} --adapter {output} --by-task"
+
+
+def test_a_dry_run_leaves_model_and_folder_as_they_are(tmp_path: Path) -> None:
+    model = make_model()
+    made = train(model, answers(), "medusa", tmp_path, {"num_heads": 2}, SETTINGS, dry_run=True)
+    assert set(made) == {"expected"} and list(tmp_path.iterdir()) == []
+    assert not hasattr(model, "spec_modules") and not hasattr(model, "peft_config")
