@@ -108,6 +108,7 @@ def prefill(
     drafter: Drafter | None = None,
     reads: Reads = NO_STATES,
     graphs: Graphs | None = None,
+    strict: bool = False,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
@@ -115,6 +116,8 @@ def prefill(
         drafter: the drafter whose probes run.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
+        strict: whether later forwards equal plain steps bit for bit; the prompt, without a
+            ``TreeCache``, then runs as in plain generation.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -132,7 +135,9 @@ def prefill(
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(budget - 2, 0)
         padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
-        make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
+        make = partial(Target, strict=strict)
+        if graphs is not None:
+            make = partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
             later.per_token, probe_inputs, reads,
@@ -146,7 +151,7 @@ def prefill(
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         target = make_target(cache, cache.lengths + counts, later)
         end = extend(target, rows, group)
-    elif group is not None and _rides(model, config, model_kwargs, handover, first):
+    elif group is not None and not strict and _rides(model, config, model_kwargs, handover, first):
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
