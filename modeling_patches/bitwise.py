@@ -196,7 +196,8 @@ def batched(kind: Product, inputs: Tensor, weight: Tensor, bias: Tensor | None) 
     factor = (weight.T if kind is _linear else weight).expand(inputs.shape[1], -1, -1)
     nodes = inputs.transpose(0, 1)
     made = torch.bmm(nodes, factor) if bias is None else torch.baddbmm(bias, nodes, factor)
-    return made.transpose(0, 1)
+    # Functions of single numbers may round otherwise where these are not next to one another.
+    return made.transpose(0, 1).contiguous()
 
 
 def one_by_one(kind: Product, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -67,9 +67,13 @@ def decode(
     strategy = Strategy.of(model, config, unsure, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
     if strategy.strict:
-        mask = model_kwargs.get("attention_mask")
-        check_strict_call(mask, cache_in(model_kwargs), synced_gpus, graphs is not None)
-        check_strict(model, strategy.method.name, drafter, len(sequences.tokens))
+        rows = len(sequences.tokens)
+        check_strict_call(
+            model, model_kwargs.get("attention_mask"), cache_in(model_kwargs),
+            synced_gpus=synced_gpus, compiled=graphs is not None,
+            sampled=strategy.samples and rows > 1,
+        )  # fmt: skip
+        check_strict(model, strategy.method.name, drafter, rows)
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device, ranks.same)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.memory import memory
@@ -25,6 +25,7 @@ from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import STRICT
 from hf_spec.model.hidden_states import taken
+from modeling_patches.attention_masks import local_attention
 from modeling_patches.bitwise import obstacle
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import followers
@@ -45,15 +46,23 @@ _LEAVE = f"Leave exact={STRICT!r} out."
 
 
 def check_strict_call(
-    attention_mask: Tensor | None, given: Any, synced_gpus: bool, compiled: bool
+    model: Any,
+    attention_mask: Tensor | None,
+    given: Any,
+    *,
+    synced_gpus: bool,
+    compiled: bool,
+    sampled: bool,
 ) -> None:
     """Raise if a call cannot equal plain generation bit for bit.
 
     Args:
+        model: a causal language model.
         attention_mask: the prompt's.
         given: the call's KV cache.
         synced_gpus: whether other processes generate at the same time.
         compiled: whether steps are compiled.
+        sampled: whether several sequences are sampled.
 
     Raises:
         ValueError: naming the argument.
@@ -63,18 +72,34 @@ def check_strict_call(
         why = "cache_implementation='static': compiled code rounds in a way of its own"
     elif synced_gpus:
         why = "synced_gpus=True: ranks would try their products at different times"
+    elif sampled:
+        why = (
+            "do_sample=True for several sequences: each draws random numbers of its own, in plain "
+            "generation all draw the same ones in turn. Sample one at a time"
+        )
     elif isinstance(given, TreeCache) and given.max_length:
         why = (
             f"a TreeCache as {CACHE}: new tokens of a prompt run after it one tree at a time, in "
             "plain generation all at once. Give a DynamicCache"
         )
+    elif type(given) is DynamicCache and _forgets(model, given):
+        why = (
+            f"a {CACHE} that holds more than the windows of {type(model).__name__}. Create it by "
+            "DynamicCache(config=model.config)"
+        )
     elif attention_mask is not None and not bool(attention_mask.all()):
         why = (
-            "a prompt with padding: what plain generation rounds a row to depends on the padding "
+            "a prompt with padding: how plain generation rounds a row depends on the padding "
             "before it. Give prompts of equal length, or one at a time"
         )
     if why is not None:
         raise ValueError(f"exact={STRICT!r} with {why}. Or leave one of the two out.")
+
+
+def _forgets(model: Any, given: DynamicCache) -> bool:
+    """Whether a cache was created without a config, and the model has sliding windows."""
+    windows = any(local_attention(model).values())
+    return windows and not any(getattr(layer, "is_sliding", False) for layer in given.layers)
 
 
 @torch.no_grad()
