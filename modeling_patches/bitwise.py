@@ -87,8 +87,10 @@ class Bitwise:
         weight, bias = module.weight, module.bias
         if inputs.shape[1] == 1:
             return kind(inputs, weight, bias)
-        shape = tuple(weight.shape), weight.dtype, weight.device, bias is not None
-        way = product(kind, *shape, *inputs.shape[:2], torch.get_num_threads())
+        way = product(
+            kind, tuple(weight.shape), weight.dtype, weight.device, bias is not None,
+            *inputs.shape[:2], torch.get_num_threads(),
+        )  # fmt: skip
         self.products[f"{tuple(weight.shape)}, {inputs.shape[1]} nodes"] = way.__name__
         return way(kind, inputs, weight, bias)
 
@@ -251,7 +253,7 @@ def product(
 def _kind(module: Any) -> Product | None:
     """The product of a linear module with a plain weight; None for other modules."""
     runs = getattr(plain(module, "forward"), "__func__", None)
-    kind = {nn.Linear.forward: _linear, Conv1D.forward: _conv1d}.get(runs)  # type: ignore[arg-type]
+    kind = {nn.Linear.forward: _linear, Conv1D.forward: _conv1d}.get(runs)
     if kind is None or type(module.weight) not in (Tensor, nn.Parameter):
         return None
     return kind

@@ -67,13 +67,13 @@ def decode(
     strategy = Strategy.of(model, config, unsure, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
     if strategy.strict:
-        rows = len(sequences.tokens)
+        count = len(sequences.tokens)
         check_strict_call(
             model, model_kwargs.get("attention_mask"), cache_in(model_kwargs),
             synced_gpus=synced_gpus, compiled=graphs is not None,
-            sampled=strategy.samples and rows > 1,
+            sampled=strategy.samples and count > 1,
         )  # fmt: skip
-        check_strict(model, strategy.method.name, drafter, rows)
+        check_strict(model, strategy.method.name, drafter, count)
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device, ranks.same)

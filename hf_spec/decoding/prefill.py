@@ -135,12 +135,10 @@ def prefill(
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(budget - 2, 0)
         padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
-        make = partial(Target, strict=strict)
-        if graphs is not None:
-            make = partial(CompiledTarget, graphs=graphs)
+        make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
-            later.per_token, probe_inputs, reads,
+            later.per_token, probe_inputs, reads, strict,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")

@@ -105,8 +105,7 @@ class Target:
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
-        strict: whether each node is computed as a step over it alone computes it, bit for bit;
-            nothing is pruned then, and positions do not follow the longest one.
+        strict: whether each node is computed as a step over it alone is, bit for bit.
     """
 
     #: Compiled code for its forwards, if they are compiled.
@@ -149,8 +148,7 @@ class Target:
         self.reads = reads
         self.reach: Reach | None = None
         self._changes = self.attention.changes
-        #: What makes its forwards strict; None if they are not.
-        self.bitwise: Bitwise | None = None
+        self.bitwise: Bitwise | None = None  # what makes its forwards strict
         if strict:
             self._changes = Changes().update(self.attention.changes)
             self.bitwise = Bitwise(model, self._changes)
@@ -221,11 +219,11 @@ class Target:
         self._running.states = self.cache.recurrent
         inputs = self._inputs(block, keys)
         if changes is not None:
-            drafting = self.attention.changes
-            return Output(tree, changes.run(drafting.run, call, **inputs).logits)
+            run = self.attention.changes.run
+            return Output(tree, changes.run(run, call, **inputs).logits)
         if self.bitwise is not None:
             parents = tree.parents[:, : tree.num_tokens].tolist()
-            front = self.cache.front if self.cache.block.front else 0
+            front = self.num_front and self.cache.front if block.num_probes else 0
             self.bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
