@@ -23,6 +23,7 @@ from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
+from hf_spec.decoding.strict import check_strict, check_strict_call
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
@@ -65,6 +66,14 @@ def decode(
     unsure = synced_gpus or real is not None
     strategy = Strategy.of(model, config, unsure, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
+    if strategy.strict:
+        count = len(sequences.tokens)
+        check_strict_call(
+            model, model_kwargs.get("attention_mask"), cache_in(model_kwargs),
+            synced_gpus=synced_gpus, compiled=graphs is not None,
+            sampled=strategy.samples and count > 1,
+        )  # fmt: skip
+        check_strict(model, strategy.method.name, drafter, count)
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
@@ -81,7 +90,7 @@ def decode(
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
-                drafter, drafter.reads, graphs,
+                drafter, drafter.reads, graphs, strategy.strict,
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
@@ -103,7 +112,7 @@ def decode(
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes.all(drafter.num_probes, strategy.lookup)
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
-        rows_stay = handover.keeps_rows or state.batch_size == 1
+        rows_stay = handover.keeps_rows or strategy.strict or state.batch_size == 1
         shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)
         prompt_seconds = watch.step()
 

@@ -108,6 +108,7 @@ def prefill(
     drafter: Drafter | None = None,
     reads: Reads = NO_STATES,
     graphs: Graphs | None = None,
+    strict: bool = False,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
@@ -115,6 +116,8 @@ def prefill(
         drafter: the drafter whose probes run.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
+        strict: whether later forwards equal plain steps bit for bit; the prompt, without a
+            ``TreeCache``, then runs as in plain generation.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -135,7 +138,7 @@ def prefill(
         make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
-            later.per_token, probe_inputs, reads,
+            later.per_token, probe_inputs, reads, strict,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")
@@ -146,7 +149,7 @@ def prefill(
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         target = make_target(cache, cache.lengths + counts, later)
         end = extend(target, rows, group)
-    elif group is not None and _rides(model, config, model_kwargs, handover, first):
+    elif group is not None and not strict and _rides(model, config, model_kwargs, handover, first):
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)

@@ -150,7 +150,7 @@ class _Trial:
         tree = Tree.of_shapes([_TREE] * 2, device).with_tokens(self.nodes)
         (root, first, *_), (_, second, third, again) = self._plain()
         inputs = self._inputs(1)
-        sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
+        sequences = Sequences(self.prompt, self.mask.bool(), until(2 * _PROMPT))
         handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(model))
         with as_before(model):
             target = prefill(
@@ -214,7 +214,7 @@ class _Trial:
         with as_before(self.model):
             output = changes.run(
                 GenerationMixin._sample, self.model, self.prompt.repeat(len(_FORCED), 1),
-                LogitsProcessorList([force]), _until(_PROMPT + forced.shape[1] + 1), self.config,
+                LogitsProcessorList([force]), until(_PROMPT + forced.shape[1] + 1), self.config,
                 **self._inputs(len(_FORCED)),
             )  # fmt: skip
         steps = [logits.split(2) for logits in output.logits[1:]]
@@ -227,7 +227,8 @@ class _Trial:
             self.dtypes.add(torch.get_autocast_dtype(device))
 
 
-def _until(length: int) -> StoppingCriteriaList:
+def until(length: int) -> StoppingCriteriaList:
+    """Stops at this number of tokens."""
     return StoppingCriteriaList([MaxLengthCriteria(length)])
 
 

@@ -58,10 +58,8 @@ class Steps:
 
     def take(self) -> None:
         """One step of all rows."""
-        state, drafter, policy, graphs = (
-            self.state, self.strategy.drafter, self.policy, self.strategy.graphs
-        )  # fmt: skip
-        compiled = graphs and graphs.made
+        state, drafter, policy = self.state, self.strategy.drafter, self.policy
+        prepared = state.target.prepared
         ends = self.ends(state.rows)
         catch_up(state)
         tree = Tree.roots(state.root)
@@ -94,7 +92,7 @@ class Steps:
         streamer = self.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
             streamer.see_step(output.tree, host)
-        if graphs is None or graphs.made == compiled:  # steps that compile are not typical
+        if state.target.prepared == prepared:  # steps that compile are not typical
             policy.observe(tree, list(map(len, host.path)), seconds)
 
     def _draft(self) -> Tree:
@@ -116,6 +114,8 @@ class Steps:
         found = {**self.strategy.drafter.details(), **self.policy.details()}
         if self.strategy.graphs is not None:
             found["compiled"] = self.strategy.graphs.details()
+        if self.state.target.bitwise is not None:
+            found["strict"] = {"products": self.state.target.bitwise.products}
         return found
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:

@@ -14,7 +14,7 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
+from hf_spec.drafting.options import AUTO, STRICT, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy.learned import Learned
@@ -75,6 +75,11 @@ class Strategy:
     def kind(self) -> tuple[str, str, str | None]:
         """What compiled code and what is learned are kept by."""
         return self.method.name, key_of(self.options), self.adapter and self.adapter.name
+
+    @property
+    def strict(self) -> bool:
+        """Whether the output equals plain generation's bit for bit."""
+        return self.options.exact == STRICT
 
     def policy(self, stats: SpecStats, setting: tuple[int, int, str], width: Any) -> StepPolicy:
         """The policy that decides how much to draft, with what earlier calls have learned.

@@ -19,6 +19,8 @@ ADAPTIVE = "adaptive"
 CHAIN = "chain"
 #: As pays or fits.
 AUTO = "auto"
+#: Value of the option ``exact``: equal bit for bit.
+STRICT = "strict"
 #: Number of draft tokens of an adaptive tree if it must not depend on time.
 DEFAULT_DRAFT_TOKENS = 8
 #: Options of trees of predictions.
@@ -49,6 +51,9 @@ class DraftOptions:
             or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
             (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+        exact: ``auto``: equal to plain generation up to rounding, as a forward over several tokens
+            rounds differently. ``strict``: tokens, scores and the KV cache are equal bit for bit,
+            in every dtype; models that this is not possible with are refused.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
@@ -60,9 +65,16 @@ class DraftOptions:
     acceptance: str = "match"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
+    exact: str = AUTO
 
     def __post_init__(self) -> None:
         check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=(AUTO, "always"))
+        check_choices(self, exact=(AUTO, STRICT))
+        if self.exact == STRICT and self.acceptance != "match":
+            raise ValueError(
+                f"exact={STRICT!r} with acceptance={self.acceptance!r}: only 'match' accepts the "
+                "tokens that plain generation would choose. Leave one of the two out."
+            )
         if not isinstance(self.lookup, bool) and self.lookup != AUTO:
             raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
         check_count("lookup_history", self.lookup_history, low=0, high=MAX_HISTORY)

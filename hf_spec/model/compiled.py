@@ -36,6 +36,10 @@ class CompiledTarget(Target):
         super().__init__(*args, **kwargs)
         self.graphs = graphs
 
+    @property
+    def prepared(self) -> int:
+        return self.graphs.made
+
     def width(self, tokens: int, probes: int) -> int:
         return bucket(tokens) + bucket(probes)
 

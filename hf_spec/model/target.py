@@ -27,6 +27,7 @@ from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import Slots, tree_mask
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.bitwise import Bitwise, Nodes
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
@@ -104,6 +105,7 @@ class Target:
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
+        strict: whether each node is computed as a step over it alone is, bit for bit.
     """
 
     #: Compiled code for its forwards, if they are compiled.
@@ -120,6 +122,7 @@ class Target:
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
+        strict: bool = False,
     ):
         self.model = model
         self.cache = cache
@@ -145,6 +148,10 @@ class Target:
         self.reads = reads
         self.reach: Reach | None = None
         self._changes = self.attention.changes
+        self.bitwise: Bitwise | None = None  # what makes its forwards strict
+        if strict:
+            self._changes = Changes().update(self.attention.changes)
+            self.bitwise = Bitwise(model, self._changes)
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = _Pass(), False
@@ -212,7 +219,12 @@ class Target:
         self._running.states = self.cache.recurrent
         inputs = self._inputs(block, keys)
         if changes is not None:
-            return Output(tree, changes.run(self._changes.run, call, **inputs).logits)
+            run = self.attention.changes.run
+            return Output(tree, changes.run(run, call, **inputs).logits)
+        if self.bitwise is not None:
+            parents = tree.parents[:, : tree.num_tokens].tolist()
+            front = self.num_front and self.cache.front if block.num_probes else 0
+            self.bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
         watching, seen = self._watched(block.ids.shape[1], block.num_probes, logits_at)
@@ -226,6 +238,11 @@ class Target:
     def width(self, tokens: int, probes: int) -> int:
         """Nodes per batch row, padding included, of a forward with so many tokens and probes."""
         return tokens + probes
+
+    @property
+    def prepared(self) -> int:
+        """Grows in steps that prepare later ones, and so take longer."""
+        return 0 if self.bitwise is None else self.bitwise.tried
 
     def variables(self, probes: bool) -> tuple[dict[str, Tensor], Hashable]:
         """What forwards read besides the tree and the KV cache.
