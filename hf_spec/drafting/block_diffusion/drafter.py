@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,7 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.drafting.committed import Committed, Rows
-from hf_spec.drafting.options import CHAIN
+from hf_spec.drafting.options import CHAIN, DraftOptions
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Conditional, Transitions
@@ -25,18 +26,34 @@ from hf_spec.model.hidden_states import Reads, model_logits, output_logits
 from modeling_patches.weights import placement
 
 
+@dataclass(frozen=True)
+class BlockOptions(DraftOptions):
+    """Options of block drafters, which are those of all strategies.
+
+    Attributes:
+        tree: ``chain``: each distance's likeliest token only, as in the papers. Or what
+            :class:`DraftOptions` says.
+        max_depth: number of distances used; None for all of a block.
+    """
+
+
 class BlockDrafter(TreeDrafter):
     """Trees of a block's likeliest tokens.
 
     Args:
         adapter: the adapter, of a :class:`BlockConfig`.
-        source: provides trees without probes.
+        tree_source: :func:`hf_spec.policy.tree_source.tree_source`.
     """
 
     trees = {CHAIN: chain_tree}
+    options: BlockOptions
 
-    def __init__(self, model: Any, options: Any, adapter: ActiveAdapter, source: TreeSource):
+    def __init__(
+        self, model: Any, options: BlockOptions, adapter: ActiveAdapter,
+        tree_source: Callable[..., TreeSource],
+    ):  # fmt: skip
         config, weights = adapter.config, adapter.weights()
+        source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
         self.network = BlockNetwork(adapter.module, model)
         self.transitions = Transitions.of(config.markov_head, weights)
