@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.committed import Committed, Rows
@@ -122,7 +122,10 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         super().observe(state, tree, result)
-        self._committed.confirm(result)
+        counts = self._committed.confirm(result)
+        if counts is not None:
+            assert self.cache is not None
+            self.cache.settle(counts)
 
     def select(self, rows: Sequence[int]) -> None:
         self._committed.select(rows)
@@ -132,8 +135,18 @@ class AutoregressiveDrafter(ForwardDrafter):
             index = torch.tensor(rows, device=self._root[0].device)
             self._root = self._root[0][index], self._root[1][index]
 
+    def prefetch(self, state: DecodeState) -> Tensor | None:
+        # Where reads are free, each level is grown only if it is worth its time.
+        if not waits(state.root.device):
+            return None
+        self._catch_up(ahead=True)
+        return self.grow_ahead(state)
+
     def catch_up(self, state: DecodeState) -> None:
-        rows = self._committed.take()
+        self._catch_up()
+
+    def _catch_up(self, ahead: bool = False) -> None:
+        rows = self._committed.take(ahead)
         if rows is not None:
             assert self.cache is not None
             self._run_committed(self.cache, rows)
@@ -149,12 +162,18 @@ class AutoregressiveDrafter(ForwardDrafter):
             mask = block_mask(cache, tree.ancestors, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
             found = self._run_true(tokens, hidden[:, part], positions, mask, cache)
-            counts = [min(max(count - start, 0), tokens.shape[1]) for count in rows.counts]
-            cache.commit(counts)
-            last = sent([max(count - 1, 0) for count in counts], tokens.device)[:, None]
+            most = tokens.shape[1]
+            known = [min(max(count - start, 0), most) for count in rows.counts]
+            if rows.exact is None:
+                cache.commit(known)
+                counts = sent(known, tokens.device)
+            else:
+                counts = (rows.exact - start).clamp(0, most)
+                cache.commit_ahead(counts, most)
+            last = (counts - 1).clamp(min=0)[:, None]
             states, after = (states_at(one, last) for one in found)
-            if self._root is not None and not all(counts):
-                new = sent(counts, tokens.device)[:, None, None] > 0
+            if self._root is not None and (rows.exact is not None or not all(known)):
+                new = counts[:, None, None] > 0
                 states = torch.where(new, states, self._root[0])
                 after = torch.where(new, after, self._root[1])
             self._root = states, after

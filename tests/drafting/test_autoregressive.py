@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import prompt, ragged
-from running import draft_everything, drafting
+from running import as_if, draft_everything, drafting
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_spec
@@ -68,10 +68,12 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield steps
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("options", [BUSHY, {"tree": "chain"}, {"num_draft_tokens": 6}])
 def test_drafts_in_a_shrinking_batch(
-    model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], ahead: bool
 ) -> None:
+    as_if(ahead, monkeypatch)
     free = model.generate(**ragged(), **GREEDY)
     settings = {**ragged(), **GREEDY, "eos_token_id": [int(free[0, 19]), int(free[2, 28])]}
     plain = model.generate(**settings).tolist()
@@ -83,7 +85,11 @@ def test_drafts_in_a_shrinking_batch(
         assert hf_spec.last_stats(model).mean_accepted_tokens > 1.5
 
 
-def test_drafts_after_steps_that_did_not_draft(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_drafts_after_steps_that_did_not_draft(
+    model: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    as_if(ahead, monkeypatch)
     draft_everything(monkeypatch)
     turns = iter([True, False, False] * 100)
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: next(turns))

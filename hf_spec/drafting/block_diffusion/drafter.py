@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
+from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
@@ -75,7 +76,10 @@ class BlockDrafter(TreeDrafter):
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         super().observe(state, tree, result)
-        self._committed.confirm(result)
+        counts = self._committed.confirm(result)
+        if counts is not None:
+            assert self.cache is not None
+            self.cache.settle(counts)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
@@ -85,12 +89,18 @@ class BlockDrafter(TreeDrafter):
             self.cache.select(rows)
 
     @property
-    def num_predicted_ahead(self) -> None:
-        """None: the block's place depends on how many tokens the host has settled on."""
-        return None
+    def num_predicted_ahead(self) -> Sequence[int] | None:
+        return None if self.hidden is None else self.num_predicted
+
+    def prefetch(self, state: DecodeState) -> Tensor | None:
+        # Where reads are free, only accepted tokens run.
+        if not waits(state.root.device):
+            return None
+        self._run(state.root, ahead=True)
+        return super().prefetch(state)
 
     def propose(self, state: DecodeState) -> Tree:
-        if state.max_depth > 0:
+        if state.max_depth > 0 and self.hidden is None:
             self._run(state.root)
         return super().propose(state)
 
@@ -98,10 +108,14 @@ class BlockDrafter(TreeDrafter):
         self._run(state.root)
         super().warm(state)
 
-    def _run(self, root: Tensor) -> None:
-        """Run the block behind all committed tokens."""
+    def _run(self, root: Tensor, ahead: bool = False) -> None:
+        """Run the block behind all committed tokens.
+
+        Args:
+            ahead: before the host knows those of the latest step.
+        """
         assert self.cache is not None
-        rows = self._committed.take()
+        rows = self._committed.take(ahead)
         if rows is not None:
             self._append(self.cache, rows)
         self.hidden = self._block(self.cache, root)
@@ -114,7 +128,10 @@ class BlockDrafter(TreeDrafter):
         positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
         features = rows.hidden[:, :width].to(self.network.device)
         self.network.append(features, positions, cache)
-        cache.commit(rows.counts)
+        if rows.exact is None:
+            cache.commit(rows.counts)
+        else:
+            cache.commit_ahead(rows.exact, width)
 
     def _block(self, cache: TreeCache, root: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` states of the slots that predict."""
