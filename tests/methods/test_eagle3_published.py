@@ -259,6 +259,10 @@ UNFIT: dict[str, tuple[Change, str]] = {
     ),
     "layer": (outer("eagle_aux_hidden_state_layer_ids", [2, 4, 9]), "the model has 8 layers"),
     "numbers": (tensor("norm.weight", lambda one: one / 0), "'norm.weight' of the checkpoint"),
+    "last layer": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        r"it reads states \[2, 4, 8\] of LlamaForCausalLM, which has 8 layers. .* after it",
+    ),
     "width": (lambda c, t: (without_embeddings(c, t), inner("hidden_size", 32)(c, t)), "hidden_si"),
 }
 
