@@ -133,3 +133,22 @@ def test_tempering_learns_from_samples(model: Any) -> None:
     assert model.generate(prompt(), **settings, **spec).tolist() == plain
     found = [one for one in memory(model)["learned"].values() if isinstance(one, Tempering)]
     assert any(one.updates for one in found)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_compiled_levels(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Few graphs, and the drafts are those of levels that are not compiled."""
+    model: Any = fresh("llama_tied")
+    if name == "eagle3":
+        adapted(model, draft_vocab_size=40)
+    plain = model.generate(**ragged(), **GREEDY).tolist()
+    spec = {**GREEDY, **CAPTURED, **drafting(name, max_depth=3, width=3)}
+    with compared(monkeypatch) as steps:
+        for _ in range(2):
+            out = model.generate(**ragged(), **spec, return_dict_in_generate=True)
+            assert out.sequences.tolist() == plain
+    assert len(steps) > 20 and not out.spec_stats.details["compiled"]["refused"]
+    graphs = [key for key in memory(model)["graphs"].graphs if key[1][0] == "draft"]
+    assert 1 <= len(graphs) <= 2
