@@ -297,6 +297,7 @@ def dtypes(model: Any) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
     for layer in decoder_layers(model):
         for name, tensor in layer.state_dict().items():
-            if tensor.is_floating_point():
+            # Layers for multi-token prediction are not quantized.
+            if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 found.setdefault(name, tensor.dtype)
     return found

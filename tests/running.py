@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_spec.core import transfer
 from modeling_patches import per_call
 from modeling_patches.per_call import Changes
 
@@ -107,3 +109,10 @@ def no_forward(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def as_if(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that reads a tensor waits, as with a GPU, or does not."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_spec.") and hasattr(module, "waits") and module is not transfer:
+            monkeypatch.setattr(module, "waits", lambda device: waits)

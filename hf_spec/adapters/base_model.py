@@ -7,9 +7,12 @@ same weights only (`fingerprint`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+
+from modeling_patches.modules import num_layers
 
 #: Fields of a model's config; their names are Transformers' own.
 FACTS = ("model_type", "hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size")
@@ -81,3 +84,19 @@ def fingerprint(model: Any) -> str | None:
         entries = flat[:: -(-len(flat) // ENTRIES) or 1].float().cpu()
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + entries.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def check_read_layers(model: nn.Module, layers: Sequence[int]) -> None:
+    """Raise a ValueError if a published drafter reads the states of the base's last layer: some
+    programs mean those before the final norm, others those after it, and no config says which.
+
+    Args:
+        layers: as ``output_hidden_states`` numbers them.
+    """
+    last = num_layers(model)
+    if last in layers:
+        raise ValueError(
+            f"it reads states {list(layers)} of {type(model).__name__}, which has {last} layers. "
+            "Those of the last one are before the final norm in some programs, after it in others, "
+            "and config.json does not say which. Take a drafter that reads earlier layers only"
+        )

@@ -39,7 +39,8 @@ class TreeCache(StatefulCache):
     Attributes:
         states: what its attention layers hold.
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
-        host_lengths: the same as a list, which needs no device synchronization.
+        host_lengths: the same as a list, which needs no device synchronization; upper bounds
+            between :meth:`commit_ahead` and :meth:`settle`.
         tokens: the tokens whose states each row holds, if the owner recorded them. A later call
             uses them to find how much of its prompt is cached.
         shift: ``(axes, batch)`` position of each row's next token minus the row's length, on each
@@ -74,6 +75,7 @@ class TreeCache(StatefulCache):
         self.generated: dict[str, float] = {}
         self.padding: list[int] | None = None
         self.block: OpenBlock | None = None
+        self._settled: list[int] | None = None  # lengths that the host knows, if not all of them
         self.recurrent = RecurrentStates(rules, batch_size) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states,
         #: or they depend on more than tokens.
@@ -162,7 +164,7 @@ class TreeCache(StatefulCache):
         end = self.max_length + tree.num_nodes
         self.states.reserve(end)
         start, slots = self.max_length + first, None
-        if min(self.host_lengths) != self.max_length:
+        if min(self.host_lengths) != self.max_length or self._settled is not None:
             steps = torch.arange(first, tree.num_nodes, device=self.lengths.device)
             start, slots = 0, self.lengths[:, None] + steps
         end = min(aligned(end), self.capacity)
@@ -221,6 +223,29 @@ class TreeCache(StatefulCache):
             self.states.move(self.lengths, places)
         self.block = None
         self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
+
+    def commit_ahead(self, counts: Tensor, most: int) -> None:
+        """Close the block and keep the first nodes of each row, before the host knows how many.
+
+        Only for caches without recurrent layers.
+
+        Args:
+            counts: ``(batch,)`` nodes of each row.
+            most: no row keeps more.
+        """
+        assert self.recurrent is None
+        if self.states.is_empty:
+            self.states.join()
+        self._settled = self._settled or self.host_lengths
+        self.block = None
+        self.host_lengths = [length + most for length in self.host_lengths]
+        self.lengths = self.lengths + counts.to(self.lengths.device)
+
+    def settle(self, counts: Sequence[int]) -> None:
+        """Tell how many nodes each row keeps of those that :meth:`commit_ahead` has kept."""
+        assert self._settled is not None
+        lengths, self._settled = self._settled, None
+        self.set_lengths([length + count for length, count in zip(lengths, counts)])
 
     def rollback(self) -> None:
         """Close the block and discard all of its nodes."""

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
-from hf_spec.core.transfer import sent
+from hf_spec.core.buckets import bucket
+from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.committed import Committed, Rows
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions, Learned
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
+from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
 from modeling_patches.per_call import Changes
 
@@ -38,10 +40,15 @@ class DraftNetwork(Protocol):
     Attributes:
         num_layers: of its cache.
         token_ids: ``(tokens,)`` ids, ascending, that it predicts; None for all.
+        compiles: whether its forward can be compiled: whether it depends on the cache's tensors
+            and the arguments alone.
+        own: its tensors that are not the model's.
     """
 
     num_layers: int
     token_ids: Tensor | None
+    compiles: bool
+    own: Sequence[Tensor]
 
     def features(self, states: Tensor) -> Tensor:
         """``(batch, n, hidden)`` what a row takes of the target's states ``(batch, n, features)``,
@@ -105,6 +112,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         self._committed = Committed()
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
+        self._graphs: Graphs | None = None
         self._block: Tree | None = None  # the drafted rows, as nodes
         self._level: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
@@ -115,6 +123,9 @@ class AutoregressiveDrafter(ForwardDrafter):
     def start(self, state: DecodeState) -> None:
         super().start(state)
         self.cache = TreeCache(self.network.num_layers, state.batch_size, state.root.device)
+        self._graphs = state.target.graphs if self.network.compiles else None
+        if self._graphs is not None:
+            self._graphs.hold(self.network.own)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         if hidden is not None:
@@ -122,7 +133,10 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         super().observe(state, tree, result)
-        self._committed.confirm(result)
+        counts = self._committed.confirm(result)
+        if counts is not None:
+            assert self.cache is not None
+            self.cache.settle(counts)
 
     def select(self, rows: Sequence[int]) -> None:
         self._committed.select(rows)
@@ -132,8 +146,18 @@ class AutoregressiveDrafter(ForwardDrafter):
             index = torch.tensor(rows, device=self._root[0].device)
             self._root = self._root[0][index], self._root[1][index]
 
+    def prefetch(self, state: DecodeState) -> Tensor | None:
+        # Where reads are free, each level is grown only if it is worth its time.
+        if not waits(state.root.device):
+            return None
+        self._catch_up(ahead=True)
+        return self.grow_ahead(state)
+
     def catch_up(self, state: DecodeState) -> None:
-        rows = self._committed.take()
+        self._catch_up()
+
+    def _catch_up(self, ahead: bool = False) -> None:
+        rows = self._committed.take(ahead)
         if rows is not None:
             assert self.cache is not None
             self._run_committed(self.cache, rows)
@@ -149,12 +173,18 @@ class AutoregressiveDrafter(ForwardDrafter):
             mask = block_mask(cache, tree.ancestors, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
             found = self._run_true(tokens, hidden[:, part], positions, mask, cache)
-            counts = [min(max(count - start, 0), tokens.shape[1]) for count in rows.counts]
-            cache.commit(counts)
-            last = sent([max(count - 1, 0) for count in counts], tokens.device)[:, None]
+            most = tokens.shape[1]
+            known = [min(max(count - start, 0), most) for count in rows.counts]
+            if rows.exact is None:
+                cache.commit(known)
+                counts = sent(known, tokens.device)
+            else:
+                counts = (rows.exact - start).clamp(0, most)
+                cache.commit_ahead(counts, most)
+            last = (counts - 1).clamp(min=0)[:, None]
             states, after = (states_at(one, last) for one in found)
-            if self._root is not None and not all(counts):
-                new = sent(counts, tokens.device)[:, None, None] > 0
+            if self._root is not None and (rows.exact is not None or not all(known)):
+                new = counts[:, None, None] > 0
                 states = torch.where(new, states, self._root[0])
                 after = torch.where(new, after, self._root[1])
             self._root = states, after
@@ -172,11 +202,54 @@ class AutoregressiveDrafter(ForwardDrafter):
         before = self._root[1] if self._level is None else self._level
         cache, hidden = self.cache, states_at(before, frontier.parents)
         self._block, first = extended(self._block, frontier)
-        block = self._block
+        run = self._run_level if self._graphs is None else self._run_compiled
+        logits, self._level = run(cache, self._block, first, hidden)
+        return logits
+
+    def _run_level(
+        self, cache: TreeCache, block: Tree, first: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and states after the drafted rows from the ``first`` one."""
         mask = block_mask(cache, block.ancestors[:, first:], cache.begin(block, first))
         positions = cache.lengths[:, None] + block.depths[:, first:]
-        states, self._level = self.network.run(frontier.tokens, hidden, positions, mask, cache)
-        return self.network.logits(states)
+        tokens = block.tokens[:, first:]
+        states, after = self.network.run(tokens, hidden, positions, mask, cache)
+        return self.network.logits(states), after
+
+    def _run_compiled(
+        self, cache: TreeCache, block: Tree, first: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`_run_level` by compiled code, padded with copies of the last row to a size that
+        recurs."""
+        graphs, network, lengths = self._graphs, self.network, cache.lengths
+        assert graphs is not None
+        count = block.num_nodes - first
+        width = bucket(count)
+        cache.states.reserve(cache.max_length + first + width)
+        cache.begin(block, first)
+        rows = torch.arange(width, device=lengths.device)
+        nodes = first + rows.clamp(max=count - 1)
+        mask = block_mask(cache, block.ancestors[:, nodes], cache.capacity)
+        positions = lengths[:, None] + block.depths[:, nodes]
+        small = [
+            lengths, lengths[:, None] + first + rows, block.tokens[:, nodes],
+            hidden[:, nodes.to(hidden.device) - first], positions, mask,
+        ]  # fmt: skip
+        buffers = cache.tensors()
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            held, given = tensors[: len(buffers)], tensors[len(buffers) :]
+            lengths, slots, tokens, hidden, positions, mask = given
+            traced = cache.traced_with(held, lengths, slots, block)
+            states, after = network.run(tokens, hidden, positions, mask, traced)
+            return network.logits(states), after
+
+        logits, after = graphs.run(
+            ("draft", cache.layout), function, buffers + [one.contiguous() for one in small],
+            lambda: self._run_level(cache, block, first, hidden),
+            lambda found: [one[:, :count] for one in found],
+        )  # fmt: skip
+        return logits, after
 
     def finish(self) -> None:
         assert self.cache is not None
@@ -192,7 +265,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         after = torch.cat([input_ids[:, 1:], logits[:, -1:].argmax(-1).to(input_ids.device)], 1)
         own = copy.copy(self)
         own.cache = TreeCache(self.network.num_layers, 1, input_ids.device)
-        own._root = own._block = own._level = None
+        own._root = own._block = own._level = own._graphs = None
         own._run_committed(own.cache, Rows(after, seen[0], [after.shape[1]]))
         found, zeros = after[:, -1:], torch.zeros_like(after[:, -1:])
         chain = []

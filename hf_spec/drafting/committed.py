@@ -20,11 +20,14 @@ class Rows(NamedTuple):
         tokens: ``(batch, n)`` int64, the token *after* each of them.
         hidden: ``(batch, n, features)`` the target's states of each of them.
         counts: how many of the n there are; values behind them are arbitrary.
+        exact: the same as ``(batch,)`` if ``counts`` are but upper bounds, as the host does not
+            know them yet.
     """
 
     tokens: Tensor
     hidden: Tensor
     counts: list[int]
+    exact: Tensor | None = None
 
 
 class Committed:
@@ -33,6 +36,7 @@ class Committed:
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._counts: list[Tensor | list[int]] = []
+        self._before: list[int] | None = None  # what was taken ahead, but of the latest step
 
     def add(self, result: StepResult, hidden: Tensor) -> None:
         """Add a step's committed nodes: see :meth:`Drafter.advance`."""
@@ -41,21 +45,40 @@ class Committed:
         self._parts.append((tokens, hidden[:, :width]))
         self._counts.append(result.counts)
 
-    def confirm(self, result: HostResult) -> None:
+    def confirm(self, result: HostResult) -> list[int] | None:
         """Replace the counts of the latest step by those that the host has settled on: see
-        :meth:`Drafter.observe`."""
-        self._counts[-1] = [len(path) for path in result.path]
+        :meth:`Drafter.observe`.
 
-    def take(self) -> Rows | None:
-        """All that was added since it was last taken; None if there is nothing."""
+        Returns:
+            If they were taken ahead, the counts of all that was taken then.
+        """
+        counts, before = [len(path) for path in result.path], self._before
+        self._before = None
+        if before is not None:
+            return list(map(sum, zip(before, counts)))
+        self._counts[-1] = counts
+        return None
+
+    def take(self, ahead: bool = False) -> Rows | None:
+        """All that was added since it was last taken; None if there is nothing.
+
+        Args:
+            ahead: the host does not know the latest counts yet, and does not ask for them.
+        """
         parts, self._parts = self._parts, []
         counts, self._counts = self._counts, []
         if not parts:
             return None
-        known = [one if isinstance(one, list) else one.tolist() for one in counts]
         tokens, hidden = (torch.cat(column, dim=1) for column in zip(*parts))
+        exact = torch.as_tensor(counts[-1], device=tokens.device) if ahead else None
+        if ahead:
+            counts[-1] = [parts[-1][0].shape[1]] * len(tokens)
+        known = [one if isinstance(one, list) else one.tolist() for one in counts]
+        if exact is not None:
+            self._before = [sum(row) for row in zip([0] * len(tokens), *known[:-1])]
+            exact = exact + sent(self._before, tokens.device)
         if len(parts) == 1:
-            return Rows(tokens, hidden, known[0])
+            return Rows(tokens, hidden, known[0], exact)
         rows: list[list[int]] = [[] for _ in known[0]]
         start = 0
         for (part, _), of_rows in zip(parts, known):
@@ -64,7 +87,8 @@ class Committed:
             start += part.shape[1]
         most = max(map(len, rows))
         places = sent([row + [0] * (most - len(row)) for row in rows], tokens.device)
-        return Rows(tokens.gather(1, places), states_at(hidden, places), list(map(len, rows)))
+        found = tokens.gather(1, places), states_at(hidden, places)
+        return Rows(*found, list(map(len, rows)), exact)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""

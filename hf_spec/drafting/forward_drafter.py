@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_spec.core.checks import check_count
 from hf_spec.core.host_tree import Row
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
@@ -43,6 +43,8 @@ class Exit(Protocol):
     def due(self) -> bool: ...
 
     def is_worth(self, distance: int, paths: Sequence[float], cost: float) -> bool: ...
+
+    def levels(self, most: int, rows: int, cost: float) -> int: ...
 
     def learn(
         self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]
@@ -122,7 +124,9 @@ class ForwardDrafter(Drafter):
         exactly = options.num_draft_tokens
         self.num_draft_tokens = None if exactly == AUTO else int(exactly)
         self.policy_chooses = self.num_draft_tokens is None
+        self.distances = self.depth
         self._growth: _Growth | None = None  # of this step, if it drafts
+        self._ahead: tuple[_Growth, Tensor] | None = None  # of the next one, and its packed trees
         self._sampled = 0  # steps that tempering can learn from
 
     def start(self, state: DecodeState) -> None:
@@ -146,22 +150,41 @@ class ForwardDrafter(Drafter):
         return None
 
     def propose(self, state: DecodeState) -> Tree:
-        self._growth = None
-        depth = min(self.depth, state.max_depth)
-        if depth < 1:
-            return Tree.roots(state.root)
-        self.catch_up(state)
+        self._growth, ahead, self._ahead = None, self._ahead, None
+        if ahead is None or state.prefetched is None:
+            depth = min(self.depth, state.max_depth)
+            if depth < 1:
+                return Tree.roots(state.root)
+            self.catch_up(state)
+            ahead = self._grow(state, depth)
+        self._growth, packed = growth, _ = ahead
+        tree = Tree.unpacked(packed, state.prefetched)
+        host = tree.host
+        assert host is not None
+        if not all(state.active):  # grown before it was known that rows stop short of their bonus
+            tree.tokens[:, 0] = state.root
+            host.tokens[:, 0] = [row[-1] for row in state.tokens]
+        growth.rows = host.rows(tree.row_sizes)
+        return tree if self._exactly(state) is None else tree.changed(whole=True)
+
+    def grow_ahead(self, state: DecodeState) -> Tensor:
+        """Grow the next step's trees before the host knows how this one ended: see
+        :meth:`Drafter.prefetch`. All that was committed must have run."""
+        self._ahead = self._grow(state, self.depth)
+        return self._ahead[1]
+
+    def _exactly(self, state: DecodeState) -> int | None:
+        """Number of draft tokens in every step; None if the policy chooses it."""
         # What must not depend on time has one size.
-        exactly = self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
-        chain = self.width == 1
-        count = depth if chain else exactly or GROWN
-        self._growth = growth = _Growth(self, state, count)
+        return self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
+
+    def _grow(self, state: DecodeState, depth: int) -> tuple[_Growth, Tensor]:
+        count = depth if self.width == 1 else self._exactly(state) or GROWN
+        growth = _Growth(self, state, count)
+        depth = growth.levels(depth)
         grown = grow(growth, state.root, count, depth, growth.trust, expanded=self.width)
         self.finish()
-        tree = Tree.unpacked(grown)
-        assert tree.host is not None
-        growth.rows = tree.host.rows(tree.row_sizes)
-        return tree if exactly is None else tree.changed(whole=True)
+        return growth, grown
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         growth, self._growth = self._growth, None
@@ -187,14 +210,26 @@ class _Growth:
         self.rows: list[Row] = []
         self.samples: list[tuple[Tensor, Tensor]] = []
         self._cost = state.draft_cost() if state.timed else None
+        self._asks = self._cost is not None and not waits(state.root.device)
         self._likeliest: list[Tensor] = []
+
+    def levels(self, most: int) -> int:
+        """How many levels to grow, at most: as far as can be told without a transfer for each."""
+        if self._cost is None or self._asks:
+            return most
+        learned = self.drafter.exit
+        found = learned.levels(most, sum(self.state.active), self._cost)
+        if not self.drafter.forward_per_level:
+            found = most if found else 0
+        return found or int(learned.due())
 
     def expand(self, frontier: Frontier) -> Children | None:
         drafter, state, depth = self.drafter, self.state, frontier.depth
         if depth:
             self._likeliest.append(frontier.tokens[:, 0])
         runs = drafter.forward_per_level or not depth
-        if self._cost is not None and runs:  # one transfer
+        if self._asks and runs:
+            assert self._cost is not None
             paths = frontier.log_probs.exp().sum(-1).tolist()
             paths = [path * on for path, on in zip(paths, state.active)]
             worth = drafter.exit.is_worth(depth + 1, paths, self._cost)

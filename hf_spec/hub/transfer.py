@@ -25,6 +25,7 @@ from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, is_repository, read_json, save_adapter, staging
 from hf_spec.methods.registry import Export, Method, Published, methods
+from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement
 
 #: Suffix of files that map tensors to checkpoint files.
@@ -224,11 +225,29 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
     method, published = importable(method_name)
     assert method.adapter_config is not None
     try:
-        tensors = read_published(path, published.wants)
+        tensors = _dequantized(read_published(path, _with_scales(published.wants)))
         fields, tensors = published.convert(tensors, config_beside(path))
         return method.adapter_config(**fields, inference_mode=True), tensors
     except ValueError as error:
         raise ValueError(f"cannot import {str(path)!r}: {error}") from error
+
+
+def _with_scales(wants: Callable[[str], bool]) -> Callable[[str], bool]:
+    """The tensors that are wanted, and the scales of those that are stored as 8-bit floats."""
+    return lambda name: wants(name.removesuffix(SCALES))
+
+
+def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of 8-bit floats in bfloat16, without scales."""
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == FP8]:
+        scales = tensors.pop(name + SCALES, None)
+        if scales is None:
+            raise ValueError(
+                f"{name!r} is of type {FP8} and has no scales ({name + SCALES!r}): take a "
+                "checkpoint that is not quantized"
+            )
+        tensors[name] = dequantized(name, tensors[name], scales, torch.bfloat16)
+    return tensors
 
 
 def import_adapter(

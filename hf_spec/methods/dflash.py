@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 from hf_spec.adapters.active import require_active
 from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
 from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
 from hf_spec.drafting.block_diffusion.loss import block_loss
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.block_diffusion.speculators import speculators_files
-from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Export, Method, Published
 from hf_spec.policy.tree_source import tree_source
 
@@ -32,33 +31,17 @@ class DFlashConfig(BlockConfig):
     type_name: ClassVar[str] = "DFLASH"
 
 
-@dataclass(frozen=True)
-class DFlashOptions(DraftOptions):
-    """Options of ``dflash``, which are those of all strategies.
-
-    Attributes:
-        tree: ``chain``: each distance's likeliest token only, as in the paper. Or what
-            :class:`DraftOptions` says.
-        max_depth: number of distances used; None for all of a block.
-    """
-
-
 class DFlashDrafter(BlockDrafter):
     """Trees of a block's likeliest tokens."""
 
-    options: DFlashOptions
-
-    def __init__(self, model: Any, options: DFlashOptions):
-        adapter = require_active(model, "DFLASH", "dflash")
-        distances = adapter.config.distances
-        source = tree_source(options, self.trees, model, adapter, distances)
-        super().__init__(model, options, adapter, source)
+    def __init__(self, model: Any, options: BlockOptions):
+        super().__init__(model, options, require_active(model, "DFLASH", "dflash"), tree_source)
 
 
 METHOD = Method(
     name="dflash",
     summary="a small decoder predicts a block of tokens in one forward",
-    options=DFlashOptions,
+    options=BlockOptions,
     drafter=DFlashDrafter,
     adapter_config=DFlashConfig,
     adapter_module=BlockAdapter,

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import setting
 from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
 from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
 from hf_spec.drafting.block_diffusion.loss import block_loss
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.block_diffusion.speculators import speculators_files
-from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Export, Method, Published
 from hf_spec.policy.tree_source import tree_source
 
@@ -41,33 +40,17 @@ class DSparkConfig(BlockConfig):
     markov_rank: int = setting(128, "Rank of the Markov head; 0: none.")
 
 
-@dataclass(frozen=True)
-class DSparkOptions(DraftOptions):
-    """Options of ``dspark``, which are those of all strategies.
-
-    Attributes:
-        tree: ``chain``: each distance's likeliest token only, as in the paper. Or what
-            :class:`DraftOptions` says.
-        max_depth: number of distances used; None for all of a block.
-    """
-
-
 class DSparkDrafter(BlockDrafter):
     """Trees of a block's likeliest tokens."""
 
-    options: DSparkOptions
-
-    def __init__(self, model: Any, options: DSparkOptions):
-        adapter = require_active(model, "DSPARK", "dspark")
-        distances = adapter.config.distances
-        source = tree_source(options, self.trees, model, adapter, distances)
-        super().__init__(model, options, adapter, source)
+    def __init__(self, model: Any, options: BlockOptions):
+        super().__init__(model, options, require_active(model, "DSPARK", "dspark"), tree_source)
 
 
 METHOD = Method(
     name="dspark",
     summary="a block predicted in one forward, and a Markov head that chains its tokens",
-    options=DSparkOptions,
+    options=BlockOptions,
     drafter=DSparkDrafter,
     adapter_config=DSparkConfig,
     adapter_module=BlockAdapter,

@@ -148,8 +148,8 @@ class Method:
 
     @property
     def card(self) -> Traversable:
-        """The method's section of model cards: ``<name>.md`` beside its options, if it is there."""
-        package = sys.modules[self.options.__module__].__package__ or ""
+        """The method's section of model cards: ``<name>.md`` beside its drafter, if it is there."""
+        package = sys.modules[self.drafter.__module__].__package__ or ""
         return files(package) / f"{self.name}.md"
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> DraftOptions:

@@ -57,6 +57,21 @@ class DraftExit:
         present = present or [0.0] * len(paths)
         return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
 
+    def levels(self, most: int, rows: int, cost: float) -> int:
+        """How many levels to draft, by how often draft tokens at each distance were right.
+
+        Args:
+            most: levels that there may be.
+            rows: sequences that are not finished.
+            cost: tokens that the forward of a level must bring.
+        """
+        path = 1.0
+        for distance in range(1, most + 1):
+            if not self.is_worth(distance, [path] * rows, cost):
+                return distance - 1
+            path *= self.calibration.rate(distance)
+        return most
+
     @locked
     def learn(
         self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]

@@ -11,7 +11,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import prompt, ragged
 from covering import covering
-from running import drafting
+from running import as_if, drafting
 from test_shrinking import staggered
 from transformers import PreTrainedModel
 
@@ -52,11 +52,13 @@ def adapt(model: Any, kind: str) -> str:
 # -- blocks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_block_stands_behind_all_committed_tokens(
-    fresh: Fresh, monkeypatch: pytest.MonkeyPatch, kind: str
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch, kind: str, ahead: bool
 ) -> None:
     """After prompts of different lengths, plain steps, rejections, and rows that stop."""
+    as_if(ahead, monkeypatch)
     model = fresh("llama_tied")
     name = adapt(model, kind)
     drafter, steps, seen = methods()[name].drafter, [0], []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import prompt, ragged
-from running import draft_everything, drafting
+from running import as_if, draft_everything, drafting
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_spec
@@ -68,10 +68,12 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield steps
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("options", [BUSHY, {"tree": "chain"}, {"num_draft_tokens": 6}])
 def test_drafts_in_a_shrinking_batch(
-    model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], ahead: bool
 ) -> None:
+    as_if(ahead, monkeypatch)
     free = model.generate(**ragged(), **GREEDY)
     settings = {**ragged(), **GREEDY, "eos_token_id": [int(free[0, 19]), int(free[2, 28])]}
     plain = model.generate(**settings).tolist()
@@ -83,7 +85,11 @@ def test_drafts_in_a_shrinking_batch(
         assert hf_spec.last_stats(model).mean_accepted_tokens > 1.5
 
 
-def test_drafts_after_steps_that_did_not_draft(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_drafts_after_steps_that_did_not_draft(
+    model: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    as_if(ahead, monkeypatch)
     draft_everything(monkeypatch)
     turns = iter([True, False, False] * 100)
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: next(turns))
@@ -127,3 +133,22 @@ def test_tempering_learns_from_samples(model: Any) -> None:
     assert model.generate(prompt(), **settings, **spec).tolist() == plain
     found = [one for one in memory(model)["learned"].values() if isinstance(one, Tempering)]
     assert any(one.updates for one in found)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_compiled_levels(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Few graphs, and the drafts are those of levels that are not compiled."""
+    model: Any = fresh("llama_tied")
+    if name == "eagle3":
+        adapted(model, draft_vocab_size=40)
+    plain = model.generate(**ragged(), **GREEDY).tolist()
+    spec = {**GREEDY, **CAPTURED, **drafting(name, max_depth=3, width=3)}
+    with compared(monkeypatch) as steps:
+        for _ in range(2):
+            out = model.generate(**ragged(), **spec, return_dict_in_generate=True)
+            assert out.sequences.tolist() == plain
+    assert len(steps) > 20 and not out.spec_stats.details["compiled"]["refused"]
+    graphs = [key for key in memory(model)["graphs"].graphs if key[1][0] == "draft"]
+    assert 1 <= len(graphs) <= 2

@@ -126,6 +126,16 @@ def test_heads_of_ones_own_are_kept(tmp_path: Path) -> None:
     assert torch.equal(weights["lm_head.weight"], tensors["lm_head.weight"])
 
 
+def test_the_last_layer_is_not_read(tmp_path: Path) -> None:
+    """Nothing says whether before or after the final norm."""
+    config, tensors = released("dflash")
+    config = {**config, "aux_hidden_state_layer_ids": [2, 4, 8]}
+    path = write(tmp_path / "released", (config, tensors))
+    with pytest.raises(ValueError, match=r"it reads states \[2, 4, 8\] of LlamaForCausalLM"):
+        import_adapter(path, "dflash", base_model(), tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_layers_that_no_config_names(tmp_path: Path) -> None:
     """SpecForge spaces them evenly: 1, 9, 17, 25 and 33 of 36, by their outputs."""
     convert = methods()["dflash"].published.convert

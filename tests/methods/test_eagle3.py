@@ -63,7 +63,12 @@ class Fixture:
     def drafter(self, rows: int = 1) -> Any:
         drafter = METHOD.drafter(self.model, METHOD.parse_options({}))
         root = torch.zeros(rows, dtype=torch.long)
-        drafter.start(SimpleNamespace(batch_size=rows, root=root, do_sample=False, timed=False))
+        target = SimpleNamespace(graphs=None)
+        drafter.start(
+            SimpleNamespace(
+                batch_size=rows, root=root, do_sample=False, timed=False, target=target
+            )
+        )  # fmt: skip
         return drafter
 
     def commit(self, drafter: Any, starts: list[int], ends: list[int]) -> None:

@@ -56,7 +56,10 @@ def drafter_of(name: str, rows: int) -> tuple[Any, Any]:
     method = get_method("mtp")
     drafter = method.drafter(model_of(name), method.parse_options({"tree": "chain"}))
     root = torch.zeros(rows, dtype=torch.long)
-    state = SimpleNamespace(batch_size=rows, root=root, timed=False, do_sample=False)
+    state = SimpleNamespace(
+        batch_size=rows, root=root, timed=False, do_sample=False,
+        target=SimpleNamespace(graphs=None),
+    )  # fmt: skip
     drafter.start(state)
     return drafter, state
 

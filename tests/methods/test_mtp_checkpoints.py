@@ -117,6 +117,29 @@ def test_copies_of_the_embeddings_are_not_read(tmp_path: Path) -> None:
     assert len(mtp_layers(model).layers) == 1
 
 
+def in_8_bits(tensors: Tensors) -> None:
+    """Store the matrices of the layers as DeepSeek-V3 is published."""
+    for name, weight in list(tensors.items()):
+        if weight.ndim == 2 and "norm" not in name:
+            scale = weight.abs().max() / 448
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale.reshape(1, 1)
+
+
+def test_8_bit_floats(tmp_path: Path) -> None:
+    model = loaded(tmp_path / "a", "deepseek_v3")
+    expected = mtp_layers(model_of("deepseek_v3")).state_dict()
+    change(tmp_path / "a", in_8_bits)
+    found = mtp_layers(model).state_dict()
+    changed = 0
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensor, expected[name], rtol=2**-4, atol=2e-3)
+            changed += not torch.equal(tensor, expected[name])
+    assert changed > 5
+
+
 def test_models_without_such_layers(tmp_path: Path) -> None:
     model = copy.deepcopy(model_of("qwen3"))
     model.config.name_or_path = model.name_or_path = ""
@@ -175,6 +198,22 @@ BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "shape": (
         lambda tensors: tensors.update({"mtp.norm.weight": torch.zeros(32)}),
         "'mtp.norm.weight' has shape (32,), expected (64,)",
+    ),
+    "8 bits without scales": (
+        lambda tensors: tensors.update(
+            {"mtp.fc.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn)}
+        ),
+        "'mtp.fc.weight' is stored as F8_E4M3; layers for multi-token prediction are read from "
+        "BF16, F16, F32, F64, and F8_E4M3 with scales ('mtp.fc.weight_scale_inv')",
+    ),
+    "8 bits with other scales": (
+        lambda tensors: tensors.update(
+            {
+                "mtp.fc.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn),
+                "mtp.fc.weight_scale_inv": torch.ones(2, 1),
+            }
+        ),
+        "'mtp.fc.weight_scale_inv' has shape (2, 1)",
     ),
     "quantized": (
         lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(64, 128).to(torch.int8)}),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
+from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.drafting.committed import Committed, Rows
-from hf_spec.drafting.options import CHAIN
+from hf_spec.drafting.options import CHAIN, DraftOptions
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Conditional, Transitions
@@ -25,18 +27,34 @@ from hf_spec.model.hidden_states import Reads, model_logits, output_logits
 from modeling_patches.weights import placement
 
 
+@dataclass(frozen=True)
+class BlockOptions(DraftOptions):
+    """Options of block drafters, which are those of all strategies.
+
+    Attributes:
+        tree: ``chain``: each distance's likeliest token only, as in the papers. Or what
+            :class:`DraftOptions` says.
+        max_depth: number of distances used; None for all of a block.
+    """
+
+
 class BlockDrafter(TreeDrafter):
     """Trees of a block's likeliest tokens.
 
     Args:
         adapter: the adapter, of a :class:`BlockConfig`.
-        source: provides trees without probes.
+        tree_source: :func:`hf_spec.policy.tree_source.tree_source`.
     """
 
     trees = {CHAIN: chain_tree}
+    options: BlockOptions
 
-    def __init__(self, model: Any, options: Any, adapter: ActiveAdapter, source: TreeSource):
+    def __init__(
+        self, model: Any, options: BlockOptions, adapter: ActiveAdapter,
+        tree_source: Callable[..., TreeSource],
+    ):  # fmt: skip
         config, weights = adapter.config, adapter.weights()
+        source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
         self.network = BlockNetwork(adapter.module, model)
         self.transitions = Transitions.of(config.markov_head, weights)
@@ -58,7 +76,10 @@ class BlockDrafter(TreeDrafter):
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         super().observe(state, tree, result)
-        self._committed.confirm(result)
+        counts = self._committed.confirm(result)
+        if counts is not None:
+            assert self.cache is not None
+            self.cache.settle(counts)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
@@ -68,12 +89,18 @@ class BlockDrafter(TreeDrafter):
             self.cache.select(rows)
 
     @property
-    def num_predicted_ahead(self) -> None:
-        """None: the block's place depends on how many tokens the host has settled on."""
-        return None
+    def num_predicted_ahead(self) -> Sequence[int] | None:
+        return None if self.hidden is None else self.num_predicted
+
+    def prefetch(self, state: DecodeState) -> Tensor | None:
+        # Where reads are free, only accepted tokens run.
+        if not waits(state.root.device):
+            return None
+        self._run(state.root, ahead=True)
+        return super().prefetch(state)
 
     def propose(self, state: DecodeState) -> Tree:
-        if state.max_depth > 0:
+        if state.max_depth > 0 and self.hidden is None:
             self._run(state.root)
         return super().propose(state)
 
@@ -81,10 +108,14 @@ class BlockDrafter(TreeDrafter):
         self._run(state.root)
         super().warm(state)
 
-    def _run(self, root: Tensor) -> None:
-        """Run the block behind all committed tokens."""
+    def _run(self, root: Tensor, ahead: bool = False) -> None:
+        """Run the block behind all committed tokens.
+
+        Args:
+            ahead: before the host knows those of the latest step.
+        """
         assert self.cache is not None
-        rows = self._committed.take()
+        rows = self._committed.take(ahead)
         if rows is not None:
             self._append(self.cache, rows)
         self.hidden = self._block(self.cache, root)
@@ -97,7 +128,10 @@ class BlockDrafter(TreeDrafter):
         positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
         features = rows.hidden[:, :width].to(self.network.device)
         self.network.append(features, positions, cache)
-        cache.commit(rows.counts)
+        if rows.exact is None:
+            cache.commit(rows.counts)
+        else:
+            cache.commit_ahead(rows.exact, width)
 
     def _block(self, cache: TreeCache, root: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` states of the slots that predict."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.drafting.block_diffusion.config import COUNTS, BlockConfig, config_of
@@ -142,7 +143,12 @@ def convert(
 
 
 def share(model: Any, config: Any, weights: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """The config and the parameters, without output embeddings that are those of the base."""
+    """The config and the parameters, without output embeddings that are those of the base.
+
+    Raises:
+        ValueError: it reads the base's last layer.
+    """
+    check_read_layers(model, config.feature_layers)
     own, theirs = weights.get(HEAD), output_weight(model)
     if own is None or theirs is None or not is_plain(theirs) or output_bias(model) is not None:
         return config, weights

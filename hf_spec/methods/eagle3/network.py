@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ class Eagle3Network:
     Raises:
         ValueError: the model lacks some of the tokens that it predicts.
     """
+
+    compiles = True
+    own: Sequence[Tensor] = ()
 
     def __init__(self, model: Any, adapter: Eagle3Adapter):
         self.model, self.adapter = model, adapter

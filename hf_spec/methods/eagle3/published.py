@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
@@ -228,7 +229,12 @@ def _put_vocabulary(config: Mapping[str, Any], known: int, found: dict[str, Tens
 def share(
     model: Any, config: Eagle3Config, tensors: dict[str, Tensor]
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """The same without embeddings that are the base's."""
+    """The same without embeddings that are the base's.
+
+    Raises:
+        ValueError: it reads the base's last layer.
+    """
+    check_read_layers(model, config.layers or ())
     own, embeddings = tensors.get("embed_tokens.weight"), model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
     same = (

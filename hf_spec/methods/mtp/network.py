@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ class MtpNetwork:
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
         self.num_layers = len(layers.layers)
+        # Windows go by the positions of the block's nodes.
+        self.compiles = not any(map(layers.window, range(self.num_layers)))
+        self.own: Sequence[Tensor] = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
 
     def features(self, states: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.autoregressive import block_mask
 from hf_spec.methods.mtp.network import MtpNetwork
+from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
 from modeling_patches.modules import decoder_layers, num_layers
 from modeling_patches.mtp import (
     BLOCK,
@@ -34,8 +35,9 @@ from modeling_patches.weights import device_of, placement
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 #: Fields of configs that tell the number of these layers.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-#: What safetensors calls the types of numbers that are read.
-FLOATS = ("BF16", "F16", "F32", "F64")
+#: What safetensors calls the types of numbers that are read, and that of 8-bit floats, which are
+#: read if there are scales.
+FLOATS, EIGHT_BITS = ("BF16", "F16", "F32", "F64"), "F8_E4M3"
 
 
 def mtp_layers(model: Any) -> MtpLayers:
@@ -91,24 +93,17 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
             f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, "
             f"{_what_it_has(model, files)}. Choose another strategy."
         )
-    sources, unknown = _sources(files, layout, below)
+    plain = {one: path for one, path in files.items() if not _is_scales(one, files)}
+    sources, unknown = _sources(plain, layout, below)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in sorted({*files.values()})}
         sparse = any(".experts." in own for _, own in sources)
         layers = MtpLayers(model, 1 + max(layer for layer, _ in sources), sparse)
 
-        def gather(read: Any) -> dict[str, Tensor]:
-            def numbers(source: str) -> Tensor:
-                path = files[source]
-                with _readable(path):
-                    found: Tensor = read(opened[path], source, path)
-                return found
-
-            return _gathered(model, sources, numbers)
-
+        stored = _Stored(files, opened, dtype)
         # Names and shapes first: nothing large is read of what does not fit.
         wrong = [f"unknown tensor {one!r}" for one in unknown[:1]]
-        wrong += complaints(gather(_described), layers.layers.state_dict())
+        wrong += complaints(_gathered(model, sources, stored.shape), layers.layers.state_dict())
         if wrong:
             for (layer, own), source in sources.items():
                 wrong = [text.replace(repr(f"{layer}.{own}"), repr(source)) for text in wrong]
@@ -120,7 +115,7 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         kept = dtypes(model)
         state = {
             own: value.to(device, kept.get(own.partition(BLOCK)[2], dtype)).contiguous()
-            for own, value in gather(lambda file, source, _: file.get_tensor(source)).items()
+            for own, value in _gathered(model, sources, stored.numbers).items()
         }
     layers.layers.load_state_dict(state, assign=True)
     left = [own for own, tensor in layers.named_buffers() if tensor.is_meta]
@@ -192,16 +187,56 @@ def _gathered(
     return found
 
 
-def _described(file: Any, name: str, path: Path) -> Tensor:
-    """A tensor's shape, without numbers."""
-    part = file.get_slice(name)
-    if part.get_dtype() not in FLOATS:
-        raise ValueError(
-            f"{str(path)!r}: {name!r} is stored as {part.get_dtype()}; layers for multi-token "
-            f"prediction are read from {', '.join(FLOATS)}. Take a checkpoint that is not "
-            "quantized, or choose another strategy."
-        )
-    return torch.empty(part.get_shape(), dtype=torch.float32, device="meta")
+def _is_scales(name: str, files: Mapping[str, Path]) -> bool:
+    """Whether a tensor holds the scales of another one."""
+    return name.endswith(SCALES) and name.removesuffix(SCALES) in files
+
+
+class _Stored:
+    """Tensors of a checkpoint.
+
+    Args:
+        files: the file of each tensor.
+        opened: these files.
+        dtype: of numbers that are stored as 8-bit floats.
+    """
+
+    def __init__(self, files: Mapping[str, Path], opened: Mapping[Path, Any], dtype: torch.dtype):
+        self._files, self._opened, self._dtype = files, opened, dtype
+
+    def _file(self, name: str) -> Any:
+        return self._opened[self._files[name]]
+
+    def shape(self, name: str) -> Tensor:
+        """A tensor's shape, without numbers."""
+        path, scales = self._files[name], name + SCALES
+        with _readable(path):
+            part = self._file(name).get_slice(name)
+            kind, shape = part.get_dtype(), part.get_shape()
+        if kind == EIGHT_BITS and scales in self._files:
+            with _readable(self._files[scales]):
+                found = self._file(scales).get_slice(scales).get_shape()
+            try:
+                check_scales(name, shape, found)
+            except ValueError as error:
+                raise ValueError(f"{str(path)!r}: {error}. Download it again.") from error
+        elif kind not in FLOATS:
+            raise ValueError(
+                f"{str(path)!r}: {name!r} is stored as {kind}; layers for multi-token prediction "
+                f"are read from {', '.join(FLOATS)}, and {EIGHT_BITS} with scales ({scales!r}). "
+                "Take a checkpoint that is not quantized, or choose another strategy."
+            )
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+
+    def numbers(self, name: str) -> Tensor:
+        """A tensor; one of 8-bit floats in the other dtype."""
+        with _readable(self._files[name]):
+            found: Tensor = self._file(name).get_tensor(name)
+        if found.dtype != FP8:
+            return found
+        scales = name + SCALES
+        with _readable(self._files[scales]):
+            return dequantized(name, found, self._file(scales).get_tensor(scales), self._dtype)
 
 
 def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
