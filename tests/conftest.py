@@ -143,6 +143,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("environment"):
                 item.add_marker(skip)
+    if not config.getoption("--every-case"):
+        items[:] = take_turns(items)
+
+
+def take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
+    """A test with the fixture ``spec`` and other parameters runs each of these with one strategy,
+    the next of them with the next strategy."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        given = dict(getattr(getattr(item, "callspec", None), "params", {}))
+        if given.pop("spec", None) is not None and given:
+            others = sorted((name, id(value)) for name, value in given.items())
+            key = item.path, getattr(item, "originalname", ""), *others
+            groups.setdefault(key, []).append(item)
+    left_out, turns = set(), dict.fromkeys((key[:2] for key in groups), 0)
+    for key, group in groups.items():
+        if len(group) == len(STRATEGIES):
+            left_out.update(group[: turns[key[:2]]] + group[turns[key[:2]] + 1 :])
+            turns[key[:2]] = (turns[key[:2]] + 1) % len(group)
+    return [item for item in items if item not in left_out]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
 from typing import TypeVar
 
@@ -36,11 +37,19 @@ def covering(
     missing: set[Hashable] = set().union(*tests)
     # At random, so that what need not be paired comes in turns; the seed is fixed.
     order = random.Random(0).sample(range(len(every)), len(every))
+    # What a case adds only shrinks: the first whose count is still right adds the most.
+    heap = [(-len(tests[place]), turn, place) for turn, place in enumerate(order)]
+    heapify(heap)
     chosen = []
     while missing:
-        best = max(order, key=lambda place: len(tests[place] & missing))
-        chosen.append(best)
-        missing -= tests[best]
+        count, turn, place = heap[0]
+        added = tests[place] & missing
+        if -count == len(added):
+            heappop(heap)
+            chosen.append(place)
+            missing -= added
+        else:
+            heapreplace(heap, (-len(added), turn, place))
     return [every[place] for place in sorted(chosen)]
 
 

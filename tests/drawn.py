@@ -13,14 +13,6 @@ def lines(axes: Any) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def dots(axes: Any) -> dict[str, list[tuple[float, float]]]:
-    """The points of each scatter plot, by label."""
-    return {
-        found.get_label(): [(float(x), float(y)) for x, y in found.get_offsets()]
-        for found in axes.collections
-    }
-
-
 def bars(axes: Any) -> list[float]:
     """Heights of the bars, from left to right as drawn."""
     return [float(bar.get_height()) for bar in axes.patches]
@@ -31,15 +23,6 @@ def texts(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def legend(axes: Any) -> list[str]:
-    return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
 def labels(axes: Any) -> tuple[str, str, str]:
     """Title and the labels of both axes."""
     return axes.get_title(), axes.get_xlabel(), axes.get_ylabel()
-
-
-def ticks(axes: Any) -> list[str]:
-    """Labels along the x axis."""
-    return [text.get_text() for text in axes.get_xticklabels()]

@@ -52,9 +52,13 @@ LIMITED = [name for name in NEEDED if not issubclass(METHODS[name].drafter, Forw
 every_config = pytest.mark.parametrize(("name", "kind"), CONFIGS)
 
 
+def first_kind(name: str) -> str:
+    return next(kind for method, kind in CONFIGS if method == name)
+
+
 def config_of(name: str, kind: str | None = None) -> Any:
     """The config of this name, or the first one."""
-    kind = kind or next(kind for method, kind in CONFIGS if method == name)
+    kind = kind or first_kind(name)
     config_class: Any = METHODS[name].adapter_config
     return config_class(**CONFIGS[name, kind])
 
@@ -107,20 +111,26 @@ def test_saved_and_loaded_every_way(fresh: Fresh, tmp_path: Path, name: str, kin
         loaded.load_adapter(str(folder), adapter_name="other")
         return loaded
 
-    for loaded in (
-        itself(),
-        itself(device_map={"": "cpu"}),
-        PeftModel.from_pretrained(load(tmp_path / "base"), str(folder)),
-        PeftModel.from_pretrained(load(tmp_path / "base"), str(folder), low_cpu_mem_usage=True),
-        AutoPeftModelForCausalLM.from_pretrained(str(folder)),
-    ):
+    def wrapped(**kwargs: Any) -> Any:
+        return PeftModel.from_pretrained(load(tmp_path / "base"), str(folder), **kwargs)
+
+    ways: list[Callable[[], Any]] = [
+        lambda: itself(device_map={"": "cpu"}),
+        wrapped,
+        lambda: wrapped(low_cpu_mem_usage=True),
+        lambda: AutoPeftModelForCausalLM.from_pretrained(str(folder)),
+        itself,
+    ]
+    # By which way weights come has to do with the method, not with its config.
+    for way in ways if kind == first_kind(name) else ways[-1:]:
+        loaded = way()
         found = active(loaded, name).weights()
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], value) for key, value in weights.items())
     assert tokens(loaded) == tokens(loaded, name) == expected
     config = hf_spec.SpecConfig.from_pretrained(folder, **GREEDY)
     assert config.assistant_strategy == name
-    assert itself().generate(**ragged(), **configured(config)).tolist() == expected
+    assert loaded.generate(**ragged(), **configured(config)).tolist() == expected
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -194,7 +204,7 @@ def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> N
 def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
     model = fresh("llama")
     base, kinds = tokens(model), [kind for method, kind in CONFIGS if method == name]
-    kinds, held = [*dict.fromkeys([*kinds[:3], kinds[-1]])], {}
+    kinds, held = [*dict.fromkeys([kinds[0], kinds[-1]])], {}
     for seed, kind in enumerate(kinds, 1):
         held[kind] = added(model, name, kind, kind, seed), tokens(model)
     other = copy.deepcopy(model)

@@ -28,6 +28,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 import hf_spec
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
+from hf_spec.drafting.forward_drafter import ForwardDrafter
+from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.methods.registry import Method, methods
 from modeling_patches.cache_name import CACHE
 
@@ -71,6 +74,14 @@ def adapted(model: PreTrainedModel, name: str, variant: str) -> Any:
 def runs_on(name: str, architecture: str) -> bool:
     known = RUNS[name].architectures
     return known is None or architecture in known
+
+
+def asks_for(name: str) -> str:
+    """What a strategy asks of a model beside forwards of a tree."""
+    drafter = methods()[name].drafter
+    if issubclass(drafter, ProbeDrafter):
+        return "probes"
+    return "states" if issubclass(drafter, (ForwardDrafter, TreeDrafter)) else "tokens or layers"
 
 
 def back_ends(architecture: str) -> list[str]:
@@ -164,11 +175,13 @@ def test_described(name: str) -> None:
             if case in FIRST or attention == back_ends(architecture)[-1]
             if runs_on(case[0], architecture)
         ],
-        # Each strategy on each architecture, each of its variants with each kind of positions.
+        # Each variant where drafts hit and miss, each strategy with each kind of positions, what
+        # strategies ask of a model on each architecture. ``make test-all`` runs all of them.
         lambda name, variant, architecture, attention, row: [
-            *pairs(name, architecture, attention, row),
-            (name, variant, POSITIONS.get(architecture)),
-            (name, variant, row),
+            *pairs(name, attention, row),
+            (architecture, attention),
+            (asks_for(name), architecture),
+            (name, POSITIONS.get(architecture)),
             (name, variant, architecture == "llama_tied" and row is None),
         ],
     ),
@@ -313,7 +326,7 @@ WARPERS: dict[str, dict[str, Any]] = {
             if runs_on(case[0], architecture)
         ],
         lambda name, variant, architecture, warper: [
-            (name, variant), (name, architecture), (name, warper), (architecture, warper),
+            name, (asks_for(name), variant), (asks_for(name), architecture, warper),
         ],
     ),
 )  # fmt: skip
@@ -368,8 +381,12 @@ FALSE_ALARM = 1e-6
             for variant in run.sampled
             for warper in WARPERS
         ],
-        # Each rule of acceptance with each warper; one call's draws are compared with each above.
-        lambda name, variant, warper: [(name, variant), (variant in RUNS[name].sampled, warper)],
+        # Each rule of acceptance with each warper, each way to draft and each sampled variant; one
+        # call's draws are compared above.
+        lambda name, variant, warper: [
+            (name, variant) if (sampled := variant in RUNS[name].sampled) else asks_for(name),
+            (sampled, warper),
+        ],
     ),
 )  # fmt: skip
 def test_sampling_follows_the_plain_distribution(
@@ -409,30 +426,6 @@ def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: s
     stats = hf_spec.last_stats(model)
     assert stats.num_generated_tokens > stats.num_row_steps  # drafts took part
     return chi_square(counts, expected)
-
-
-def test_the_chi_square_test_sees_a_biased_rule(
-    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sampling from p instead of the residual after a rejection, as in SPACE's algorithm 1."""
-    sample, rule = verify.sample, verify.rejection
-    name, variant = next((name, v) for name in methods() for v in RUNS[name].sampled)
-
-    def biased(tree: Any, scores: Any, *args: Any) -> Any:
-        last: dict[str, torch.Tensor] = {}
-
-        def seen(nodes: Any, active: Any, depth: int) -> Any:
-            result = scores(nodes, active, depth)
-            old = last.get("p", torch.zeros_like(result))
-            last["p"] = torch.where(active[:, None], result.softmax(-1), old)
-            return result
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verify, "sample", lambda p, *_: sample(last["p"]))
-            return rule(tree, seen, *args)
-
-    monkeypatch.setattr(verify, "rejection", biased)
-    assert chi_square_of_run(tiny("llama_tied"), name, variant, "top_p") < FALSE_ALARM
 
 
 def enumerate_three(

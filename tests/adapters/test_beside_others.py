@@ -90,7 +90,12 @@ TUNED = [
 
 
 @pytest.mark.parametrize(
-    ("tuned_as", "name", "ours_first"), covering(product(TUNED, CONFIGS, [True, False])), ids=str
+    ("tuned_as", "name", "ours_first"),
+    covering(
+        product(TUNED, CONFIGS, [True, False]),
+        lambda tuned_as, name, ours_first: [(name, ours_first), (tuned_as, ours_first)],
+    ),
+    ids=str,
 )
 def test_every_strategy_beside_a_fine_tune(
     fresh: Fresh, tuned_as: tuple[str, str], name: str, ours_first: bool

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -20,7 +19,6 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from hf_spec.adapters import tuner as peft_bridge
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
@@ -217,58 +215,6 @@ def test_unload_restores_the_base(base, base_path, kind):
 # --------------------------------------------------------------------------- through the base model
 
 
-def test_base_loads_adds_sets_deletes(base, base_path, kind, tmp_path):
-    plain = logits(base)
-    folder, expected, config = saved(base_path, tmp_path, CONFIGS[kind]())
-    base.load_adapter(folder, adapter_name="one")
-    assert same(weights(base, kind), expected)
-    assert active_adapter_config(base, kind).to_dict() == config.to_dict() | {
-        "inference_mode": True
-    }
-    base.add_adapter(OTHERS[kind](), adapter_name="two")
-    assert find_active(base, kind).name == "two"
-    base.set_adapter("one")
-    assert same(weights(base, kind), expected)
-    assert torch.equal(logits(base), plain)
-    base.save_pretrained(tmp_path / "again")
-    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
-    assert len(again) == max(1, len(expected))
-    base.disable_adapters()
-    assert find_active(base, kind) is None
-    base.enable_adapters()
-    assert find_active(base, kind).name == "one"
-    base.delete_adapter("one")
-    base.set_adapter("two")
-    base.delete_adapter("two")
-    assert find_active(base, kind) is None
-    base.load_adapter(folder)
-    assert same(weights(base, kind), expected)
-
-
-def test_together_with_lora_and_another_type(base, base_path, kind, tmp_path):
-    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
-    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    plain = logits(base)
-    base.add_adapter(lora, adapter_name="lora")
-    with_lora = logits(base)
-    assert not torch.equal(with_lora, plain)
-    base.load_adapter(folder, adapter_name="ours")
-    other = next(k for k in CONFIGS if k != kind)
-    base.add_adapter(CONFIGS[other](), adapter_name="other")
-    base.set_adapter(["lora", "ours"])
-    assert torch.equal(logits(base), with_lora)
-    assert same(weights(base, kind), expected)
-    assert find_active(base, other) is None
-    base.set_adapter(["lora", "ours", "other"])
-    assert find_active(base, kind).name == "ours"
-    assert find_active(base, other).name == "other"
-    assert same(weights(base, kind), expected)
-    base.set_adapter("ours")
-    assert torch.equal(logits(base), plain)
-    base.delete_adapter("lora")
-    assert same(weights(base, kind), expected)
-
-
 def test_adding_keeps_others_trainable(base, kind):
     base.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="lora")
     base.add_adapter(CONFIGS[kind](), adapter_name="ours")
@@ -362,20 +308,3 @@ def test_registration():
         with pytest.raises(ValueError, match="type_name|already belongs"):
             register_type(Another, ToyAdapter)
     assert "SPEC" not in PEFT_TYPE_TO_CONFIG_MAPPING
-
-
-def test_training_and_gradients(base):
-    """Parameters are ordinary: they take gradients, the base takes none."""
-    model = get_peft_model(base, ToyConfig())
-    active = find_active(model, "TOY")
-    hidden = model.model.model(TOKENS).last_hidden_state
-    active.module.heads[0](hidden).square().mean().backward()
-    values = active.weights()
-    assert values["heads.0.weight"].grad is not None and values["masks"].grad is None
-    assert model.get_base_model().lm_head.weight.grad is None
-
-
-def test_the_tuner_is_the_only_user_of_the_mapping():
-    package = Path(peft_bridge.__file__).parents[1]
-    users = [p.name for p in package.rglob("*.py") if "peft.mapping" in p.read_text()]
-    assert users == ["tuner.py"]

@@ -9,14 +9,15 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from conftest import plainly, prompt, ragged
-from covering import EVERY_CASE
+from conftest import PAD, plainly, prompt, ragged
+from covering import EVERY_CASE, covering
 from running import drafting, fingerprint
 from test_method_contract import FIRST, adapted, strategy
 from test_shrinking import StopRowAt
@@ -37,6 +38,7 @@ import modeling_patches
 from hf_spec.cache.buffers import AttentionStates
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import prefill
+from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
@@ -88,10 +90,11 @@ class Turn:
             mask = torch.cat([mask, torch.ones(3, ids.shape[1] - mask.shape[1]).long()], 1)
         self.width, self.cached = ids.shape[1], self.before.get_seq_length()
         self.whole = {"input_ids": ids, "attention_mask": mask}
-        self.sequences = model.generate(**self.whole, **GREEDY, stopping_criteria=stops(ids))
         new = ids[:, self.cached :] if "new" in kind else ids
         self.given = {**self.whole, "input_ids": new, "stopping_criteria": stops(new)}
         tail = torch.arange(14) < torch.tensor(ENDS)[:, None]
+        self.sequences = plainly(model, **self.whole, **GREEDY)
+        self.sequences[:, -14:][~tail] = PAD
         #: Real tokens of the conversation; per row these tokens, and their states in each layer.
         self.real = torch.cat([mask.bool(), tail], 1)
         self.rows = [row[real].tolist() for row, real in zip(self.sequences, self.real)]
@@ -294,8 +297,13 @@ def failing(model: Any, at: int | None, layer: int = 1) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama_tied", "gemma3"])
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    covering(
+        product(["llama_tied", "gemma3"], KINDS),
+        lambda architecture, kind: [kind, (architecture, kind.startswith("tree"))],
+    ),
+)
 def test_after_an_error_calls_go_on(tiny: Tiny, architecture: str, kind: str) -> None:
     model = tiny(architecture)
     turn = Turn(model, kind)
@@ -310,12 +318,15 @@ def test_after_an_error_calls_go_on(tiny: Tiny, architecture: str, kind: str) ->
     assert len(set(lengths)) > 3 and max(lengths) > turn.width  # work that was done is kept
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "tree"])
-@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
-def test_after_an_error_with_every_strategy(
-    fresh: Tiny, name: str, variant: str, kind: str
-) -> None:
-    model = fresh("llama_tied")
+@pytest.mark.parametrize(
+    ("name", "variant", "kind"),
+    covering(
+        [(*case, kind) for case in FIRST for kind in ("dynamic", "tree")],
+        lambda name, variant, kind: [name, (methods()[name].drafter.__base__, kind)],
+    ),
+)
+def test_after_an_error_with_every_strategy(tiny: Tiny, name: str, variant: str, kind: str) -> None:
+    model = tiny("llama_tied")
     with adapted(model, name, variant):
         turn = Turn(model, kind, strategy(name, variant))
         for at in (2, 4):

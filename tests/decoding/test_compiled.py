@@ -1,7 +1,7 @@
 """Compiled steps: the same tokens, few graphs, and what cannot be compiled runs as it is.
 
 Most tests run what was captured as it is (``backend="eager"``): what capturing can get wrong,
-numbers of one step above all, shows there as well. One runs a compiler.
+numbers of one step above all, shows there as well. Two run a compiler.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import peft
@@ -21,7 +22,7 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, prompt, ragged
-from covering import EVERY_CASE
+from covering import EVERY_CASE, covering
 from running import drafting
 from test_shrinking import StopRowAt
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
@@ -134,22 +135,27 @@ def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("overwriting")
-@pytest.mark.parametrize("name", methods())
-def test_every_strategy(shallow: Any, name: str) -> None:
-    model, inputs = adapt(shallow(layers=2), name), ragged((12, 5))
-    sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-    for settings in ({}, sampled):
-        options = {"lookup": True} if name in ADAPTERS and not settings else {}
-        found = []
-        for compile in ({}, CAPTURED, CAPTURED):
-            torch.manual_seed(5)
-            found.append(
-                generate(model, inputs, **settings, **strategy(name, **options), **compile)
-            )
-            assert torch.equal(found[-1].sequences, found[0].sequences)
-        assert compiled(found[2])["kept"] and not compiled(found[2])["refused"]
-        if not settings:
-            assert torch.equal(found[0].sequences, generate(model, inputs).sequences)
+@pytest.mark.parametrize(
+    ("name", "sampled"),
+    covering(
+        product(methods(), (False, True)),
+        lambda name, sampled: [methods()[name].drafter.__base__ if sampled else name],
+    ),
+)
+def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
+    layers = 2 if name in ("layer_skip", "propd") else 1  # what they leave out, or look into
+    model, inputs = adapt(shallow(layers=layers), name), ragged((12, 5))
+    options, settings = ({"lookup": True} if name in ADAPTERS and not sampled else {}), {}
+    if sampled:
+        settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
+    found = []
+    for compile in ({}, CAPTURED, CAPTURED):
+        torch.manual_seed(5)
+        found.append(generate(model, inputs, **settings, **strategy(name, **options), **compile))
+        assert torch.equal(found[-1].sequences, found[0].sequences)
+    assert compiled(found[2])["kept"] and not compiled(found[2])["refused"]
+    if not sampled:
+        assert torch.equal(found[0].sequences, generate(model, inputs).sequences)
 
 
 @pytest.mark.usefixtures("overwriting")
@@ -168,13 +174,14 @@ def test_threads(shallow: Any) -> None:
     assert all(torch.equal(one, plain[place % 4]) for place, one in enumerate(found))
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "space", "medusa"])
-def test_the_policy_decides(shallow: Any, name: str) -> None:
+def test_the_policy_decides(shallow: Any) -> None:
     """The shipped default: every step another size, all of them padded to few."""
-    model = adapt(shallow(), name)
+    model = adapt(shallow(), "space")
     plain = generate(model, ragged(), max_new_tokens=40).sequences
     for _ in range(2):
-        output = generate(model, ragged(), max_new_tokens=40, assistant_strategy=name, **CAPTURED)
+        output = generate(
+            model, ragged(), max_new_tokens=40, assistant_strategy="space", **CAPTURED
+        )
         assert torch.equal(output.sequences, plain)
 
 
@@ -255,9 +262,9 @@ def test_fine_tuned_models(shallow: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "space"])
-def test_weights_may_change(fresh: Any, name: str) -> None:
+def test_weights_may_change(shallow: Any, name: str) -> None:
     """Numbers in place: the graph stays. Another tensor, as a checkpoint's: it is made anew."""
-    model = fresh()
+    model = shallow(layers=2)
     if name == "space":
         model.add_adapter(hf_spec.SpaceConfig(update="full"))
         randomise(model, "SPACE")
@@ -281,6 +288,7 @@ def test_adapters_of_one_name(shallow: Any) -> None:
         model.delete_adapter("one")
 
 
+@pytest.mark.environment  # half a minute of a C++ compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_with_a_compiler(shallow: Any) -> None:
     """Inductor's code gives the same tokens, and is made once."""
@@ -387,9 +395,11 @@ def test_a_warm_up(shallow: Any, name: str, sampled: bool) -> None:
     assert told == list(range(1, made + 1))
     assert made and hf_spec.warm_up(model, batch_sizes=(1, 2), max_length=256, **options) == 0
     for inputs in (prompt(), prompt(7, 2)):
+        plain = generate(model, inputs, max_new_tokens=40).sequences
         for _ in range(2):
             output = generate(model, inputs, max_new_tokens=40, **{**options, **CAPTURED})
             assert compiled(output)["made"] == 0
+            assert sampled or torch.equal(output.sequences, plain)
     with pytest.raises(ValueError, match="batch_sizes=0"):
         hf_spec.warm_up(model, batch_sizes=(0,), **options)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import cycle
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from conftest import PAD, plainly, prompt, ragged
+from covering import covering
 from running import drafting, fingerprint
 from test_compiled import adapt, strategy
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
@@ -181,7 +182,10 @@ COMPILE = (
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled"), [*zip(methods(), cycle(COMPILE)), ("medusa", compile_wrapper)]
+    ("name", "compiled"),
+    covering(
+        product(methods(), COMPILE), lambda name, how: [methods()[name].drafter.__base__, how]
+    ),
 )
 def test_compiled_models(
     shallow: Any, name: str, compiled: Callable[..., Any], caplog: pytest.LogCaptureFixture
@@ -212,7 +216,10 @@ def test_device_map_with_hooks(fresh: Tiny, spec: Spec, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [*((name, "llama") for name in methods()), ("layer_skip", "gpt2"), ("medusa", "gpt2")],
+    covering(
+        product(methods(), ["llama", "gpt2"]),
+        lambda name, architecture: [methods()[name].drafter.__base__, architecture],
+    ),
 )
 def test_gradient_checkpointing(shallow: Any, name: str, architecture: str) -> None:
     """As in evaluation where the cache is kept without gradients, else refused by name."""

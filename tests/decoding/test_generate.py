@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
-    TextIteratorStreamer,
     WatermarkingConfig,
     pipeline,
 )
@@ -315,16 +313,6 @@ def test_a_criterion_that_looks_at_the_whole_batch(tiny: Tiny, spec: Spec, eos: 
     assert len(ends) > 1 and min(ends) < 20  # it did stop them
 
 
-def test_criterion_is_called_token_by_token(tiny: Tiny, spec: Spec) -> None:
-    model = tiny()
-    plain, ours = StopAt(1000), StopAt(1000)
-    model.generate(prompt(), **GREEDY, stopping_criteria=StoppingCriteriaList([plain]))
-    model.generate(prompt(), **GREEDY, **spec, stopping_criteria=StoppingCriteriaList([ours]))
-    # After the last token there is nothing left to stop, so ours need not be asked again.
-    assert ours.shown == plain.shown[: len(ours.shown)]
-    assert len(ours.shown) >= len(plain.shown) - 1
-
-
 def test_stop_strings(spec: Spec) -> None:
     model, tokenizer = make_model(layers=3), make_tokenizer()
     tokenizer.padding_side = "left"
@@ -388,20 +376,6 @@ def test_streamer_gets_tokens_as_they_come(tiny: Tiny, monkeypatch: pytest.Monke
         hook.remove()
     assert seen[0] == 1 and seen[1] == 2
     assert seen == sorted(set(seen))  # every step put something
-
-
-def test_text_iterator_streamer_in_a_thread(spec: Spec) -> None:
-    model, tokenizer = make_model(layers=3), make_tokenizer()
-    inputs = {"input_ids": tokenizer("again and again", return_tensors="pt").input_ids}
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(
-        target=model.generate, kwargs={**inputs, **GREEDY, **spec, "streamer": streamer}
-    )
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    plain = model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :]
-    assert text == tokenizer.decode(plain)
 
 
 # -- outputs ---------------------------------------------------------------------------------

@@ -109,22 +109,6 @@ def test_continued_caches_bring_new_tokens_only(
         recorder.check(model, sequences, mask, cached)
 
 
-@torch.no_grad()
-def test_the_last_state_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch, Reads("last", LAYERS))
-    model, (ids, mask) = tiny("llama"), prompts(2)
-    sequences = model.generate(
-        ids, attention_mask=mask, max_new_tokens=20, assistant_strategy="prompt_lookup"
-    )
-    ends = {row: torch.cat([tokens for tokens, _ in read]) for row, read in recorder.read.items()}
-    assert set(ends) == {0, 1}
-    states = model(sequences[:1], output_hidden_states=True).hidden_states
-    (first, hidden), *_ = recorder.read[0]
-    assert first.tolist() == sequences[0, ids.shape[1] : ids.shape[1] + 1].tolist()
-    expected = torch.cat([states[layer][0, ids.shape[1] - 1] for layer in LAYERS], -1)
-    torch.testing.assert_close(hidden[0], expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_layer_that_does_not_exist(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder(monkeypatch, Reads("committed", (4,)))
     with pytest.raises(ValueError, match="layers .4,.: the model's are numbered 0 to 3"):

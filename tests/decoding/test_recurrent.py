@@ -35,7 +35,7 @@ from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.support import empty_cache
 
-NEW = 64
+NEW = 40
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
 #: Everything drafted is accepted, so that an error of drafting shows as a rejection.
@@ -139,10 +139,11 @@ def test_learned_states_beside_recurrent_ones() -> None:
     check("falcon_h1", model, **drafting("bita"))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba", "lfm3", "jamba"])
+@pytest.mark.parametrize("kind", ["mamba", "lfm3", "jamba"])
 def test_compiled(kind: str) -> None:
     model, settings = shared_recurrent(kind), {**GREEDY, "max_new_tokens": 16}
-    found = model.generate(**ragged(), **settings, **LOOKUP, **CAPTURED).tolist()
+    few = drafting("prompt_lookup", max_depth=2)  # trees of few sizes, each of which is a graph
+    found = model.generate(**ragged(), **settings, **few, **CAPTURED).tolist()
     assert found == [row[: 12 + 16] for row in plain(kind, 3)]
     stats = hf_spec.last_stats(model)
     assert stats is not None
@@ -232,7 +233,7 @@ def test_plain_steps_are_those_of_plain_generation(
 # -- options of generate -------------------------------------------------------------------------
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba"])
 def test_sampling(kind: str) -> None:
     """The same seed gives the same tokens."""
     model, found = shared_recurrent(kind), []

@@ -29,7 +29,7 @@ Spec = dict[str, Any]
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
-#: Beside those of test_every_option.py.
+#: Beside those of test_every_option.py and tests/methods/test_options.py.
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "offloaded": (
         {"cache_implementation": "offloaded"},
@@ -41,8 +41,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
         "watermarking_config='SynthID",
     ),
-    "sampled": ({"assistant_kwargs": {"acceptance": "rejection"}}, "not sampled"),
-    "acceptance": ({"assistant_kwargs": {"acceptance": "best"}}, "choose one of match"),
     "layers": (
         {"assistant_strategy": "layer_skip", "assistant_kwargs": {}},
         "skip_attention.*hf-spec search",
@@ -131,10 +129,6 @@ def test_config_is_checked_when_it_is_built() -> None:
         hf_spec.SpecConfig("oracle")
     with pytest.raises(ValueError, match="without assistant_strategy"):
         hf_spec.SpecConfig(assistant_kwargs={"max_depth": 3})
-    with pytest.raises(ValueError, match="no option 'depth'"):
-        hf_spec.SpecConfig("prompt_lookup", {"depth": 3})
-    with pytest.raises(ValueError, match="max_depth=0"):
-        hf_spec.SpecConfig("prompt_lookup", {"max_depth": 0})
 
 
 def test_right_padding(tiny: Tiny, spec: Spec) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from random_trees import random_tree
-from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -25,22 +24,8 @@ from hf_spec.drafting.options import DraftOptions
 
 VOCAB = 20
 LENGTHS = [3, 5, 5, 8]
-SUFFIX = torch.tensor([[4, 4], [6, 5], [7, 4], [1, 2]])
-
 Temperature, TopP = logits_process.TemperatureLogitsWarper, logits_process.TopPLogitsWarper
 Repetition = logits_process.RepetitionPenaltyLogitsProcessor
-
-
-class Counted(Temperature):
-    """A processor of the user's, which may look at anything."""
-
-    def __init__(self, temperature: float):
-        super().__init__(temperature)
-        self.shapes: list[tuple[int, int]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.shapes.append((len(scores), input_ids.shape[1]))
-        return super().__call__(input_ids, scores)
 
 
 def sequences() -> Sequences:
@@ -50,38 +35,12 @@ def sequences() -> Sequences:
     return found
 
 
-def logits() -> Tensor:
-    return torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)) * 4
-
-
 LISTS = {
     "rowwise": lambda: [Temperature(0.7), TopP(0.6)],
     "both": lambda: [Repetition(1.5), Temperature(0.7), TopP(0.6)],
     "in between": lambda: [Temperature(0.7), Repetition(1.5), TopP(0.6)],
     "at the end": lambda: [Temperature(0.7), Repetition(1.5)],
 }
-
-
-@pytest.mark.parametrize("made", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("active", [[True] * 4, [True, False, True, True], [False] * 4])
-@pytest.mark.parametrize("size", [0, 2])
-def test_scores_are_those_of_each_row_alone(made: Any, active: list[bool], size: int) -> None:
-    rows = sequences()
-    found = Scorer(LogitsProcessorList(made()), rows)(logits(), SUFFIX[:, :size], active)
-    for row, suffix in enumerate(SUFFIX[:, :size]):
-        expected = logits()[row : row + 1]
-        if active[row]:
-            ids = torch.cat([rows.ids[row, : LENGTHS[row]], suffix])[None]
-            expected = LogitsProcessorList(made())(ids, expected)
-        assert torch.equal(found[row : row + 1], expected)
-
-
-def test_processors_of_the_user_see_the_batch() -> None:
-    """Once for each length, and not less because only some rows are asked for."""
-    counted = Counted(0.7)
-    scorer = Scorer(LogitsProcessorList([counted]), sequences())
-    scorer(logits(), SUFFIX, [True, False, True, True])
-    assert counted.shapes == [(4, 5), (4, 7), (4, 10)]
 
 
 @pytest.mark.parametrize("made", LISTS.values(), ids=LISTS)

@@ -117,7 +117,7 @@ def retrieving(name: str, variant: str) -> dict[str, Any]:
     ("name", "variant", "rows"),
     covering(
         [(*case, rows) for case in CASES for rows in (2, 5, 16)],
-        lambda name, variant, rows: [(name, variant), (name, rows)],
+        lambda name, variant, rows: [name, (methods()[name].drafter.__base__, variant), rows],
     ),
 )
 def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) -> None:

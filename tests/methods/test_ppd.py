@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, prompt, ragged, shared
-from covering import covering
+from conftest import VOCAB, prompt, ragged
 from datasets import Dataset
 from method_variants import VARIANTS
-from running import drafting, every_step
+from running import drafting
 from tiny_checkpoint import make_model
 from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
@@ -42,11 +39,6 @@ NEW = 16
 #: Everything that changes a forward, alone and together.
 CONFIGS = VARIANTS["ppd"].configs
 every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
-
-
-def run(model: Any, **kwargs: Any) -> list:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
-    return model.generate(**ragged(), **settings).tolist()
 
 
 def with_adapter(model: Any, fields: dict[str, Any], seed: int = 1) -> Any:
@@ -231,44 +223,6 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[TreeStates], None]:
 
 
 # -- decoding -----------------------------------------------------------------------------------
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "adaptive": {},
-    "static": {"tree": "static"},
-    "chain": {"tree": "chain", "lookup": True},
-    "shallow": {"tree": "static", "max_depth": 1},
-    "dynamic": {"tree": "dynamic"},
-}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "kind", "options"),
-    covering(
-        (
-            case
-            for case in product(["llama", "gemma3", "gpt2", "bloom"], CONFIGS, OPTIONS)
-            if case[2] != "dynamic" or CONFIGS[case[1]].get("num_prompt_tokens", 3) >= 3
-        ),
-        # What is predicted has to do with the tree where some nodes have no probes.
-        lambda architecture, kind, options: [
-            (kind, options == "dynamic"),
-            (architecture, options),
-            kind,
-        ],
-    ),
-)
-def test_greedy_equals_plain(
-    fresh: Callable[..., PreTrainedModel], architecture: str, kind: str, options: str
-) -> None:
-    """All options with all configs; rows of a batch accept different numbers of tokens."""
-    model = with_adapter(fresh(architecture), CONFIGS[kind])
-    ours = run(model, assistant_strategy="ppd", assistant_kwargs=OPTIONS[options])
-    assert ours == plain(architecture)
-
-
-@cache
-def plain(architecture: str) -> list:
-    return run(shared(architecture))
 
 
 @every_config

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import VOCAB, prompt, ragged
-from covering import covering
 from peft import get_peft_model
 from running import drafting
 from torch.nn import functional
@@ -200,25 +198,6 @@ def test_probabilities_are_those_of_the_model_s_own_logits(
 
 
 # -- decoding ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("architecture", "layer", "top_k"),
-    covering(
-        product(["llama", "gemma3", "gpt2", "bloom"], [1, 2], [1, 5, 20, VOCAB]),
-        lambda architecture, layer, top_k: [architecture, (layer, top_k)],
-    ),
-)
-def test_greedy_output_is_the_same_for_every_layer_and_k(
-    fresh: Callable[..., PreTrainedModel], architecture: str, layer: int, top_k: int
-) -> None:
-    model = fresh(architecture)
-    plain = run(model)
-    trained_like(model, prune_layer=layer)
-    wide = [[0], [1], [2], [3], [0, 0], [1, 0], [0, 1], [0, 0, 0], [1, 0, 0]]
-    assert run(model, **propd(tree=wide, prune_top_k=top_k)) == plain
-    stats = hf_spec.last_stats(model)
-    assert stats.prune_rate == 0 if top_k == VOCAB else 0 < stats.prune_rate <= 1
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "bita", "ppd", "medusa", "space"])

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
 from conftest import prompt
+from covering import covering
 from recurrent_models import CONFIGS, shared_recurrent
 from transformers import DynamicCache, PreTrainedModel
 
@@ -208,8 +210,10 @@ def test_gradients_reach_what_is_learned_and_nothing_else(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize(
+    ("kind", "frozen"),
+    covering(product(RECURRENT, [True, False]), lambda kind, frozen: [kind, frozen]),
+)
 def test_recurrent_models(kind: str, frozen: bool) -> None:
     """A causal group is what would follow its anchor: the model's own forward is the oracle."""
     model = shared_recurrent(kind)

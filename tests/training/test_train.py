@@ -173,7 +173,7 @@ def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
 
 
-@pytest.mark.parametrize("name", ["bita", "space", "lora", "full", "layer_skip"])
+@pytest.mark.parametrize("name", ["space", "full", "layer_skip"])
 def test_trainer_features_do_not_change_what_is_learned(
     trained: Trained, tmp_path: Path, name: str
 ) -> None:

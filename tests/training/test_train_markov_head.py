@@ -18,7 +18,8 @@ from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.methods.registry import get_method
 from hf_spec.training.train import train
 
-METHODS = ("bita", "medusa", "ppd", "propd", "space")
+#: Probes, heads with one more in the middle, and mask tokens with updates of the base.
+METHODS = ("ppd", "propd", "space")
 
 
 def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any) -> dict[str, Any]:
