@@ -223,7 +223,7 @@ class Target:
             return Output(tree, changes.run(run, call, **inputs).logits)
         if self.bitwise is not None:
             parents = tree.parents[:, : tree.num_tokens].tolist()
-            front = self.num_front and self.cache.front if block.num_probes else 0
+            front = self.num_front and self.cache.states.front if block.num_probes else 0
             self.bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
