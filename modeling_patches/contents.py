@@ -1,7 +1,7 @@
 """Notices that tensors were replaced or written to, so that what was made of them is made anew.
 
 A tensor's version counter is not enough: writes through `.data`, as PEFT merges, and steps of
-torch's fused optimisers do not change it.
+torch's fused optimizers do not change it.
 """
 
 from collections.abc import Hashable, Sequence

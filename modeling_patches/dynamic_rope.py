@@ -151,7 +151,7 @@ class _Frozen:
         return all(map(torch.equal, self._rotation(one, kind), self._rotation(other, kind)))
 
     def _rotation(self, reach: int, kind: str | None) -> list[Tensor]:
-        """The rotation of two positions, computed on the CPU to avoid a synchronisation."""
+        """The rotation of two positions, computed on the CPU to avoid a synchronization."""
         if (kind, reach) not in self._rotations:
             given: dict[str, Any] = {
                 self.names[0]: torch.zeros(1, 1, 2, 8, device="cpu"),

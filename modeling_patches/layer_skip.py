@@ -3,7 +3,7 @@
 A recurrence, such as Mamba or linear attention, counts as attention, alone or beside it. A skipped
 sublayer computes nothing, writes nothing to the KV cache and adds nothing to the residual stream:
 the model behaves as if the sublayer's output projection were zero. That is the drafting model of
-self-speculative decoding (Draft & Verify, Zhang et al., 2023). The modelling code is not changed,
+self-speculative decoding (Draft & Verify, Zhang et al., 2023). The modeling code is not changed,
 and other forwards of the model, also in other threads, run in full.
 
 This module knows neither caches nor decoding. Transformers takes a cache's length from its first

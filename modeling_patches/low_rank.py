@@ -2,7 +2,7 @@
 
 PEFT's LoRA layers replace the modules that they update, and are saved as a PEFT type of their own.
 Here modules are not replaced: a module has a forward hook while its update is attached, or is
-updated only in the forwards of one call. Only a module's input and output are used, so quantised
+updated only in the forwards of one call. Only a module's input and output are used, so quantized
 linear modules work like plain ones.
 
 Updates can also be merged into the weights of plain modules, and unmerged bit for bit. This module
@@ -106,7 +106,7 @@ class LowRank:
             check_finite: whether to refuse results that are not finite.
 
         Raises:
-            ValueError: a module is quantised, offloaded or shares its weight with another one, or a
+            ValueError: a module is quantized, offloaded or shares its weight with another one, or a
                 result is not finite. No weight is changed then.
         """
         if self.merged:
@@ -248,11 +248,11 @@ def unmergeable(module: Any) -> str:
     if not isinstance(module, (nn.Linear, Conv1D)):
         return f"is a {type(module).__name__}"
     weight = module.weight
-    # Quantised parameters are tensor subclasses or integers; sharded ones are DTensors, or
+    # Quantized parameters are tensor subclasses or integers; sharded ones are DTensors, or
     # DeepSpeed's, which are whole within forwards only.
     plain = type(weight) is nn.Parameter and weight.dtype.is_floating_point
     if not plain or hasattr(weight, "ds_id"):
-        return f"is quantised or sharded ({type(weight).__name__} of {weight.dtype})"
+        return f"is quantized or sharded ({type(weight).__name__} of {weight.dtype})"
     if weight.dtype.itemsize < 2:
         return f"is stored in {weight.dtype}"
     return "has no weight in memory" if weight.is_meta else ""

@@ -20,7 +20,7 @@ from modeling_patches.per_call import Changes, plain
 class MergedCopies:
     """Lets modules compute with copies of their weights, W + scale BA, where ``changes`` run.
 
-    The modules keep their weights. If a module has no plain one, as it is quantised, offloaded or
+    The modules keep their weights. If a module has no plain one, as it is quantized, offloaded or
     split over ranks, its output is updated instead. Copies are made when they are first needed; all
     calls share them until a weight or a factor changes or the update is deleted.
 

@@ -204,21 +204,21 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     return len(cache.layers), heads * tensor_parallel_size(model), dim
 
 
-def quantised_as(model: Any) -> str | None:
-    """Name of the quantisation of a model's weights; None if they are plain floating point."""
+def quantized_as(model: Any) -> str | None:
+    """Name of the quantization of a model's weights; None if they are plain floating point."""
     given = getattr(model.config, "quantization_config", None)
     if given is not None:
         method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
         return str(getattr(method, "value", method))
     for parameter in model.parameters():
-        # Quantised parameters are tensor subclasses, or have a small dtype.
+        # Quantized parameters are tensor subclasses, or have a small dtype.
         foreign = not type(parameter).__module__.startswith("torch.")
         if foreign or not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"{type(parameter).__name__}, {parameter.dtype}"
     return None
 
 
-def check_unquantised(model: Any, what: str, remedy: str) -> None:
+def check_unquantized(model: Any, what: str, remedy: str) -> None:
     """Check that a model's weights can be changed.
 
     Args:
@@ -227,12 +227,12 @@ def check_unquantised(model: Any, what: str, remedy: str) -> None:
         remedy: the alternative, for the error.
 
     Raises:
-        ValueError: the weights are quantised.
+        ValueError: the weights are quantized.
     """
-    found = quantised_as(model)
+    found = quantized_as(model)
     if found is not None:
         raise ValueError(
             f"{what} changes the weights of the base model, and those of this "
-            f"{type(model).__name__} are quantised ({found}): load it unquantised, or choose "
+            f"{type(model).__name__} are quantized ({found}): load it unquantized, or choose "
             f"{remedy}."
         )

@@ -27,7 +27,7 @@ from peft.utils.other import (
 from torch import Tensor, nn
 
 #: Attributes with the numbers of input and output features: of torch's linear module and most
-#: quantised ones, of Transformers' `Conv1D`, and of GPTQ.
+#: quantized ones, of Transformers' `Conv1D`, and of GPTQ.
 _FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
 
 
@@ -117,7 +117,7 @@ def device_of(module: Any) -> torch.device:
     """The device that a module with weights computes on."""
     module = in_use(module)
     tensors = chain(module.parameters(), module.buffers(), [torch.empty(0, device="cpu")])
-    device = next(tensors).device  # torch's own quantised modules, on CPUs, show no tensor
+    device = next(tensors).device  # torch's own quantized modules, on CPUs, show no tensor
     for hook in _hooks(module) if device.type == "meta" else ():
         place = getattr(hook, "execution_device", None)
         if place is not None:
@@ -175,7 +175,7 @@ def output_features(model: Any) -> tuple[int, int]:
 
 
 def output_dtype(model: Any) -> torch.dtype | None:
-    """The dtype of the output embeddings' weight; None if they have none, or a quantised one."""
+    """The dtype of the output embeddings' weight; None if they have none, or a quantized one."""
     weight = getattr(in_use(model.get_output_embeddings()), "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
@@ -183,7 +183,7 @@ def output_dtype(model: Any) -> torch.dtype | None:
 
 
 def output_weight(model: Any) -> Tensor | None:
-    """The weight ``(vocab, hidden)`` of the output embeddings, maybe quantised; None if they have
+    """The weight ``(vocab, hidden)`` of the output embeddings, maybe quantized; None if they have
     none. Values that adapters change are not in it: see :func:`is_updated`."""
     return _read(in_use(model.get_output_embeddings()), "weight")
 

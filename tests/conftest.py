@@ -1,6 +1,6 @@
 """Tiny, local, deterministic models: two or three layers, vocabulary 61, built from a config.
 
-The initialiser's range is large, so that greedy outputs vary with the prompt, wander for a while
+The initializer's range is large, so that greedy outputs vary with the prompt, wander for a while
 and then repeat themselves; drafts are rejected and accepted alike.
 """
 

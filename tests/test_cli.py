@@ -186,7 +186,7 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
         (["--strategy-kwargs", "layer_skip={}"], "a NAME that takes part"),
         (["--strategy-kwargs", "prompt_lookup={"], "not JSON"),
         (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
-        (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),
+        (["--strategy-kwargs", 'prompt_lookup={"color": 1}'], "color"),
         (["--adapter", "/nowhere"], "cannot read adapter '/nowhere': there is no such folder"),
         (["--backend", "eager"], "--backend needs --compile"),
         (["--frobnicate"], "No such option: --frobnicate"),

@@ -108,7 +108,7 @@ def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
         Whether there was anything to merge.
 
     Raises:
-        ValueError: if the weights cannot be changed: they are quantised, offloaded or shared.
+        ValueError: if the weights cannot be changed: they are quantized, offloaded or shared.
     """
     base = base_of(model)
     layers = [layer for layer in layers_of(base) if layer.mergeable()]

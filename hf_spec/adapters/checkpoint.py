@@ -170,7 +170,7 @@ def check_numbers(
 ) -> None:
     """Check that all values of an adapter are finite in the model's dtype.
 
-    It reads the minimum and maximum of each tensor, with a single synchronisation.
+    It reads the minimum and maximum of each tensor, with a single synchronization.
 
     Args:
         adapter: the adapter's name for errors.

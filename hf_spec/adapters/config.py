@@ -116,7 +116,7 @@ class SpecPeftConfig(PeftConfig):
         """Names of the parameters that are not trained yet.
 
         Args:
-            progress: share of the optimiser's steps that are done, from 0 to 1.
+            progress: share of the optimizer's steps that are done, from 0 to 1.
         """
         return frozenset()
 

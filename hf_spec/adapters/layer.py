@@ -11,7 +11,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from modeling_patches.support import check_unquantised
+from modeling_patches.support import check_unquantized
 from modeling_patches.weights import placement
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
@@ -97,7 +97,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
                 f"model, got {names} with {', '.join(active) or 'none'} active. Choose it with "
                 "set_adapter first."
             )
-        check_unquantised(model, "merging", "to leave the adapter unmerged")
+        check_unquantized(model, "merging", "to leave the adapter unmerged")
         self.adapters[active[0]].base_update.merge(model, check_finite=safe_merge)
 
     def unmerge_from_base(self) -> None:

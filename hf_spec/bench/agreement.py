@@ -28,7 +28,7 @@ class Agreement(StrEnum):
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """Unit in the last place: distance between neighbouring numbers of ``dtype`` near ``value``."""
+    """Unit in the last place: distance between neighboring numbers of ``dtype`` near ``value``."""
     info = torch.finfo(dtype)
     magnitude = max(abs(value), info.tiny)
     return info.eps * 2.0 ** math.floor(math.log2(magnitude))

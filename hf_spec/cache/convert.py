@@ -157,7 +157,7 @@ def check_packable(cache: Cache) -> None:
             f"layer, a recurrent one perhaps, for that of the sequence. {remedy}"
         )
     for layer in cache.layers:
-        # Subclasses of the dynamic layer not named there quantise or compress.
+        # Subclasses of the dynamic layer not named there quantize or compress.
         if type(layer).__name__ not in LAYERS or "Static" in type(layer).__name__:
             static = "Static" in type(layer).__name__
             asks = " For compiled steps give cache_implementation='static' instead." * static

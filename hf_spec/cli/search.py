@@ -46,7 +46,7 @@ def search(
 ) -> None:
     """Search for the layers that layer_skip leaves out when it drafts.
 
-    Maximises tokens per second on some of your prompts, and measures the best choices on others, in
+    Maximizes tokens per second on some of your prompts, and measures the best choices on others, in
     turns with plain decoding. The output is an adapter folder without weights, with settings and
     card. Repeat the command to continue an interrupted search, or with more --trials to extend it.
     The study is Optuna's: its dashboard and its plots read study.jsonl.

@@ -16,7 +16,7 @@ from hf_spec.core.verify import HostResult
 if TYPE_CHECKING:
     from rich.text import Text
 
-#: Backgrounds of neighbouring steps in a terminal.
+#: Backgrounds of neighboring steps in a terminal.
 STYLES = ("black on cyan", "black on yellow")
 
 

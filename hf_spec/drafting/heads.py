@@ -71,11 +71,11 @@ class HeadsConfig(PredictingConfig):
         """Raise ValueError if `model` has no output embeddings that the heads can start from."""
         super().check_base(model)
         output_features(model)
-        quantised = output_dtype(model) is None
-        if self.projection == "own" and not self.inference_mode and quantised:
+        quantized = output_dtype(model) is None
+        if self.projection == "own" and not self.inference_mode and quantized:
             raise ValueError(
-                "projection='own' starts from the output embeddings, which are quantised here: "
-                "choose projection='shared', or load the model without quantisation."
+                "projection='own' starts from the output embeddings, which are quantized here: "
+                "choose projection='shared', or load the model without quantization."
             )
 
 

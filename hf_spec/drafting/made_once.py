@@ -45,7 +45,7 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
 
 
 def is_plain(weight: Any) -> bool:
-    """Whether a weight is a plain tensor: neither quantised nor sharded over devices."""
+    """Whether a weight is a plain tensor: neither quantized nor sharded over devices."""
     return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
 
 

@@ -290,7 +290,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a quantised weight consists of, as capturing sees them."""
+    """The plain tensors that a quantized weight consists of, as capturing sees them."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
@@ -343,7 +343,7 @@ def _obstacle(model: Any) -> str | None:
         )
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
-        return "its quantisation cannot be compiled"
+        return "its quantization cannot be compiled"
     return None
 
 

@@ -76,14 +76,14 @@ class StepTimes:
     """T(i) = b0 + b1 i, seconds of a step of i step tokens per batch row (section 4.2.1).
 
     Drafting time is averaged separately: it hardly depends on the size, and plain steps have none.
-    All times are normalised to the same pace, so that sizes seen at different moments are
+    All times are normalized to the same pace, so that sizes seen at different moments are
     comparable.
 
     Attributes:
         steps: number of observed steps.
         wide: those of them with more than one token per batch row. Ages are counted in these, so
             that pauses of plain steps do not age anything.
-        pace: the machine's current pace: actual seconds per normalised second.
+        pace: the machine's current pace: actual seconds per normalized second.
         sizes: known sizes, by step tokens per batch row.
         drafting: seconds before the forward of a step that drafts.
         drafted: seconds of one of the drafting forwards, if drafting runs the model.
@@ -245,7 +245,7 @@ def ratio(seconds: float, expected: float) -> float:
 
 
 def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nondecreasing values closest to these in weighted squares: neighbours in the wrong order
+    """The nondecreasing values closest to these in weighted squares: neighbors in the wrong order
     are pooled until there are none (Ayer et al., 1955)."""
     pools: list[list[float]] = []  # mean, weight and count of each
     for value, weight in zip(values, weights):

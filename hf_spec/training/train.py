@@ -338,7 +338,7 @@ def bit_sums(parameters: Iterable[torch.Tensor]) -> str:
 
 
 def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that make up a tensor subclass of a quantiser; otherwise the tensor."""
+    """The plain tensors that make up a tensor subclass of a quantizer; otherwise the tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))

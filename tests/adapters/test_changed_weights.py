@@ -37,10 +37,10 @@ def drafts(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("optimiser", ["fused", "foreach"])
+@pytest.mark.parametrize("optimizer", ["fused", "foreach"])
 @pytest.mark.parametrize("name", FIELDS)
-def test_an_optimiser_step_between_calls(
-    fresh: Any, name: str, optimiser: str, monkeypatch: pytest.MonkeyPatch
+def test_an_optimizer_step_between_calls(
+    fresh: Any, name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fresh()
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def test_an_optimiser_step_between_calls(
     learned = [x for x in weights.values() if x.is_floating_point()]
     for x in learned:
         x.grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
-    torch.optim.AdamW(learned, lr=0.3, **{optimiser: True}).step()
+    torch.optim.AdamW(learned, lr=0.3, **{optimizer: True}).step()
     after = drafts(model, name, monkeypatch)
     assert after != before, "the step is large enough to change what is drafted"
     assert after == drafts(copy.deepcopy(model), name, monkeypatch), "nothing old is left"

@@ -336,7 +336,7 @@ def test_assistants_one_of_them_an_adapter_s_folder(tmp_path, capsys):
 
 def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
     def refuse(model):
-        raise ValueError("the weights are quantised")
+        raise ValueError("the weights are quantized")
 
     monkeypatch.setattr(hf_spec, "merge_adapter", refuse)
     model = make_model()
@@ -344,6 +344,6 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
     lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
     result = run_contenders(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
     assert result.notes == [
-        f"{name} ran with its update beside the weights: the weights are quantised"
+        f"{name} ran with its update beside the weights: the weights are quantized"
         for name in ("plain@tuned", "space")
     ]

@@ -369,7 +369,7 @@ def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 
 def test_rows_of_one_length_go_on_with_plain_generation(tiny: Tiny) -> None:
-    """After a cancelled stream: the prompt and what was streamed, then something new."""
+    """After a canceled stream: the prompt and what was streamed, then something new."""
     model, ids = tiny("llama_tied"), prompt(12, 2)
     first = model.generate(ids, **GREEDY, **LOOKUP, return_dict_in_generate=True)
     turn = torch.cat([first.sequences, prompt(5, 2, seed=50)], 1)

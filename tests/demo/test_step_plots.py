@@ -84,7 +84,7 @@ def step(**changes: object) -> VerifiedTree:
 
 
 def boxes(axes) -> dict[str, tuple]:
-    """Colour of each node's box by its label."""
+    """Color of each node's box by its label."""
     return {text.get_text(): text.get_bbox_patch().get_facecolor() for text in axes.texts}
 
 

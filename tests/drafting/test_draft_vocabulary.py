@@ -59,7 +59,7 @@ def test_logits_are_columns_of_the_models(fresh: Fresh, architecture: str) -> No
 
 
 class Hidden(nn.Module):
-    """Output embeddings whose numbers cannot be seen, as a quantised module's."""
+    """Output embeddings whose numbers cannot be seen, as a quantized module's."""
 
     def __init__(self, inner: nn.Linear):
         super().__init__()

@@ -75,7 +75,7 @@ def test_gamma_settles_where_the_target_is_the_median_rate(step: float, alpha: f
     Gamma moves as far up as down, so that it stays where rates (AR, smoothed) are below the target
     as often as above it. That takes 1,000 stages and more by the paper's numbers. Rates are skewed,
     so that their mean is below. The standard deviation of the share is about 0.02, since rates of
-    neighbouring stages are alike; the seed is fixed.
+    neighboring stages are alike; the seed is fixed.
     """
     rng = random.Random(0)
     one = ThresholdExit(LayerSkipOptions(threshold_step=step, target_acceptance=alpha))

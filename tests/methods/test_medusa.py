@@ -55,7 +55,7 @@ def test_own_projections_need_weights_to_start_from(fresh: Callable[..., PreTrai
     model = fresh()
     output = model.get_output_embeddings()
     output.weight = torch.nn.Parameter(output.weight.detach().to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match="quantised here: choose projection='shared'"):
+    with pytest.raises(ValueError, match="quantized here: choose projection='shared'"):
         model.add_adapter(hf_spec.MedusaConfig(projection="own"))
     model.add_adapter(hf_spec.MedusaConfig())
 

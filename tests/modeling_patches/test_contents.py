@@ -12,7 +12,7 @@ from modeling_patches.contents import contents
 
 
 def fused_step(x: Tensor) -> None:
-    """Torch's fused optimisers do not count as writes."""
+    """Torch's fused optimizers do not count as writes."""
     x.grad = torch.ones_like(x)
     torch.optim.AdamW([x], lr=1e-2, fused=True).step()
 

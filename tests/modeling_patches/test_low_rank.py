@@ -91,7 +91,7 @@ def test_factors_more_precise_than_the_model() -> None:
 
 
 def test_only_input_and_output_of_a_module_are_used() -> None:
-    """A stand-in for a quantised linear module: no weight that could be read."""
+    """A stand-in for a quantized linear module: no weight that could be read."""
 
     class Packed(nn.Module):
         def __init__(self) -> None:
@@ -210,7 +210,7 @@ def test_merge_and_exact_unmerge(tiny: Tiny, architecture: str, dtype: torch.dty
     update.merge(model)
     assert update.merged
     for name, value in model.state_dict().items():
-        # fp32 and fp64 arithmetic may round to neighbours.
+        # fp32 and fp64 arithmetic may round to neighbors.
         close = {"rtol": 2**-7, "atol": 1e-4} if dtype == torch.bfloat16 else {}
         torch.testing.assert_close(value, oracle[name], **close)
     changed = logits(model)

@@ -510,7 +510,7 @@ def test_folders_of_others_and_damaged_ones(
     ("more", "message"),
     [
         (["--strategy", "fastest"], "unknown strategy 'fastest'; choose from none, "),
-        (["--strategy-kwargs", '{"colour": 1}'], "has no option 'colour'"),
+        (["--strategy-kwargs", '{"color": 1}'], "has no option 'color'"),
         (["--strategy-kwargs", '{"acceptance": "typical"}'], "changes the answers"),
         (["--strategy", "none", "--strategy-kwargs", "{}"], "--strategy-kwargs needs a strategy"),
         (["--strategy", "none", "--adapter", "/a"], "cannot read adapter '/a'"),

@@ -132,7 +132,7 @@ class PPDConfig(FrontConfig):
             self.record_shape(model)
 
 
-#: Standard deviation of initial prefix tokens, which are not initialised from text.
+#: Standard deviation of initial prefix tokens, which are not initialized from text.
 INIT_STD = 0.02
 
 

@@ -26,7 +26,7 @@ from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
 from modeling_patches.modules import linear_modules, output_projections
-from modeling_patches.support import check_unquantised
+from modeling_patches.support import check_unquantized
 from modeling_patches.weights import input_features, placement
 
 UPDATES = ("gated", "lora", "full", "none")
@@ -105,7 +105,7 @@ class SpaceConfig(PredictingConfig):
         rate = {"learning_rate": LEARNING_RATES[self.update]}
         if not self.changes_model:
             return {**rate, "num_train_epochs": 8}
-        # The checkpoint of the lowest loss is kept: tau would favour models that repeat themselves,
+        # The checkpoint of the lowest loss is kept: tau would favor models that repeat themselves,
         # which are easy to predict. Epochs are those of table 2.
         return {**rate, "metric_for_best_model": "loss", "greater_is_better": False}
 
@@ -138,7 +138,7 @@ class SpaceConfig(PredictingConfig):
             alike = linear_modules(model, ends).keys() == found.keys()
             self.target_modules = ends if alike else sorted(found)
         if self.trains_base and not self.inference_mode:
-            check_unquantised(model, "update='full'", "update='lora' or 'none'")
+            check_unquantized(model, "update='full'", "update='lora' or 'none'")
 
 
 #: Standard deviation of initial mask tokens ("normal distribution", section 4.1).

@@ -1,4 +1,4 @@
-"""Quantised bases: every strategy gives plain decoding's output of the same quantised model.
+"""Quantized bases: every strategy gives plain decoding's output of the same quantized model.
 
 torchao is no dependency of the project: importing peft imports it where it is installed, which
 costs half a second and prints warnings. `pip install --no-deps torchao` makes these tests run.
@@ -26,7 +26,7 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.training.train import bit_sums, train
-from modeling_patches.support import check_unquantised, quantised_as
+from modeling_patches.support import check_unquantized, quantized_as
 
 torchao = pytest.importorskip(
     "torchao.quantization", reason="torchao is not installed; pip install --no-deps torchao"
@@ -57,10 +57,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(checkpoint: Path) -> PreTrainedModel:
     """Weights of linear modules in int8, all but the head's."""
-    return quantised(checkpoint)
+    return quantized(checkpoint)
 
 
-def quantised(checkpoint: Path, form: str = "int8") -> PreTrainedModel:
+def quantized(checkpoint: Path, form: str = "int8") -> PreTrainedModel:
     config = TorchAoConfig(FORMS[form]())
     loaded = AutoModelForCausalLM.from_pretrained(
         checkpoint, quantization_config=config, dtype=torch.float32
@@ -117,7 +117,7 @@ def compiled(model: Any) -> dict[str, Any]:
      ("int4", "prompt_lookup"), ("float8", "prompt_lookup")],
 )  # fmt: skip
 def test_compiled_equals_plain(checkpoint: Path, form: str, name: str) -> None:
-    model, method = quantised(checkpoint, form), methods()[name]
+    model, method = quantized(checkpoint, form), methods()[name]
     if method.needs_adapter:
         model.add_adapter(method.adapter_config())
         randomise(model, method.adapter_config.type_name)
@@ -129,7 +129,7 @@ def test_compiled_equals_plain(checkpoint: Path, form: str, name: str) -> None:
 
 
 def test_replaced_weights_are_seen(model: PreTrainedModel) -> None:
-    """What a graph holds of a quantised weight are the plain tensors that it consists of."""
+    """What a graph holds of a quantized weight are the plain tensors that it consists of."""
     row = {"input_ids": prompt()}
     one_size = {"max_nodes": 1}
     kwargs = {
@@ -179,7 +179,7 @@ def test_training(model: PreTrainedModel, tmp_path: Path, name: str) -> None:
 
 
 def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=r"update='full' changes .* are quantised \(torchao\)"):
+    with pytest.raises(ValueError, match=r"update='full' changes .* are quantized \(torchao\)"):
         get_peft_model(model, hf_spec.SpaceConfig(update="full"))
     assert not hasattr(model, "spec_modules")
     peft_model = get_peft_model(model, hf_spec.SpaceConfig(update="lora"))
@@ -189,18 +189,18 @@ def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
     assert plain != before
     assert tokens(model, assistant_strategy="space") == plain
     for merge in (peft_model.merge_adapter, peft_model.merge_and_unload):
-        with pytest.raises(ValueError, match=r"merging changes .* are quantised \(torchao\)"):
+        with pytest.raises(ValueError, match=r"merging changes .* are quantized \(torchao\)"):
             merge()
     assert tokens(model) == plain
 
 
-def test_quantised_models_are_told(model: PreTrainedModel, tiny: Tiny) -> None:
-    assert quantised_as(model) == "torchao"
-    assert quantised_as(tiny("llama")) is None
-    assert quantised_as(copy.deepcopy(tiny("llama")).to(torch.bfloat16)) is None
+def test_quantized_models_are_told(model: PreTrainedModel, tiny: Tiny) -> None:
+    assert quantized_as(model) == "torchao"
+    assert quantized_as(tiny("llama")) is None
+    assert quantized_as(copy.deepcopy(tiny("llama")).to(torch.bfloat16)) is None
     by_hand = copy.deepcopy(tiny("llama"))
     torchao.quantize_(by_hand, torchao.Int8WeightOnlyConfig())  # behind Transformers' back
-    assert quantised_as(by_hand) == "Int8Tensor, torch.float32"
-    with pytest.raises(ValueError, match=r"this changes .* load it unquantised, or choose that\."):
-        check_unquantised(by_hand, "this", "that")
+    assert quantized_as(by_hand) == "Int8Tensor, torch.float32"
+    with pytest.raises(ValueError, match=r"this changes .* load it unquantized, or choose that\."):
+        check_unquantized(by_hand, "this", "that")
     assert fingerprint(model) not in (None, fingerprint(tiny("llama")))
