@@ -179,7 +179,7 @@ REFUSED: dict[str, str] = {
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     "mllama": f"{_KEYS} propd",  # layers that wait for an image
     **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
-    "zaya": "propd",  # a router's states pass from layer to layer
+    "zaya": "mtp propd",  # a router's states pass from layer to layer
 }  # fmt: skip
 
 #: ``mtp`` has no use for their decoder layers, which have norms elsewhere, are not given rotations,
