@@ -25,11 +25,14 @@ import torch
 from adapter_oracle import lent
 from conftest import ARCHITECTURES, EAGER_ONLY, EOS, PAD, VOCAB, prompt, shared
 from method_variants import VARIANTS
+from random_mtp import read_or_random
 from recurrent_models import CONFIGS, shared_recurrent
+from running import needed
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, LogitsProcessor
 
 from hf_spec.bench.agreement import TIE_ULPS, next_token_logits, ulp
+from hf_spec.methods.mtp import weights
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
@@ -354,7 +357,9 @@ def _strategy(
 ) -> tuple[list[list[list[int]]], int, int]:  # fmt: skip
     """What the strategy adds in each turn; how many tokens were drafted and accepted."""
     options = {**RUNS[case.name, case.variant], "drafting": case.drafting}
-    spec: dict[str, Any] = {"assistant_strategy": case.name, "assistant_kwargs": options}
+    spec: dict[str, Any] = {
+        "assistant_strategy": case.name, "assistant_kwargs": options, **needed(case.name)
+    }  # fmt: skip
     if case.compiled and case.turn != "dynamic":
         spec |= COMPILED
     own = {CACHE: _dynamic(model)} if case.turn == "dynamic" else {}
@@ -449,4 +454,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    weights._read = read_or_random(weights._read)  # no checkpoint of these has such layers
     raise SystemExit(main())
