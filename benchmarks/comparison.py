@@ -81,7 +81,10 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("comparison"))
     parser.add_argument("--minutes", type=float, default=10.0, help="training time of each")
     parser.add_argument("--methods", help="comma-separated; all that can be trained by default")
-    parser.add_argument("--limit", type=int, default=26, help="number of prompts")
+    parser.add_argument(
+        "--limit", type=int, default=104,
+        help="number of prompts, spread over tasks; a batch of 8 needs 8 of a task",
+    )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtype", default="bfloat16", help="of the base model")

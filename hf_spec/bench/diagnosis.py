@@ -85,7 +85,7 @@ def diagnose(
          if name == "drafting" and task != ALL},
     )  # fmt: skip
     adapter = None if method.peft_type is None else find_active(model, method.peft_type)
-    if adapter is not None or method.included is not None:  # look-ups learn from nothing else
+    if adapter is not None or method.included is not None:  # lookups learn from nothing else
         result.conditions = _conditions(
             model, tokenizer, prompts, drafting, adapter, max_new_tokens
         )
@@ -196,7 +196,7 @@ def _findings(
         )
     if adapter is None and found.tau < 1.3 and get_method(found.strategy).included is None:
         yield (
-            "The output rarely repeats its prompt or itself, which look-ups need. A trained "
+            "The output rarely repeats its prompt or itself, which lookups need. A trained "
             "drafter does not depend on that."
         )
     low, high = (pick(found.tasks, key=found.tasks.__getitem__) for pick in (min, max))

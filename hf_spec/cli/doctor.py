@@ -158,7 +158,7 @@ def _measured(
         progress=progress,
     )  # fmt: skip
     measured = {
-        "tau": f"{made.tau:.2f} tokens per step where every step drafts, without look-ups",
+        "tau": f"{made.tau:.2f} tokens per step where every step drafts, without lookups",
         "speedup": f"{made.speedup:.2f}x plain generate, on defaults",
         "positions": " ".join(
             f"{place}: {bar(share)} {share:.0%}" for place, share in enumerate(made.positions, 1)
