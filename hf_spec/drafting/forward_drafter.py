@@ -158,12 +158,7 @@ class ForwardDrafter(Drafter):
             self.catch_up(state)
             ahead = self._grow(state, depth)
         self._growth, packed = growth, _ = ahead
-        tree = Tree.unpacked(packed, state.prefetched)
-        host = tree.host
-        assert host is not None
-        if not all(state.active):  # grown before it was known that rows stop short of their bonus
-            tree.tokens[:, 0] = state.root
-            host.tokens[:, 0] = [row[-1] for row in state.tokens]
+        tree, host = state.received(packed)
         growth.rows = host.rows(tree.row_sizes)
         return tree if self._exactly(state) is None else tree.changed(whole=True)
 

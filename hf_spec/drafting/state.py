@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.host_tree import Row
+from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import Tree
 from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.target import Target
@@ -141,6 +142,20 @@ class DecodeState:
         if self.lookups is not None:
             self.looked_up = self.lookups.lookup(self.tokens, self.active, self.max_depth)
         return self.looked_up
+
+    def received(self, packed: Tensor) -> tuple[Tree, HostTree]:
+        """Trees that a drafter has grown, from what was prefetched of them, if it was.
+
+        Args:
+            packed: see :meth:`Tree.unpacked`.
+        """
+        tree = Tree.unpacked(packed, self.prefetched)
+        host = tree.host
+        assert host is not None
+        if not all(self.active):  # grown before it was known that rows stop short of their bonus
+            tree.tokens[:, 0] = self.root
+            host.tokens[:, 0] = [row[-1] for row in self.tokens]
+        return tree, host
 
     @property
     def batch_size(self) -> int:

@@ -146,12 +146,7 @@ class AdaptiveTrees(TreeSource):
         if prefetched is None or state.prefetched is None:
             prefetched = self._grow(drafter, state, known, depth)
         packed, trust, self._sample = prefetched
-        tree = Tree.unpacked(packed, state.prefetched)
-        host = tree.host
-        assert host is not None
-        if not all(state.active):  # grown before it was known that rows stop short of their bonus
-            tree.tokens[:, 0] = state.root
-            host.tokens[:, 0] = [row[-1] for row in state.tokens]
+        tree, host = state.received(packed)
         if self._exactly(state) is None:
             self._proposed = trust, *(x.tolist() for x in (host.parents, host.tokens, host.probs))
             return tree

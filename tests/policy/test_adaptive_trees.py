@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_spec.drafting import predictions
 from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
 from hf_spec.policy.adaptive_trees import AdaptiveTrees, Proposal, grow
 from hf_spec.policy.plans import best_ends, ends
@@ -270,6 +272,7 @@ def test_roots_of_rows_that_stopped_short_of_their_bonus_token() -> None:
         prefetched=packed.numpy(), active=[False, True], timed=True, root=torch.tensor(last),
         tokens=[[5, last[0]], [6, last[1]]],
     )  # fmt: skip
+    state.received = partial(DecodeState.received, state)
     tree = source.propose(None, state, [3, 3], 3)  # type: ignore[arg-type]
     assert tree.host is not None and bonus[0] != 7
     assert tree.tokens[:, 0].tolist() == tree.host.tokens[:, 0].tolist() == last
