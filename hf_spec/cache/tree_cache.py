@@ -39,8 +39,7 @@ class TreeCache(StatefulCache):
     Attributes:
         states: what its attention layers hold.
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
-        host_lengths: the same as a list, which needs no device synchronization; upper bounds
-            between :meth:`commit_ahead` and :meth:`settle`.
+        host_lengths: the same as a list, which needs no device synchronization.
         tokens: the tokens whose states each row holds, if the owner recorded them. A later call
             uses them to find how much of its prompt is cached.
         shift: ``(axes, batch)`` position of each row's next token minus the row's length, on each
@@ -75,7 +74,6 @@ class TreeCache(StatefulCache):
         self.generated: dict[str, float] = {}
         self.padding: list[int] | None = None
         self.block: OpenBlock | None = None
-        self._settled: list[int] | None = None  # lengths that the host knows, if not all of them
         self.recurrent = RecurrentStates(rules, batch_size) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states,
         #: or they depend on more than tokens.
@@ -97,13 +95,18 @@ class TreeCache(StatefulCache):
         """Slots allocated per row, without the front slots."""
         return self.states.capacity
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rows are known to have the same length."""
+        return min(self.host_lengths) == self.max_length
+
     def uniform_length(self) -> int:
         """The length that all rows share.
 
         Raises:
             ValueError: if rows differ, which ordinary (unmasked) use of a cache cannot express.
         """
-        if min(self.host_lengths) != self.max_length:
+        if not self.is_uniform:
             raise ValueError(
                 f"TreeCache holds rows of different lengths {self.host_lengths}: outside "
                 "speculative decoding a cache has one length. Pass it to "
@@ -144,9 +147,7 @@ class TreeCache(StatefulCache):
 
     # -- a speculative block -----------------------------------------------------------------
 
-    def begin(
-        self, tree: Tree, first: int = 0, front: bool = False, plain: bool = False
-    ) -> int:  # fmt: skip
+    def begin(self, tree: Tree, first: int = 0, front: bool = False, plain: bool = False) -> int:
         """Open a block: the next forward writes nodes of a tree after each row's tokens.
 
         Args:
@@ -164,7 +165,7 @@ class TreeCache(StatefulCache):
         end = self.max_length + tree.num_nodes
         self.states.reserve(end)
         start, slots = self.max_length + first, None
-        if min(self.host_lengths) != self.max_length or self._settled is not None:
+        if not self.is_uniform:
             steps = torch.arange(first, tree.num_nodes, device=self.lengths.device)
             start, slots = 0, self.lengths[:, None] + steps
         end = min(aligned(end), self.capacity)
@@ -223,29 +224,6 @@ class TreeCache(StatefulCache):
             self.states.move(self.lengths, places)
         self.block = None
         self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
-
-    def commit_ahead(self, counts: Tensor, most: int) -> None:
-        """Close the block and keep the first nodes of each row, before the host knows how many.
-
-        Only for caches without recurrent layers.
-
-        Args:
-            counts: ``(batch,)`` nodes of each row.
-            most: no row keeps more.
-        """
-        assert self.recurrent is None
-        if self.states.is_empty:
-            self.states.join()
-        self._settled = self._settled or self.host_lengths
-        self.block = None
-        self.host_lengths = [length + most for length in self.host_lengths]
-        self.lengths = self.lengths + counts.to(self.lengths.device)
-
-    def settle(self, counts: Sequence[int]) -> None:
-        """Tell how many nodes each row keeps of those that :meth:`commit_ahead` has kept."""
-        assert self._settled is not None
-        lengths, self._settled = self._settled, None
-        self.set_lengths([length + count for length, count in zip(lengths, counts)])
 
     def rollback(self) -> None:
         """Close the block and discard all of its nodes."""

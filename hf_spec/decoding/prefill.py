@@ -8,6 +8,7 @@ short prompt the same way if the strategy has probes, which run under the prompt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from hf_spec.model.appending import append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
+from hf_spec.model.strict import StrictTarget
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import followers
@@ -135,10 +137,12 @@ def prefill(
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(budget - 2, 0)
         padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
-        make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
+        make: Callable[..., Target] = StrictTarget if strict else Target
+        if graphs is not None:
+            make = partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
-            later.per_token, probe_inputs, reads, strict,
+            later.per_token, probe_inputs, reads,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")

@@ -111,12 +111,8 @@ class Steps:
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
-        found = {**self.strategy.drafter.details(), **self.policy.details()}
-        if self.strategy.graphs is not None:
-            found["compiled"] = self.strategy.graphs.details()
-        if self.state.target.bitwise is not None:
-            found["strict"] = {"products": self.state.target.bitwise.products}
-        return found
+        drafter, target = self.strategy.drafter, self.state.target
+        return {**drafter.details(), **self.policy.details(), **target.details()}
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:
         """Append and stream the accepted tokens and advance the state.

@@ -23,6 +23,7 @@ from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.committed import Committed, Rows
+from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions, Learned
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
@@ -108,7 +109,7 @@ class AutoregressiveDrafter(ForwardDrafter):
     ):  # fmt: skip
         super().__init__(model, options, learned)
         self.network, self.reads = network, reads
-        self.cache: TreeCache | None = None
+        self.cache: DraftCache | None = None
         self._committed = Committed()
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
@@ -122,7 +123,7 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        self.cache = TreeCache(self.network.num_layers, state.batch_size, state.root.device)
+        self.cache = DraftCache(self.network.num_layers, state.batch_size, state.root.device)
         self._graphs = state.target.graphs if self.network.compiles else None
         if self._graphs is not None:
             self._graphs.hold(self.network.own)
@@ -162,7 +163,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             assert self.cache is not None
             self._run_committed(self.cache, rows)
 
-    def _run_committed(self, cache: TreeCache, rows: Rows) -> None:
+    def _run_committed(self, cache: DraftCache, rows: Rows) -> None:
         """Run true rows and keep what the last one of each sequence says."""
         network, width = self.network, max(rows.counts)
         hidden = network.features(rows.hidden[:, :width])
@@ -264,7 +265,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         logits = changes.run(self.model, input_ids, use_cache=False).logits
         after = torch.cat([input_ids[:, 1:], logits[:, -1:].argmax(-1).to(input_ids.device)], 1)
         own = copy.copy(self)
-        own.cache = TreeCache(self.network.num_layers, 1, input_ids.device)
+        own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
         own._root = own._block = own._level = own._graphs = None
         own._run_committed(own.cache, Rows(after, seen[0], [after.shape[1]]))
         found, zeros = after[:, -1:], torch.zeros_like(after[:, -1:])

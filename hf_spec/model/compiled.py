@@ -3,12 +3,15 @@ to step as its inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
@@ -16,9 +19,14 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.target import Output, Target
+from hf_spec.model.target import Output, Pass, Target
 from modeling_patches.per_call import Changes
 
+#: Names of a forward's own variables; see :meth:`CompiledTarget.variables`.
+_SHIFT, _LAST, _AXES, _PADDING = "/shift", "/last", "/axes", "/padding"
+_PROBES, _SEEN = "/probes", "/front_seen"
+#: Before the names of inputs with one value per token.
+_TOKEN = "/token/"
 #: Least number of nodes, padding included, of a tree that is forwarded in parts.
 PARTS = 64
 
@@ -39,6 +47,9 @@ class CompiledTarget(Target):
     @property
     def prepared(self) -> int:
         return self.graphs.made
+
+    def details(self) -> dict[str, Any]:
+        return {"compiled": self.graphs.details()}
 
     def width(self, tokens: int, probes: int) -> int:
         return bucket(tokens) + bucket(probes)
@@ -116,3 +127,41 @@ class CompiledTarget(Target):
         if kept and cache.recurrent is not None:
             cache.recurrent.set_kept(kept)
         return Output(tree, logits, hidden, result)
+
+    def variables(self, probes: bool) -> tuple[dict[str, Tensor], Hashable]:
+        """What forwards read besides the tree and the KV cache.
+
+        Args:
+            probes: whether there are probes.
+
+        Returns:
+            The tensors by name, which :meth:`traced_with` replaces, and a key of everything else.
+        """
+        given = self.model_kwargs
+        named = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        others = tuple((name, repr(given[name])) for name in given if name not in named)
+        named |= {_TOKEN + name: value for name, value in self.per_token.items()}
+        named |= {_SHIFT: self.position_shift, _LAST: self.last_position}
+        named[_PADDING] = self.padding
+        if self.axes is not None:
+            named[_AXES] = self.axes
+        if probes and self.probe_inputs is not None and self.probe_embeddings is not None:
+            named[_PROBES] = self.probe_embeddings
+            if self.probe_inputs.front_seen is not None:
+                named[_SEEN] = self.probe_inputs.front_seen
+        return named, others
+
+    def traced_with(self, cache: TreeCache, variables: dict[str, Tensor]) -> CompiledTarget:
+        """The same with these cache and :meth:`variables`, as a graph sees them."""
+        own, given = copy.copy(self), dict(variables)
+        own._watching, own._prunes, own._pass = None, False, Pass()
+        own.cache = cache
+        own.position_shift, own.last_position = given.pop(_SHIFT), given.pop(_LAST)
+        own.padding, own.axes = given.pop(_PADDING), given.pop(_AXES, None)
+        own.per_token = {name: given.pop(_TOKEN + name) for name in self.per_token}
+        own.probe_embeddings = given.pop(_PROBES, own.probe_embeddings)
+        if own.probe_inputs is not None:
+            seen = given.pop(_SEEN, own.probe_inputs.front_seen)
+            own.probe_inputs = replace(own.probe_inputs, front_seen=seen)
+        own.model_kwargs = {**self.model_kwargs, **given}
+        return own

@@ -6,9 +6,8 @@ caches, but not drafting, acceptance or generation options.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import Slots, tree_mask
 from modeling_patches.attention_masks import TreeAttention
-from modeling_patches.bitwise import Bitwise, Nodes
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
@@ -37,12 +35,6 @@ from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import takes_any_cache
 from modeling_patches.weights import placement
-
-#: Names of a forward's own variables; see :meth:`Target.variables`.
-_SHIFT, _LAST, _AXES, _PADDING = "/shift", "/last", "/axes", "/padding"
-_PROBES, _SEEN = "/probes", "/front_seen"
-#: Before the names of inputs with one value per token.
-_TOKEN = "/token/"
 
 
 class Output(NamedTuple):
@@ -65,7 +57,7 @@ class Output(NamedTuple):
 
 
 @dataclass
-class _Pass:
+class Pass:
     """The running forward, as changes to the model see it.
 
     Attributes:
@@ -105,7 +97,6 @@ class Target:
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
-        strict: whether each node is computed as a step over it alone is, bit for bit.
     """
 
     #: Compiled code for its forwards, if they are compiled.
@@ -122,7 +113,6 @@ class Target:
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
-        strict: bool = False,
     ):
         self.model = model
         self.cache = cache
@@ -148,13 +138,9 @@ class Target:
         self.reads = reads
         self.reach: Reach | None = None
         self._changes = self.attention.changes
-        self.bitwise: Bitwise | None = None  # what makes its forwards strict
-        if strict:
-            self._changes = Changes().update(self.attention.changes)
-            self.bitwise = Bitwise(model, self._changes)
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
-        self._pass, self._prunes = _Pass(), False
+        self._pass, self._prunes = Pass(), False
         self.probe_embeddings: Tensor | None = None
         if probe_inputs is not None:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
@@ -221,10 +207,6 @@ class Target:
         if changes is not None:
             run = self.attention.changes.run
             return Output(tree, changes.run(run, call, **inputs).logits)
-        if self.bitwise is not None:
-            parents = tree.parents[:, : tree.num_tokens].tolist()
-            front = self.num_front and self.cache.states.front if block.num_probes else 0
-            self.bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
         watching, seen = self._watched(block.ids.shape[1], block.num_probes, logits_at)
@@ -242,45 +224,11 @@ class Target:
     @property
     def prepared(self) -> int:
         """Grows in steps that prepare later ones, and so take longer."""
-        return 0 if self.bitwise is None else self.bitwise.tried
+        return 0
 
-    def variables(self, probes: bool) -> tuple[dict[str, Tensor], Hashable]:
-        """What forwards read besides the tree and the KV cache.
-
-        Args:
-            probes: whether there are probes.
-
-        Returns:
-            The tensors by name, which :meth:`traced_with` replaces, and a key of everything else.
-        """
-        given = self.model_kwargs
-        named = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        others = tuple((name, repr(given[name])) for name in given if name not in named)
-        named |= {_TOKEN + name: value for name, value in self.per_token.items()}
-        named |= {_SHIFT: self.position_shift, _LAST: self.last_position}
-        named[_PADDING] = self.padding
-        if self.axes is not None:
-            named[_AXES] = self.axes
-        if probes and self.probe_inputs is not None and self.probe_embeddings is not None:
-            named[_PROBES] = self.probe_embeddings
-            if self.probe_inputs.front_seen is not None:
-                named[_SEEN] = self.probe_inputs.front_seen
-        return named, others
-
-    def traced_with(self, cache: TreeCache, variables: dict[str, Tensor]) -> Target:
-        """The same with these cache and :meth:`variables`, as a graph sees them."""
-        own, given = copy.copy(self), dict(variables)
-        own._watching, own._prunes, own._pass = None, False, _Pass()
-        own.cache = cache
-        own.position_shift, own.last_position = given.pop(_SHIFT), given.pop(_LAST)
-        own.padding, own.axes = given.pop(_PADDING), given.pop(_AXES, None)
-        own.per_token = {name: given.pop(_TOKEN + name) for name in self.per_token}
-        own.probe_embeddings = given.pop(_PROBES, own.probe_embeddings)
-        if own.probe_inputs is not None:
-            seen = given.pop(_SEEN, own.probe_inputs.front_seen)
-            own.probe_inputs = replace(own.probe_inputs, front_seen=seen)
-        own.model_kwargs = {**self.model_kwargs, **given}
-        return own
+    def details(self) -> dict[str, Any]:
+        """Entries for ``SpecStats.details``."""
+        return {}
 
     def _inputs(self, block: Block, keys: int) -> dict[str, Any]:
         """Inputs of the model's forward."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
@@ -18,6 +17,7 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.drafting.committed import Committed, Rows
+from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.drafting.options import CHAIN, DraftOptions
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
@@ -60,13 +60,13 @@ class BlockDrafter(TreeDrafter):
         self.transitions = Transitions.of(config.markov_head, weights)
         self.reads = Reads("committed", tuple(config.feature_layers))
         self.distances = source.max_depth
-        self.cache: TreeCache | None = None
+        self.cache: DraftCache | None = None
         self._committed = Committed()
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
         layers, batch = self.network.config.num_layers, state.batch_size
-        self.cache = TreeCache(layers, batch, self.network.device)
+        self.cache = DraftCache(layers, batch, self.network.device)
         self.num_predicted = (self.distances,) * batch
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
@@ -120,7 +120,7 @@ class BlockDrafter(TreeDrafter):
             self._append(self.cache, rows)
         self.hidden = self._block(self.cache, root)
 
-    def _append(self, cache: TreeCache, rows: Rows) -> None:
+    def _append(self, cache: DraftCache, rows: Rows) -> None:
         width = max(rows.counts)
         if not width:
             return
@@ -133,7 +133,7 @@ class BlockDrafter(TreeDrafter):
         else:
             cache.commit_ahead(rows.exact, width)
 
-    def _block(self, cache: TreeCache, root: Tensor) -> Tensor:
+    def _block(self, cache: DraftCache, root: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` states of the slots that predict."""
         network, lengths = self.network, cache.lengths
         tokens = network.blocks(root.to(network.device))

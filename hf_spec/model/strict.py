@@ -1,0 +1,40 @@
+"""A target's forward that computes each node as a step over it alone does, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.core.tree import Tree
+from hf_spec.model.block import Block
+from hf_spec.model.target import Output, Target
+from modeling_patches.bitwise import Bitwise, Nodes
+from modeling_patches.per_call import Changes
+
+
+class StrictTarget(Target):
+    """A target whose forwards without ``changes`` equal plain steps bit for bit; prompts don't."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any):
+        super().__init__(model, *args, **kwargs)
+        self._changes = Changes().update(self.attention.changes)
+        self._bitwise = Bitwise(model, self._changes)
+
+    @property
+    def prepared(self) -> int:
+        return self._bitwise.tried
+
+    def details(self) -> dict[str, Any]:
+        return {"strict": {"products": self._bitwise.products}}
+
+    def forward(
+        self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
+        changes: Changes | None = None, logits_at: Tensor | None = None,
+    ) -> Output:  # fmt: skip
+        if changes is None:
+            parents = tree.parents[:, : tree.num_tokens].tolist()
+            front = self.num_front and self.cache.states.front if block.num_probes else 0
+            self._bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
+        return super().forward(call, tree, block, keys, changes, logits_at)
