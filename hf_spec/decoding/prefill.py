@@ -29,6 +29,7 @@ from hf_spec.model.appending import append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
+from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.strict import StrictTarget
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE, cache_in
@@ -111,6 +112,7 @@ def prefill(
     reads: Reads = NO_STATES,
     graphs: Graphs | None = None,
     strict: bool = False,
+    packed: PackedWeights | None = None,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
@@ -120,6 +122,7 @@ def prefill(
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
         strict: whether later forwards equal plain steps bit for bit; the prompt, without a
             ``TreeCache``, then runs as in plain generation.
+        packed: weights for the forwards after the prompt.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -142,7 +145,7 @@ def prefill(
             make = partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
-            later.per_token, probe_inputs, reads,
+            later.per_token, probe_inputs, reads, packed,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")

@@ -112,7 +112,10 @@ class Steps:
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
         drafter, target = self.strategy.drafter, self.state.target
-        return {**drafter.details(), **self.policy.details(), **target.details()}
+        found = {**drafter.details(), **self.policy.details(), **target.details()}
+        if self.strategy.packed is not None:
+            found["packed_bytes"] = self.strategy.packed.num_bytes
+        return found
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:
         """Append and stream the accepted tokens and advance the state.

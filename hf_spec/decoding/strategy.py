@@ -17,6 +17,7 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import AUTO, STRICT, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
+from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for
 from hf_spec.policy.step_policy import StepPolicy
@@ -33,6 +34,7 @@ class Strategy:
         lookup: whether lookups are merged into the draft.
         adapter: the method's adapter, if it is active.
         graphs: compiled code for its steps; None if they are not compiled.
+        packed: copies of the model's weights for its forwards, if they use them.
         samples: whether the call samples.
     """
 
@@ -45,6 +47,7 @@ class Strategy:
     adapter: ActiveAdapter | None
     graphs: Graphs | None
     samples: bool
+    packed: PackedWeights | None = None
 
     @classmethod
     def of(
@@ -69,6 +72,7 @@ class Strategy:
         adapter = _adapter(method, model)
         found = cls(model, method, options, drafter, timed, lookup, adapter, None, samples)
         found.graphs = graphs_for(model, config, drafter, found.kind)
+        found.packed = _packed(model, options, found.graphs)
         return found
 
     @property
@@ -125,4 +129,27 @@ def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
     found = None
     with suppress(ValueError):  # several are active; the drafter raises if that is a problem
         found = find_active(model, method.adapter_config.type_name)
+    return found
+
+
+def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedWeights | None:
+    """The packed weights that a call's forwards use; None if they use the model's own.
+
+    Raises:
+        ValueError: they are asked for, and there are none, or compiled code has its own.
+    """
+    if not options.pack_weights:
+        return None
+    if graphs is not None and graphs.frozen:
+        raise ValueError(
+            "pack_weights=True with Inductor's option freezing, which packs the weights of each "
+            "graph. Leave one of the two out."
+        )
+    found = packed_weights(model)
+    if found is None:
+        raise ValueError(
+            f"pack_weights=True: oneDNN packs none of the weights of this {type(model).__name__}. "
+            f"It packs linear layers with {SMALLEST:,} weights or more on a CPU, in float32, and "
+            "in the 16-bit dtypes that the CPU has instructions for. Leave it out."
+        )
     return found

@@ -54,6 +54,9 @@ class DraftOptions:
         exact: ``auto``: equal to plain generation up to rounding, as a forward over several tokens
             rounds differently. ``strict``: tokens, scores and the KV cache are equal bit for bit,
             in every dtype; models that this is not possible with are refused.
+        pack_weights: whether forwards use copies of the model's large weights that oneDNN arranges
+            for products of few tokens, on a CPU; they are made once and take as much memory as
+            these weights.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
@@ -66,6 +69,7 @@ class DraftOptions:
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     exact: str = AUTO
+    pack_weights: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=(AUTO, "always"))
@@ -77,6 +81,12 @@ class DraftOptions:
             )
         if not isinstance(self.lookup, bool) and self.lookup != AUTO:
             raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
+        check_choices(self, pack_weights=(True, False))
+        if self.exact == STRICT and self.pack_weights:
+            raise ValueError(
+                f"exact={STRICT!r} with pack_weights=True: products of packed weights round "
+                "differently. Leave one of the two out."
+            )
         check_count("lookup_history", self.lookup_history, low=0, high=MAX_HISTORY)
         if self.lookup is False:
             refuse(self, ["lookup_history"], "with lookup=False looks nothing up. Leave one out.")

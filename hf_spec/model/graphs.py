@@ -90,6 +90,7 @@ class Graphs:
 
     Attributes:
         made: number of graphs that this call has compiled, or tried to.
+        frozen: whether code contains the values of weights.
         tell: called with this number whenever it has grown.
     """
 
@@ -98,13 +99,13 @@ class Graphs:
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
         self._options = _options(config)
-        self._frozen = config.backend == "inductor" and bool(
+        self.frozen = config.backend == "inductor" and bool(
             self._options["options"].get("freezing", torch._inductor.config.freezing)
         )
-        self._identity = _content if self._frozen else _identity
+        self._identity = _content if self.frozen else _identity
         self._tensors = frozenset(map(self._identity, _tensors(model)))
         options = repr(sorted(self._options.items(), key=repr))
-        self._kind = kind, _state(model), options, self._frozen
+        self._kind = kind, _state(model), options, self.frozen
         # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
         self._shares_memory = placement(model).device.type != "cpu"
         self.made = 0
@@ -183,7 +184,7 @@ class Graphs:
             if self.get(name, inputs) is not None:  # another thread was faster
                 return expected
             try:
-                with torch._inductor.config.patch(freezing=self._frozen):
+                with torch._inductor.config.patch(freezing=self.frozen):
                     graph = self._compile(function, inputs, static)
                     found = self._call(graph, inputs, cut)[: len(expected)]
                 problem = _difference(graph.tolerance, expected, found)

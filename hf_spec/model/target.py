@@ -22,6 +22,7 @@ from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
+from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import Slots, tree_mask
@@ -97,6 +98,7 @@ class Target:
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
+        packed: copies of the model's weights that all forwards use; None to use its own.
     """
 
     #: Compiled code for its forwards, if they are compiled.
@@ -113,6 +115,7 @@ class Target:
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
+        packed: PackedWeights | None = None,
     ):
         self.model = model
         self.cache = cache
@@ -120,6 +123,8 @@ class Target:
         self._running = Running()
         if cache.recurrent is not None:
             tree_recurrences(model, self.attention.changes, self._running)
+        if packed is not None:
+            packed.add_to(self.attention.changes)
         self.last_position = last_position[:, None]
         none = torch.zeros_like(last_position)
         position_shift = none if position_shift is None else position_shift

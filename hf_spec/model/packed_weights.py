@@ -1,0 +1,150 @@
+"""Weights arranged as oneDNN's products read them fastest, beside the model's own.
+
+PyTorch's product of a few tokens with a weight arranges it anew each time, or reads it as it is
+stored. A packed copy costs its memory once. Its products round differently, as those of another
+number of tokens do.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeGuard
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_spec.core.memory import locked, memory
+from modeling_patches.contents import contents
+from modeling_patches.per_call import Changes, plain
+
+#: Elements from which a weight is packed: for smaller ones, calling oneDNN costs what is gained.
+SMALLEST = 2**19
+#: Most tokens of a product, those of all rows: with more, PyTorch's own is as fast.
+MOST_TOKENS = 64
+#: Number of tokens that weights are arranged for.
+_TOKENS = 8
+#: Where a model's copies are kept.
+_KEPT = "packed weights"
+
+
+class _Copy:
+    """The packed copy of a weight, which it keeps alive."""
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight.detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _TOKENS)
+
+    def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """``(..., features)`` to ``(..., outputs)``."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            inputs, self._packed, bias, "none", [], ""
+        )
+        return output
+
+
+#: All copies by their weights' addresses, for compiled code.
+_COPIES: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+
+
+class PackedWeights:
+    """Packed copies of linear modules' weights.
+
+    Args:
+        linears: modules that are :func:`packable`.
+    """
+
+    def __init__(self, linears: list[nn.Linear]):
+        self.linears = linears
+        self._state = self._contents()
+        self._copies: dict[int, _Copy] = {}
+        for linear in linears:  # some may share their weight
+            place = linear.weight.data_ptr()
+            if place not in self._copies:
+                _COPIES[place] = self._copies[place] = _Copy(linear.weight)
+
+    @property
+    def current(self) -> bool:
+        """Whether the modules' weights are still those that were packed."""
+        return self._contents() == self._state
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        return sum(copy.weight.nbytes for copy in self._copies.values())
+
+    def add_to(self, changes: Changes) -> None:
+        """Let the modules compute with the copies within ``changes``."""
+        for linear in self.linears:
+            copy = self._copies[linear.weight.data_ptr()]
+            changes.instead(linear, "forward", partial(_product, linear, copy))
+
+    def _contents(self) -> Any:
+        return contents([linear.weight for linear in self.linears])
+
+
+@locked
+def packed_weights(model: nn.Module) -> PackedWeights | None:
+    """The packed copies of a model's large weights, made anew if these have changed.
+
+    Returns:
+        None if there are none that oneDNN packs on this machine.
+    """
+    kept, linears = memory(model), [module for module in model.modules() if packable(module)]
+    found: PackedWeights | None = kept.get(_KEPT)
+    if found is None or found.linears != linears or not found.current:
+        kept[_KEPT] = found = None  # frees the memory first
+        if linears:
+            kept[_KEPT] = found = PackedWeights(linears)
+    return found
+
+
+def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is linear, with a weight that oneDNN can pack and that is worth it."""
+    if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
+        return False
+    weight = module.weight
+    plain_tensor = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided
+    if not plain_tensor or weight.device.type != "cpu" or weight.numel() < SMALLEST:
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype in _SUPPORTED and _packs(weight.dtype))
+
+
+#: Says of each dtype whether this machine's oneDNN has products of packed weights.
+_SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported",
+}  # fmt: skip
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    supported = getattr(torch.ops.mkldnn, _SUPPORTED[dtype], None)
+    return supported is not None and bool(supported())
+
+
+def _product(linear: nn.Linear, copy: _Copy, inputs: Tensor) -> Any:
+    """A linear module's output, by the packed copy of its weight where that is faster."""
+    tokens = inputs.numel() // inputs.shape[-1]
+    casts = torch.is_autocast_enabled("cpu") or inputs.dtype != linear.weight.dtype
+    if tokens > MOST_TOKENS or casts or torch.is_grad_enabled():
+        return plain(linear, "forward")(inputs)
+    if isinstance(inputs, FakeTensor):  # a packed tensor cannot be in captured code
+        return torch.ops.hf_spec.packed_linear(inputs, linear.weight, linear.bias)
+    return copy.product(inputs, linear.bias)
+
+
+def _packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    copy = _COPIES.get(weight.data_ptr())
+    return (
+        nn.functional.linear(inputs, weight, bias) if copy is None else copy.product(inputs, bias)
+    )
+
+
+_LIBRARY = torch.library.Library("hf_spec", "DEF")
+_LIBRARY.define("packed_linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake(
+    "hf_spec::packed_linear",
+    lambda inputs, weight, bias: inputs.new_empty((*inputs.shape[:-1], weight.shape[0])),
+    lib=_LIBRARY,
+)

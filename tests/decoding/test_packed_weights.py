@@ -1,0 +1,144 @@
+"""``pack_weights``: the same tokens, copies that follow the weights, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import prompt, ragged
+from peft import LoraConfig, get_peft_model
+from test_compiled import CAPTURED, generate
+from transformers import CompileConfig
+
+from hf_spec.model import packed_weights as packing
+
+PACKED = {"pack_weights": True, "drafting": "always"}
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of tokens of each product with a packed weight; small weights are packed, too."""
+    seen: list[int] = []
+
+    def counted(copy: Any, inputs: torch.Tensor, bias: Any) -> torch.Tensor:
+        seen.append(inputs.numel() // inputs.shape[-1])
+        return product(copy, inputs, bias)
+
+    product = packing._Copy.product
+    monkeypatch.setattr(packing, "SMALLEST", 1)
+    monkeypatch.setattr(packing._Copy, "product", counted)
+    yield seen
+
+
+def calls(**options: Any) -> list[dict[str, Any]]:
+    """An eager call with packed weights, and a captured one."""
+    eager = {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {**PACKED, **options}}
+    return [eager, {**eager, **CAPTURED}]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
+def test_same_tokens(fresh: Callable[..., Any], used: list[int], architecture: str) -> None:
+    model, inputs = fresh(architecture), ragged((12, 5))
+    plain = generate(model, inputs).sequences
+    assert not used
+    for kwargs in calls():
+        output = generate(model, inputs, **kwargs)
+        assert torch.equal(output.sequences, plain)
+        # gpt2 has Conv1D instead of linear layers, but for the head.
+        assert used and max(used) > 2, "products of trees must use the copies"
+        assert output.spec_stats.details["packed_bytes"] > 0
+        used.clear()
+    assert torch.equal(generate(model, inputs).sequences, plain)
+    assert not used, "plain generation must not"
+
+
+def test_weights_that_change(fresh: Callable[..., Any], used: list[int]) -> None:
+    model, inputs = fresh("llama"), prompt()
+    head = model.get_output_embeddings()
+    for kwargs in calls():
+        generate(model, inputs, **kwargs)
+    for change in (
+        lambda: head.weight.data.mul_(-1.0),  # as PEFT merges
+        lambda: head.weight.copy_(head.weight.roll(1, 0)),
+        lambda: setattr(head, "weight", torch.nn.Parameter(head.weight.roll(1, 0))),
+    ):
+        before = generate(model, inputs).sequences
+        with torch.no_grad():
+            change()
+        plain = generate(model, inputs).sequences
+        assert not torch.equal(plain, before)
+        for kwargs in calls():
+            assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
+
+
+def test_with_lora(fresh: Callable[..., Any], used: list[int]) -> None:
+    config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model: Any = get_peft_model(fresh("llama"), config).eval()
+    plain = generate(model, prompt()).sequences
+    for kwargs in calls():
+        assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain) and used
+    model.merge_adapter()
+    merged = generate(model, prompt()).sequences
+    for kwargs in calls():
+        assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged)
+
+
+def test_copies_are_shared_and_freed(fresh: Callable[..., Any], used: list[int]) -> None:
+    model = fresh("llama")
+    model.set_output_embeddings(model.get_output_embeddings())
+    embedding = model.get_input_embeddings()
+    first = packing.packed_weights(model)
+    assert first is not None and packing.packed_weights(model) is first
+    linears = [x.weight for x in model.modules() if type(x) is torch.nn.Linear]
+    assert first.num_bytes == sum(weight.nbytes for weight in linears)
+    model.get_output_embeddings().weight = embedding.weight  # tied: a copy, not a third one
+    second = packing.packed_weights(model)
+    assert second is not None and second is not first
+    count = len(packing._COPIES)
+    assert count >= len({id(x.weight) for x in second.linears})
+    del model, embedding, linears, first, second
+    gc.collect()
+    assert len(packing._COPIES) < count
+
+
+def test_long_prompts_and_gradients_take_the_models_own(
+    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MOST_TOKENS", 4)
+    model, inputs = fresh("llama"), prompt(24)
+    plain = generate(model, inputs).sequences
+    for kwargs in calls(max_nodes=7):
+        assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
+    assert used and max(used) <= 4
+
+
+def test_refused(fresh: Callable[..., Any]) -> None:
+    model, inputs = fresh("llama"), prompt()
+    spec = {"assistant_strategy": "prompt_lookup"}
+    with pytest.raises(ValueError, match=r"pack_weights=True: oneDNN packs none of the weights"):
+        generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True})
+    with pytest.raises(ValueError, match="pack_weights='yes'"):
+        generate(model, inputs, **spec, assistant_kwargs={"pack_weights": "yes"})
+    with pytest.raises(ValueError, match="exact='strict' with pack_weights=True"):
+        both = {"pack_weights": True, "exact": "strict"}
+        generate(model, inputs, **spec, assistant_kwargs=both)
+    config = CompileConfig(mode=None, options={"freezing": True})
+    compiled = {"cache_implementation": "static", "compile_config": config}
+    with pytest.raises(ValueError, match="pack_weights=True with Inductor's option freezing"):
+        generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True}, **compiled)
+
+
+def test_16_bit_needs_instructions(
+    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = fresh("llama").to(torch.bfloat16).get_output_embeddings()
+    for supported in (True, False):
+        monkeypatch.setattr(
+            torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda here=supported: here
+        )
+        assert packing.packable(linear) == supported
+    assert not packing.packable(linear.to(torch.float64))
