@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections import Counter
@@ -258,6 +259,17 @@ def test_progress_without_a_terminal(monkeypatch, capsys):
         "answers: 2 of 10, 2 tokens/s, about 3 min left",
         "answers: 4 of 10, 4 tokens/s, about 2 min left",
     ]
+
+
+def test_what_packages_log_without_a_terminal(capsys):
+    """At once, as what they do may take minutes; not after the block."""
+    logger = logging.getLogger("hf_spec.model.graphs")
+    level = logger.level
+    with common.progress_bar("benchmark") as update, common.Notes(update, logger.name):
+        logger.info("compiled code no. %d", 1)
+    logger.info("compiled code no. 2")
+    assert capsys.readouterr().err == "benchmark: compiled code no. 1\n"
+    assert logger.level == level and not logger.handlers
 
 
 def test_missing_arguments(capsys):

@@ -9,12 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import (
-    INTERRUPTED,
-    check_writable,
-    progress_bar,
-    stop_without,
-)
+from hf_spec.cli.common import INTERRUPTED, Notes, check_writable, progress_bar, stop_without
 from hf_spec.model.loading import NATIVE, load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
@@ -138,12 +133,15 @@ def bench(
     from hf_spec.bench.runner import run
 
     environment = environment_of(loaded, model, source)
-    with progress_bar("benchmark") as progress:
+    with (
+        progress_bar("benchmark") as progress,
+        Notes(progress, "hf_spec.bench.session", "hf_spec.model.graphs"),
+    ):
         result = run(
             loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
             seed=seed, compiled=(backend or DEFAULT_BACKEND) if compile else None,
-            progress=progress,
+            progress=lambda done, total: progress(done, total, note=""),
         )  # fmt: skip
     stop_without(result.measurements)
     if prompts is None:

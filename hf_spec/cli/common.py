@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,8 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
     Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
-    replaces the title. Without a terminal it prints a line from time to time.
+    replaces the title. Without a terminal it prints a line from time to time, and at once notes
+    that come without numbers.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -106,6 +108,8 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
             nonlocal told
             bar.update(task, completed=done, total=total, **shown)
             now = time.monotonic()
+            if not console.is_terminal and done is None and shown.get("note"):
+                console.print(f"{title}: {shown['note']}", soft_wrap=True)
             if not console.is_terminal and done and total and now - told > TELL_EVERY:
                 told = now
                 left = duration((now - began) * (total - done) / done)
@@ -113,3 +117,33 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
                 console.print(f"{title}: {', '.join(filter(None, parts))}", soft_wrap=True)
 
         yield update
+
+
+class Notes(logging.Handler):
+    """Shows what packages log as notes of a :func:`progress_bar`, while it is entered.
+
+    Args:
+        update: of the progress bar.
+        *names: of the loggers, of which all messages from INFO on are shown.
+    """
+
+    def __init__(self, update: Callable[..., None], *names: str):
+        super().__init__(logging.INFO)
+        self._update = update
+        self._loggers = {name: logging.getLogger(name) for name in names}
+        self._levels: dict[str, int] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._update(note=record.getMessage())
+
+    def __enter__(self) -> Notes:
+        for name, logger in self._loggers.items():
+            self._levels[name] = logger.level
+            logger.setLevel(logging.INFO)
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for name, logger in self._loggers.items():
+            logger.setLevel(self._levels[name])
+            logger.removeHandler(self)

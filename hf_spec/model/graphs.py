@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -183,6 +184,7 @@ class Graphs:
         with _COMPILING:
             if self.get(name, inputs) is not None:  # another thread was faster
                 return expected
+            began = time.monotonic()
             try:
                 with torch._inductor.config.patch(freezing=self.frozen):
                     graph = self._compile(function, inputs, static)
@@ -194,6 +196,7 @@ class Graphs:
                 logger.debug("compiling %s", name, exc_info=True)
                 problem = f"{type(error).__name__}: {first_line(error)}"
             self.made += 1
+            logger.info("compiled code no. %d, %.0f s", self.made, time.monotonic() - began)
             if self.tell is not None:
                 self.tell(self.made)
             if problem is None:
