@@ -49,6 +49,10 @@ ROTARY = (
 )  # fmt: skip
 SHARED = {"markov_rank": 4, "draft_vocab_size": 40}
 SLIDING = {"sliding_layers": [1], "sliding_window": 5, "sliding_window_non_causal": False}
+DFLASH_2 = {
+    "markov_rank": 4, "markov_head": "selector", "selector_top_k": 9, "conv_kernel_size": 2,
+    "conv_group_size": 4,
+}  # fmt: skip
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
 MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "lookup": True}
 
@@ -109,7 +113,10 @@ VARIANTS: dict[str, Variants] = {
             "wide": WIDE,
         },
         hitting="wide",
-        adapters={"adaptive": {"draft_vocab_size": 40, **SLIDING}, "chain": {"head": "own"}},
+        adapters={
+            "adaptive": {"draft_vocab_size": 40, **SLIDING}, "chain": {"head": "own"},
+            "wide": DFLASH_2,
+        },
         configs={
             "default": {},
             "own head": {"num_layers": 1, "head": "own", "feature_layers": [0, 3]},
@@ -117,6 +124,7 @@ VARIANTS: dict[str, Variants] = {
                 "num_layers": 1, "block_size": 3, "draft_vocab_size": 40, "loss": "distillation",
             },
             "sliding": {"block_size": 4, "loss": "distillation", **SLIDING},
+            "second": {"block_size": 4, "num_layers": 1, **DFLASH_2},
         },
     ),
     "dspark": Variants(

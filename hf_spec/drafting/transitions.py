@@ -10,6 +10,9 @@ on the slot's state h and on the tokens before p::
     gated     u = sigmoid(G [h; W1[p]] + b) * W1[p]
     rnn       g, c, o = J [s; W1[p]; h] + b
               s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c),  u = tanh(o)
+    selector  u = W1[p] * P h
+
+The last one is DFlash 2's, which chooses among each slot's k tokens of the largest logits only.
 """
 
 from __future__ import annotations
@@ -27,10 +30,23 @@ from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.predictions import Predictions, Tempered, levels, likeliest
 from hf_spec.model.hidden_states import states_at
 
-#: Prefix of the names of an adapter's parameters.
-PREFIX = "markov_head."
+#: Prefixes of the names of an adapter's parameters.
+PREFIX, SELECTOR_PREFIX = "markov_head.", "candidate_selector."
 W1, W2 = "markov_w1.weight", "markov_w2.weight"
 GATE, JOINT = ("gate_proj.weight", "gate_proj.bias"), ("joint_proj.weight", "joint_proj.bias")
+#: W1 and W2 of a selector, and P.
+SELECTOR = ("predecessor_codebook", "successor_codebook")
+PROJECTION = "hidden_projection.weight"
+
+
+def prefix(kind: str) -> str:
+    """Prefix of the parameters of a kind."""
+    return SELECTOR_PREFIX if kind == "selector" else PREFIX
+
+
+def matrices(kind: str) -> tuple[str, str]:
+    """Names of W1 and W2 of a kind."""
+    return SELECTOR if kind == "selector" else (W1, W2)
 
 
 def shapes(
@@ -39,17 +55,20 @@ def shapes(
     """Shapes of the parameters by name.
 
     Args:
-        kind: ``vanilla``, ``gated`` or ``rnn``.
+        kind: ``vanilla``, ``gated``, ``rnn`` or ``selector``.
         rank: of the matrices.
         hidden: size of the states.
         known: number of tokens that may come before.
         drafted: number of tokens that are predicted.
     """
-    found: dict[str, tuple[int, ...]] = {W1: (known, rank), W2: (drafted, rank)}
+    before, after = matrices(kind)
+    found: dict[str, tuple[int, ...]] = {before: (known, rank), after: (drafted, rank)}
     if kind == "gated":
         found |= zip(GATE, ((rank, hidden + rank), (rank,)))
     elif kind == "rnn":
         found |= zip(JOINT, ((3 * rank, 2 * rank + hidden), (3 * rank,)))
+    elif kind == "selector":
+        found[PROJECTION] = rank, hidden
     return found
 
 
@@ -57,7 +76,7 @@ def fresh(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Parameters of a new head, which at first adds 0."""
     return {
         name: torch.zeros(shape)
-        if name == W2 or len(shape) == 1
+        if name in (W2, SELECTOR[1]) or len(shape) == 1
         else torch.randn(shape) / shape[-1] ** 0.5
         for name, shape in shapes.items()
     }
@@ -69,30 +88,37 @@ class Transitions:
     Args:
         kind: see above.
         weights: its parameters: W1 ``(known, rank)`` and W2 ``(tokens, rank)``; G ``(rank, hidden +
-            rank)`` and its bias, or J ``(3 * rank, 2 * rank + hidden)`` and its bias.
+            rank)`` and its bias, J ``(3 * rank, 2 * rank + hidden)`` and its bias, or P ``(rank,
+            hidden)``.
+        top_k: of a selector, the number of tokens of each slot that it chooses among; None for all,
+            as in training.
     """
 
-    def __init__(self, kind: str, weights: Mapping[str, Tensor]):
-        self.kind, self.weights = kind, dict(weights)
+    def __init__(self, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None):
+        self.kind, self.weights, self.top_k = kind, dict(weights), top_k
+        self._prefix, (self._before, self._after) = prefix(kind), matrices(kind)
 
     @classmethod
-    def of(cls, kind: str, weights: Mapping[str, Tensor]) -> Transitions | None:
+    def of(
+        cls, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None
+    ) -> Transitions | None:
         """The one among an adapter's parameters, if it has one."""
+        start = prefix(kind)
         own = {
-            name.removeprefix(PREFIX): tensor
+            name.removeprefix(start): tensor
             for name, tensor in weights.items()
-            if name.startswith(PREFIX)
+            if name.startswith(start)
         }
-        return cls(kind, own) if own else None
+        return cls(kind, own, top_k) if own else None
 
     def made(self) -> dict[str, Tensor]:
         """The tensors that it reads, by name."""
-        return {PREFIX + name: tensor for name, tensor in self.weights.items()}
+        return {self._prefix + name: tensor for name, tensor in self.weights.items()}
 
     def using(self, made: Mapping[str, Tensor]) -> Self:
         """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
-        own.weights = {name: made[PREFIX + name] for name in self.weights}
+        own.weights = {name: made[self._prefix + name] for name in self.weights}
         return own
 
     def given(
@@ -108,12 +134,13 @@ class Transitions:
                 root, and in kinds that remember nothing.
 
         Returns:
-            ``(..., tokens)`` logits, and the memory of the tokens after.
+            ``(..., tokens)`` logits, -inf for those that are not chosen among, and the memory of
+            the tokens after.
         """
-        own = self.weights
+        own, first = self.weights, self.weights[self._before]
         # Tokens that the model has gained since have no row.
-        rows = previous.to(own[W1].device).clamp(max=len(own[W1]) - 1)
-        before = functional.embedding(rows, own[W1])
+        rows = previous.to(first.device).clamp(max=len(first) - 1)
+        before = functional.embedding(rows, first)
         states = states.to(before).expand(*before.shape[:-1], -1)
         if self.kind == "gated":
             gate = functional.linear(torch.cat([states, before], -1), *(own[x] for x in GATE))
@@ -124,7 +151,13 @@ class Transitions:
             gate, new, out = functional.linear(joint, *(own[x] for x in JOINT)).chunk(3, -1)
             memory = gate.sigmoid() * memory + (1 - gate.sigmoid()) * new.tanh()
             before = out.tanh()
-        return logits + functional.linear(before, own[W2]).to(logits), memory
+        elif self.kind == "selector":
+            before = before * functional.linear(states, own[PROJECTION])
+        given = logits + functional.linear(before, own[self._after]).to(logits)
+        if self.kind == "selector" and self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
+            given = given.masked_fill(logits < least, -torch.inf)
+        return given, memory
 
     def along(self, logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
         """Logits of consecutive distances given the tokens before.

@@ -23,7 +23,7 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "drafters"
 #: Variants that are copied, and others.
 SMALL = [
     "dflash/tiny-llama-draft-vocab", "dflash/tiny-qwen3-window", "dspark/tiny-llama-gated",
-    "dspark/tiny-qwen3-rnn",
+    "dspark/tiny-qwen3-rnn", "dflash2/tiny-llama",
 ]  # fmt: skip
 LARGE = [
     "dflash/tiny-llama", "dflash/tiny-llama-one-layer", "dspark/tiny-llama-vanilla",
@@ -58,7 +58,8 @@ def base_of(name: str) -> Any:
 
 def drafter_of(name: str, layout: str = "drafter") -> Any:
     """A drafter of chains with an imported checkpoint."""
-    method, folder = methods()[name.partition("/")[0]], folder_of(name) / layout
+    kind = name.partition("/")[0].removesuffix("2")
+    method, folder = methods()[kind], folder_of(name) / layout
     tensors, model = load_file(folder / "model.safetensors"), base_of(name)
     tensors = {key: value for key, value in tensors.items() if method.published.wants(key)}
     config = json.loads((folder / "config.json").read_text())
@@ -112,6 +113,14 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
             own = drafter.cache.layers[0].keys[row, :, : committed - 1]
             torch.testing.assert_close(own, keys, **CLOSE)
         assert tree.tokens[:, 1:].tolist() == io[f"step{step}.draft_tokens"].tolist() * 2
+        if f"step{step}.candidate_ids" in io:
+            ids, scores = (
+                io[f"step{step}.candidate_{x}"].expand(2, -1, -1) for x in ("ids", "scores")
+            )
+            previous = torch.cat([root[:, None], tree.tokens[:, 1:-1]], 1)
+            given = drafter.given(drafter.hidden, previous)
+            torch.testing.assert_close(given.gather(-1, ids), scores.float(), **CLOSE)
+            assert given.isfinite().sum(-1).unique().tolist() == [ids.shape[-1]]
         if f"step{step}.biased_logits" in io:
             previous = io[f"step{step}.previous_tokens"].expand(2, -1)
             given = drafter.given(drafter.hidden, previous)

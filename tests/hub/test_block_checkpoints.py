@@ -25,13 +25,20 @@ OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
 NAMES = {
-    "dflash": "dflash/tiny-llama-draft-vocab", "dspark": "dspark/tiny-llama-gated",
+    "dflash": "dflash/tiny-llama-draft-vocab", "dflash2": "dflash2/tiny-llama",
+    "dspark": "dspark/tiny-llama-gated",
 }  # fmt: skip
+#: What the convolutions and the selector of DFlash 2 are called in all layouts.
+OF_DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-def released(method: str) -> Files:
-    folder = OURS / NAMES[method] / "drafter"
+def strategy_of(kind: str) -> str:
+    return kind.removesuffix("2")
+
+
+def released(kind: str) -> Files:
+    folder = OURS / NAMES[kind] / "drafter"
     config = json.loads((folder / "config.json").read_text())
     return config, load_file(folder / "model.safetensors")
 
@@ -47,6 +54,9 @@ def of_zlab(method: str, part: bool = True) -> Files:
     }  # fmt: skip
     flat["architectures"] = ["DFlashDraftModel"]
     flat["draft_vocab_size"] = config["draft_vocab_size"]
+    if method == "dflash2":
+        own |= {name: config[name] for name in OF_DFLASH_2}
+        flat["architectures"] = ["DFlash2DraftModel"]
     if method == "dspark":
         names = ("markov_rank", "markov_head_type", "enable_confidence_head")
         own |= {name: config[name] for name in (*names, "confidence_head_with_markov")}
@@ -83,19 +93,20 @@ def write(folder: Path, files: Files) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "layout"),
-    [("dflash", released), ("dflash", of_zlab), ("dspark", released), ("dspark", of_zlab),
-     ("dspark", of_deepspec)],
+    ("kind", "layout"),
+    [("dflash", released), ("dflash", of_zlab), ("dflash2", released), ("dflash2", of_zlab),
+     ("dspark", released), ("dspark", of_zlab), ("dspark", of_deepspec)],
 )  # fmt: skip
-def test_layouts(tmp_path: Path, method: str, layout: Any) -> None:
+def test_layouts(tmp_path: Path, kind: str, layout: Any) -> None:
     """All give the same adapter, which is recognized by its files."""
-    path = write(tmp_path / "released", layout(method))
+    method = strategy_of(kind)
+    path = write(tmp_path / "released", layout(kind))
     assert recognized(str(path.parent)) == (method, path)
     model = copy.deepcopy(base_model())
     import_adapter(path, method, model, tmp_path / "adapter")
     model.load_adapter(str(tmp_path / "adapter"))
     adapter = find_active(model, method.upper())
-    weights, tensors = adapter.weights(), released(method)[1]
+    weights, tensors = adapter.weights(), released(kind)[1]
     for name, tensor in tensors.items():
         if layout is of_deepspec and name == "confidence_head.proj.bias":
             assert not weights[name].any()
@@ -109,6 +120,9 @@ def test_layouts(tmp_path: Path, method: str, layout: Any) -> None:
     assert config.feature_layers == [2, 4, 6] and config.mask_token_id == 127
     assert config.block_size == 6 and config.sample_from_anchor == (method == "dspark")
     assert config.layer_config["rope_parameters"]["rope_theta"] == 10000.0
+    if kind == "dflash2":
+        assert (config.markov_head, config.markov_rank, config.selector_top_k) == ("selector", 8, 4)
+        assert (config.conv_kernel_size, config.conv_group_size) == (2, 16)
     ids = torch.randint(0, 127, (2, 9), generator=torch.Generator().manual_seed(1))
     expected = model.generate(ids, **GREEDY).tolist()
     assert model.generate(ids, **GREEDY, **drafting(method)).tolist() == expected
@@ -174,7 +188,13 @@ def tensor(name: str, value: Tensor) -> Callable[[Files], None]:
 BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash", changed(new_flag=True), "'new_flag', whose meaning is not known"),
     (released, "dflash", changed(target_hidden_size=32), "target_hidden_size=32, which is not run"),
-    (released, "dflash", changed(speculators_model_type="dflash2"), "'dflash2', with a candidate"),
+    (released, "dflash2", without("conv_kernel_size"), "unknown tensor 'layers.0.attention_conv"),
+    (released, "dflash2", changed(conv_kernel_size=3), "attention_conv.base_kernel' has shape"),
+    (released, "dflash2", changed(conv_group_size=7), "conv_group_size=7: 64 features cannot"),
+    (released, "dflash2", changed(selector_rank=9), "predecessor_codebook' has shape"),
+    (released, "dflash2", changed(selector_top_k=0), "selector_top_k"),
+    (released, "dflash2", without("candidate_selector.successor_codebook"), "no tensor 'candidate"),
+    (of_zlab, "dflash2", within("dflash_config", output_multiplier=2.0), "output_multiplier=2.0"),
     (released, "dflash", changed(speculators_model_type="eagle3"), "that of no known layout"),
     (released, "dspark", changed(markov_head_type="lstm"), "markov_head='lstm'"),
     (released, "dspark", changed(markov_rank=9), "markov_w1.weight' has shape"),
@@ -212,7 +232,7 @@ def test_what_cannot_be_read(
     change(files)
     path, model = write(tmp_path / "released", files), copy.deepcopy(base_model())
     with pytest.raises(ValueError, match=message) as error:
-        import_adapter(path, method, model, tmp_path / "adapter")
+        import_adapter(path, strategy_of(method), model, tmp_path / "adapter")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "adapter").exists() and not hasattr(model, "spec_modules")
 
@@ -236,10 +256,11 @@ def test_the_wrong_type_and_no_config(tmp_path: Path) -> None:
 # -- for other programs --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", NAMES)
-def test_exported_as_speculators_writes_it(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("kind", NAMES)
+def test_exported_as_speculators_writes_it(tmp_path: Path, kind: str) -> None:
     """The same tensors, fields and values, but for those that only record how it was made."""
-    config, tensors = released(method)
+    method = strategy_of(kind)
+    config, tensors = released(kind)
     path = write(tmp_path / "released", (config, tensors))
     import_adapter(path, method, copy.deepcopy(base_model()), tmp_path / "adapter")
     out = export_adapter(
@@ -291,6 +312,7 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) ->
             {"sliding_layers": [0], "sliding_window": 8, "sliding_window_from": "query"},
             "sliding_window_from='query': speculators counts",
         ),
+        ({"conv_kernel_size": 2}, "convolutions and a selector only together"),
         ({"feature_layers": [2, 8]}, r"feature_layers=\[2, 8\]: the last is the final state"),
     ],
 )

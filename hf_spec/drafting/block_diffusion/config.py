@@ -15,7 +15,8 @@ from hf_spec.core.checks import check_choices, check_count, check_range, check_s
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.weights import input_features, output_features
 
-MARKOV_HEADS = ("vanilla", "gated", "rnn")
+SELECTOR = "selector"
+MARKOV_HEADS = ("vanilla", "gated", "rnn", SELECTOR)
 CONFIDENCE_HEADS = ("none", "state", "markov")
 HEADS, LOSSES, WINDOWS = ("base", "own"), ("hard", "distillation"), ("anchor", "query")
 #: Fields of ``layer_config`` that count something.
@@ -48,8 +49,14 @@ class BlockConfig(VocabularyConfig):
     markov_head: str = setting(
         "vanilla",
         "vanilla: the token before changes the predictions. gated: by more or less, as the slot's "
-        "state says. rnn: all drafted tokens before do.",
+        "state says. rnn: all drafted tokens before do. selector: as gated, among each slot's "
+        "likeliest tokens only (DFlash 2).",
     )
+    selector_top_k: int = setting(16, "Tokens of a slot among which a selector chooses.")
+    conv_kernel_size: int = setting(
+        0, "Slots that convolutions around attention and MLPs see (DFlash 2); 0: none."
+    )
+    conv_group_size: int = setting(16, "Features that share the moving part of a convolution.")
     loss: str = setting(
         "hard",
         "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
@@ -87,6 +94,9 @@ class BlockConfig(VocabularyConfig):
         check_count("block_size", self.block_size, low=2, high=MAX_FUTURE)
         check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
         check_count("markov_rank", self.markov_rank, low=0, high=MAX_RANK)
+        check_count("selector_top_k", self.selector_top_k, high=MAX_SHAPE)
+        check_count("conv_kernel_size", self.conv_kernel_size, low=0, high=self.block_size)
+        check_count("conv_group_size", self.conv_group_size, high=MAX_SHAPE)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         check_switches(self, "sample_from_anchor", "sliding_window_non_causal")
         check_choices(
@@ -109,6 +119,14 @@ class BlockConfig(VocabularyConfig):
             raise ValueError("confidence_head='markov' needs a Markov head: set markov_rank.")
         if self.layer_config is not None:
             self._check_layer_config(self.layer_config)
+            self._check_groups(self.layer_config["hidden_size"])
+
+    def _check_groups(self, hidden: int) -> None:
+        if self.conv_kernel_size and hidden % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size={self.conv_group_size}: {hidden} features cannot be divided into "
+                "such groups."
+            )
 
     @staticmethod
     def _check_layer_config(fields: Any) -> None:
@@ -147,6 +165,7 @@ class BlockConfig(VocabularyConfig):
             )
         if self.layer_config is None:
             self.layer_config = default_layers(model)
+            self._check_groups(hidden)
         elif self.layer_config["hidden_size"] != hidden:
             raise ValueError(
                 f"its layers have hidden_size={self.layer_config['hidden_size']}, "

@@ -57,7 +57,7 @@ class BlockDrafter(TreeDrafter):
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
         self.network = BlockNetwork(adapter.module, model)
-        self.transitions = Transitions.of(config.markov_head, weights)
+        self.transitions = Transitions.of(config.markov_head, weights, config.selector_top_k)
         self.reads = Reads("committed", tuple(config.feature_layers))
         self.distances = source.max_depth
         self.cache: DraftCache | None = None

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.predicting import VOCABULARY
-from hf_spec.drafting.block_diffusion.config import COUNTS, BlockConfig, config_of
+from hf_spec.drafting.block_diffusion.config import COUNTS, SELECTOR, BlockConfig, config_of
 from hf_spec.drafting.block_diffusion.network import decoder
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.made_once import is_plain
-from hf_spec.drafting.transitions import PREFIX, shapes
+from hf_spec.drafting.transitions import prefix, shapes
 from modeling_patches.weights import output_bias, output_weight
 
 #: Tensors that files may have besides: the base's embeddings, and what is computed.
@@ -40,22 +40,22 @@ OFFSETS = "d2t"
 #: Fields that choose what is drafted, in a part of the config of their own.
 DRAFTING = "dflash_config"
 #: Drafters of other kinds, by ``speculators_model_type``, ``projector_type`` or architecture.
-OTHERS = {
-    "dflash2": "a candidate selector and convolutions", "xpress": "a refiner",
-    "DFlash2DraftModel": "a candidate selector and convolutions", "domino": "Domino's head",
-}  # fmt: skip
+OTHERS = {"xpress": "a refiner", "domino": "Domino's head"}
 #: Flags with the value that changes nothing. Others are refused.
 NEUTRAL: dict[str, Any] = {
     "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None,
     "is_causal": False, "use_swa": False, "attention_sink_bias": False, "target_hidden_size": None,
     "attention_mode": "gqa",
 }  # fmt: skip
+#: Fields of ours that DFlash 2 has, too.
+OF_DFLASH_2 = ("selector_top_k", "conv_kernel_size", "conv_group_size")
 #: Fields that say how a drafter was trained, or are known otherwise.
 KNOWN = {
     "mask_token_id", "target_layer_ids", "block_size", "projector_type", "markov_rank",
     "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     "confidence_head_alpha", "sample_from_anchor", "sliding_window_non_causal", "num_anchors",
-    "loss_decay_gamma", "draft_vocab_size", "aux_hidden_state_layer_ids", *NEUTRAL,
+    "loss_decay_gamma", "draft_vocab_size", "aux_hidden_state_layer_ids", "selector_rank",
+    *OF_DFLASH_2, *NEUTRAL,
 }  # fmt: skip
 #: Fields of every config of speculators.
 OF_SPECULATORS = {
@@ -89,7 +89,7 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
         return "dspark"
     if named is None and (part or any("DFlash" in name for name in architectures)):
         return "dflash"
-    return named if named in ("dflash", "dspark") else None
+    return {"dflash2": "dflash"}.get(str(named), named if named in ("dflash", "dspark") else None)
 
 
 def fits(kind: str, config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -206,9 +206,13 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "layer_config": _layer_config(layers),
         "base_facts": base,
     }
-    if rank := _value(config, "markov_rank", 0) if dspark else 0:
-        fields |= {"markov_head": _value(config, "markov_head_type", "vanilla")}
-    fields["markov_rank"] = rank
+    fields["markov_rank"] = rank = _value(config, f"{'markov' if dspark else 'selector'}_rank", 0)
+    if rank:
+        head = _value(config, "markov_head_type", "vanilla") if dspark else SELECTOR
+        fields["markov_head"] = head
+    for name in () if dspark else OF_DFLASH_2:
+        if (value := _value(config, name, None)) is not None:
+            fields[name] = value
     if dspark and _value(config, "enable_confidence_head", False):
         seen = _value(config, "confidence_head_with_markov", True)
         fields["confidence_head"] = "markov" if seen else "state"
@@ -288,16 +292,18 @@ def _expected(fields: Mapping[str, Any]) -> dict[str, Tensor]:
     hidden, vocab = layers["hidden_size"], fields["base_facts"]["vocab_size"]
     drafted, rank = fields.get("draft_vocab_size", vocab), fields["markov_rank"]
     with torch.device("meta"):
-        config = config_of(layers, fields["num_layers"])
-        modules = nn.ModuleDict(decoder(config, len(fields["feature_layers"])))
+        inner = config_of(layers, fields["num_layers"])
+        own = BlockConfig(**fields)
+        modules = nn.ModuleDict(decoder(own, inner, len(fields["feature_layers"])))
         made = dict(modules.state_dict())
         if "draft_vocab_size" in fields:
             made[VOCABULARY] = torch.empty(drafted, dtype=torch.long)
         if "head" in fields:
             made[HEAD] = torch.empty(drafted, hidden)
         if rank:
-            own = shapes(fields["markov_head"], rank, hidden, vocab, drafted)
-            made |= {PREFIX + name: torch.empty(shape) for name, shape in own.items()}
+            kind, head = fields["markov_head"], prefix(fields["markov_head"])
+            for name, shape in shapes(kind, rank, hidden, vocab, drafted).items():
+                made[head + name] = torch.empty(shape)
         if kind := fields.get("confidence_head"):
             made[f"{CONFIDENCE}.weight"] = torch.empty(1, hidden + rank * (kind == "markov"))
             made[f"{CONFIDENCE}.bias"] = torch.empty(1)

@@ -5,15 +5,19 @@ of some layers of the base at a token, its *features*, become one context vector
 RMS norm R. Every layer projects it to a key and a value. A block stands behind the context: the
 anchor, the token without features, then mask tokens. All of its slots see the context and each
 other, so that one forward predicts all of them. Features depend on committed tokens only, so what
-is cached of them never becomes invalid.
+is cached of them never becomes invalid. DFlash 2 has convolutions over a block's slots around
+attention and MLPs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -24,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from hf_spec.adapters.module import Adapter
 from hf_spec.core import mask as masks
 from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.drafting.transitions import fresh, shapes
+from hf_spec.drafting.transitions import fresh, prefix, shapes
 from modeling_patches.cache_name import CACHE
 from modeling_patches.weights import device_of, in_use, placement
 
@@ -33,10 +37,11 @@ class BlockAdapter(Adapter):
     """The parameters of a block drafter, by their names in released checkpoints.
 
     ``fc.weight`` (hidden, features * hidden), ``hidden_norm.weight``, ``layers.i.*`` as in Qwen3,
-    ``norm.weight``. If not all tokens are predicted, ``draft_vocabulary`` (tokens,), int64 ids in
-    ascending order; with a head of its own, ``lm_head.weight`` (tokens, hidden). With a Markov
-    head, ``markov_head.*``, see :mod:`hf_spec.drafting.transitions`. Buffers that are only kept:
-    ``confidence_head.proj.*``.
+    ``norm.weight``; with convolutions, ``layers.i.attention_conv`` and ``layers.i.mlp_conv``, see
+    :class:`Convolutions`. If not all tokens are predicted, ``draft_vocabulary`` (tokens,), int64
+    ids in ascending order; with a head of its own, ``lm_head.weight`` (tokens, hidden). With a
+    Markov head, ``markov_head.*`` or ``candidate_selector.*``, see
+    :mod:`hf_spec.drafting.transitions`. Buffers that are only kept: ``confidence_head.proj.*``.
     """
 
     config: BlockConfig
@@ -50,7 +55,7 @@ class BlockAdapter(Adapter):
         layers = config.layers()
         hidden, known = layers.hidden_size, config.known_tokens(model)
         assert config.feature_layers is not None
-        for name, module in decoder(layers, len(config.feature_layers)).items():
+        for name, module in decoder(config, layers, len(config.feature_layers)).items():
             self.add_module(name, module)
         self.hold(config.fresh_vocabulary())
         drafted = config.draft_vocab_size or known
@@ -58,26 +63,90 @@ class BlockAdapter(Adapter):
             self.lm_head = nn.Linear(hidden, drafted, bias=False)
         if rank := config.markov_rank:
             made = fresh(shapes(config.markov_head, rank, hidden, known, drafted))
-            self.markov_head = _tree_of(made, nn.Parameter)
+            self.add_module(prefix(config.markov_head)[:-1], _tree_of(made, nn.Parameter))
         if config.confidence_head != "none":
             width = hidden + rank * (config.confidence_head == "markov")
             made = {"proj.weight": torch.zeros(1, width), "proj.bias": torch.zeros(1)}
             self.confidence_head = _tree_of(made, nn.Buffer)
 
 
-def decoder(layers: Any, num_features: int) -> dict[str, nn.Module]:
+class Convolutions(nn.Module):
+    """Convolves a sublayer's input, and its output, over the slots of a block: of slot t,
+
+        y_t = sum_j (b_j + d_tj) * x_(t-j)
+
+    with b a parameter and d, equal within groups of features, projected from the input.
+
+    Args:
+        config: of the adapter.
+        hidden: number of features.
+
+    Attributes:
+        base_kernel: ``(2, slots, hidden)`` b of input and output.
+        kernel_projection: to d of both.
+    """
+
+    def __init__(self, config: BlockConfig, hidden: int):
+        super().__init__()
+        self._block, self._group = config.block_size, config.conv_group_size
+        kernel = torch.zeros(2, config.conv_kernel_size, hidden)
+        kernel[:, 0] = 1.0  # at first each slot sees itself alone
+        self.base_kernel = nn.Parameter(kernel)
+        moving = 2 * config.conv_kernel_size * (hidden // self._group)
+        self.kernel_projection = nn.Linear(hidden, moving, bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """``(batch, n, hidden)`` of whole blocks to the same of the sublayer's output."""
+        moving = self.kernel_projection(inputs).unflatten(-1, (*self.base_kernel.shape[:2], -1))
+        moving = moving.repeat_interleave(self._group, -1)
+        before, after = (self.base_kernel + moving).unbind(2)
+        return self._convolved(sublayer(self._convolved(inputs, before)), after)
+
+    def _convolved(self, inputs: Tensor, kernel: Tensor) -> Tensor:
+        """Args: ``(batch, n, hidden)`` and ``(batch, n, slots, hidden)``."""
+        blocks = inputs.unflatten(1, (-1, self._block))
+        found = torch.zeros_like(inputs)
+        for back in range(kernel.shape[2]):
+            shifted = functional.pad(blocks, (0, 0, back, 0))[:, :, : self._block]
+            found = found + shifted.flatten(1, 2) * kernel[:, :, back]
+        return found
+
+
+class ConvolvedLayer(Qwen3DecoderLayer):
+    """A layer of Qwen3 with convolutions around attention and MLP."""
+
+    def __init__(self, config: BlockConfig, layers: Any, index: int):
+        super().__init__(layers, index)
+        self.attention_conv = Convolutions(config, layers.hidden_size)
+        self.mlp_conv = Convolutions(config, layers.hidden_size)
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        def attention(inputs: Tensor) -> Tensor:
+            output: Tensor = self.self_attn(hidden_states=inputs, **given)[0]
+            return output
+
+        inner = self.attention_conv(self.input_layernorm(hidden_states), attention)
+        hidden_states = hidden_states + inner
+        inner = self.mlp_conv(self.post_attention_layernorm(hidden_states), self.mlp)
+        return hidden_states + inner
+
+
+def decoder(config: BlockConfig, layers: Any, num_features: int) -> dict[str, nn.Module]:
     """The modules that make up the decoder, by name.
 
     Args:
+        config: of the adapter.
         layers: Transformers' config of its layers.
         num_features: how many of the base's layers are read.
     """
     hidden = layers.hidden_size
+    layer = partial(ConvolvedLayer, config) if config.conv_kernel_size else Qwen3DecoderLayer
     count = range(layers.num_hidden_layers)
     return {
         "fc": nn.Linear(num_features * hidden, hidden, bias=False),
         "hidden_norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
-        "layers": nn.ModuleList(Qwen3DecoderLayer(layers, index) for index in count),
+        "layers": nn.ModuleList(layer(layers, index) for index in count),
         "norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
     }
 
@@ -87,7 +156,7 @@ def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
     made = nn.Module()
     for name, tensor in tensors.items():
         parent, _, leaf = name.rpartition(".")
-        if not hasattr(made, parent):
+        if parent and not hasattr(made, parent):
             made.add_module(parent, nn.Module())
         setattr(made.get_submodule(parent), leaf, kind(tensor))
     return made

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+from hf_spec.drafting.block_diffusion.config import SELECTOR
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
@@ -50,7 +51,16 @@ def speculators_files(
         tensors[HEAD] = vocabulary.weight
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    kind = "dspark" if config.markov_rank else "dflash"
+    selects, convolves = config.markov_head == SELECTOR, bool(config.conv_kernel_size)
+    if convolves != (selects and bool(config.markov_rank)):
+        raise ValueError(
+            f"conv_kernel_size={config.conv_kernel_size} with markov_head={config.markov_head!r}, "
+            f"markov_rank={config.markov_rank}: speculators knows convolutions and a selector only "
+            "together."
+        )
+    kind, named = ("dspark", "DSpark") if config.markov_rank else ("dflash", "DFlash")
+    if convolves:
+        kind, named = "dflash2", "DFlash2"
     layers = {**config.layer_config, "vocab_size": vocab, "model_type": "qwen3"}
     windowed = config.sliding_layers or []
     kinds = ["full_attention"] * config.num_layers
@@ -67,7 +77,7 @@ def speculators_files(
     }  # fmt: skip
     name = config.base_model_name_or_path or model.config.name_or_path
     description: dict[str, Any] = {
-        "architectures": [f"{'DSpark' if config.markov_rank else 'DFlash'}DraftModel"],
+        "architectures": [f"{named}DraftModel"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
@@ -88,7 +98,12 @@ def speculators_files(
         "dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "tie_word_embeddings": False,
     }  # fmt: skip
-    if config.markov_rank:
+    if convolves:
+        description |= {
+            "selector_rank": config.markov_rank, "selector_top_k": config.selector_top_k,
+            "conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size,
+        }  # fmt: skip
+    elif config.markov_rank:
         description |= {
             "markov_rank": config.markov_rank, "markov_head_type": config.markov_head,
             "enable_confidence_head": config.confidence_head != "none",
