@@ -98,6 +98,11 @@ def _run(running: tuple[Changes, ...], function: Callable[..., Any], args: Any, 
     return function(*args, **kwargs)
 
 
+def changing() -> bool:
+    """Whether changes are running."""
+    return bool(_running.get())
+
+
 def replaced(owner: Any, name: str) -> Callable[..., Any] | None:
     """The running call's replacement of a function; None if there is none."""
     if torch.compiler.is_compiling():

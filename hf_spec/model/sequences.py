@@ -7,9 +7,10 @@ front states. Positions and masks are those of decoding, with a tree node at eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +27,24 @@ from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import tree_recurrences
-from modeling_patches.per_call import Changes
+from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import takes_any_cache
 from modeling_patches.weights import placement
+
+
+class Keeper(Protocol):
+    """Keeps the hidden states of sequences that recur."""
+
+    def __call__(
+        self, compute: Callable[[Tensor, Tensor], Tensor], input_ids: Tensor, mask: Tensor,
+        layers: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        """Those of some sequences: kept ones, or what ``compute`` gives for ids and mask."""
+
+
+#: That of the running training.
+KEEPER: ContextVar[Keeper | None] = ContextVar("hf_spec_keeper", default=None)
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
 IGNORED = -100
@@ -279,15 +294,22 @@ def token_hidden(
     device = placement(model).device
     input_ids = input_ids.to(device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    changes = Changes()
-    seen = captured(model, changes, layers)
-    with torch.no_grad(), _evaluating(model):
-        changes.run(
-            model, input_ids=input_ids, attention_mask=mask, use_cache=False,
-            **taken(model, position_ids=positions, logits_to_keep=1),
-        )  # fmt: skip
-        return seen[0]
+
+    def compute(input_ids: Tensor, mask: Tensor) -> Tensor:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        changes = Changes()
+        seen = captured(model, changes, layers)
+        with torch.no_grad(), _evaluating(model):
+            changes.run(
+                model, input_ids=input_ids, attention_mask=mask, use_cache=False,
+                **taken(model, position_ids=positions, logits_to_keep=1),
+            )  # fmt: skip
+            return seen[0]
+
+    keeper = KEEPER.get()
+    if keeper is None or changing():  # changes may read what a forward computes on its way
+        return compute(input_ids, mask)
+    return keeper(compute, input_ids, mask, layers)
 
 
 def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:

@@ -27,6 +27,7 @@ from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import save_model
 from hf_spec.training.evaluation import EvalDecoding
+from hf_spec.training.kept_states import kept_states
 from hf_spec.training.report import expected
 from hf_spec.training.sharded import gathered
 from hf_spec.training.start import load_trained, new_config, set_vocabulary, with_markov_head
@@ -59,6 +60,14 @@ class SpecArguments(TrainingArguments):
             "the time, and epochs are not counted unless num_train_epochs is given."
         },
     )
+    kept_states: float = field(
+        default=16.0,
+        metadata={
+            "help": "Gigabytes of the base's hidden states that may be kept on disk until the "
+            "training ends, instead of computed in every epoch; at most half of the free disk. "
+            "0: none."
+        },
+    )
     max_length: int = field(default=1024, metadata={"help": "Longer sequences are cut, in tokens."})
     held_out: int = field(
         default=32, metadata={"help": "Answers kept for evaluation, at most a quarter of all."}
@@ -71,6 +80,7 @@ class SpecArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name in ("max_length", "held_out", "served_prompts", "served_tokens"):
             check_count(name, getattr(self, name))
+        check_range("kept_states", self.kept_states, 0.0, 10**6)
         if self.num_anchors is not None:
             check_count("num_anchors", self.num_anchors)
         if self.max_minutes is not None:
@@ -307,7 +317,8 @@ def _train(
             callbacks=[NewAnchors(), *callbacks],
             dry_run=dry_run,
         )
-        result = trainer.train(resume_from_checkpoint=last)
+        with kept_states(trainer, folder, [training_rows, held_out_rows], before):
+            result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]
             seconds = trainer.report.seconds_per_step or 0.0
