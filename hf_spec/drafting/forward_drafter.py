@@ -16,6 +16,7 @@ from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
+from hf_spec.drafting.draft_vocabulary import places_of
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import (
@@ -286,8 +287,5 @@ def learn_from_samples(
     right = torch.ones_like(tokens, dtype=torch.bool)
     for level, above in enumerate(likeliest[: count - 1], 1):
         right[:, level] = right[:, level - 1] & (tokens[:, level - 1] == above.to(device))
-    place, valid = tokens.clamp(min=0), right & (tokens >= 0)
-    if ids is not None:
-        found = torch.searchsorted(ids, place).clamp(max=len(ids) - 1)
-        valid, place = valid & (ids[found] == place), found
-    tempering.learn(*(part.flatten(0, 1) for part in (logits, noise, place, valid)))
+    place, known = places_of(tokens, ids)
+    tempering.learn(*(part.flatten(0, 1) for part in (logits, noise, place, right & known)))
