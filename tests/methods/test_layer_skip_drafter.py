@@ -586,7 +586,7 @@ def test_trees_change_nothing(
     common: dict[str, Any] = {
         "max_new_tokens": 24, "do_sample": False, "eos_token_id": None, **kwargs,
     }  # fmt: skip
-    options = {"max_draft": 4} if kwargs is CAPTURED else {}  # each size of a tree is a graph
+    options = {"max_draft": 4 if kwargs is CAPTURED else 6}  # each size of a tree is a graph
     settings = {key: value for key, value in common.items() if key not in CAPTURED}
     torch.manual_seed(3)
     plain = model.generate(**inputs, **settings)
