@@ -84,7 +84,7 @@ def num_layers(model: nn.Module) -> int:
 def unwrapped(model: Any) -> Any:
     """The Transformers model inside `torch.compile`'s and PEFT's wrappers."""
     model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
 def mixers(layer: nn.Module) -> list[nn.Module]:

@@ -365,6 +365,17 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a model fails the test."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("a model was loaded before the input was checked")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``trained("bita")``: the folder of an adapter, see `trained.TRAININGS`; read it only."""

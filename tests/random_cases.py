@@ -25,11 +25,12 @@ import torch
 from adapter_oracle import lent
 from conftest import ARCHITECTURES, EAGER_ONLY, EOS, PAD, VOCAB, prompt, shared
 from method_variants import VARIANTS
+from processors import Matcher
 from random_mtp import read_or_random
 from recurrent_models import CONFIGS, shared_recurrent
-from running import needed
+from running import CAPTURED, needed
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 from hf_spec.bench.agreement import TIE_ULPS, next_token_logits, ulp
 from hf_spec.methods.mtp import weights
@@ -53,7 +54,6 @@ RUNS: dict[tuple[str, str], dict[str, Any]] = {
         "skip_attention": [], "skip_mlp": [], "draft_exit": "fixed", "max_draft": 4,
     },
 }  # fmt: skip
-COMPILED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
 PROCESSORS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 1.2},
     {"bad_words_ids": [[5], [6, 7], [9, 10, 11]]}, {"sequence_bias": {(5,): 3.0, (8, 9): -4.0}},
@@ -101,21 +101,6 @@ class Case(NamedTuple):
     compiled: bool = False
     turn: str | None = None
     removed: int = 0
-
-
-class Matcher(LogitsProcessor):
-    """Allows half of the vocabulary, which half by all tokens so far, as grammars do."""
-
-    def __init__(self) -> None:
-        self.state: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.state is None:
-            self.state = torch.zeros(len(input_ids), dtype=torch.long)
-        else:
-            self.state = (self.state * 31 + input_ids[:, -1] + 1) % 1009
-        allowed = torch.arange(scores.shape[1])[None] + self.state[:, None]
-        return scores.masked_fill(allowed % 2 == 1, -torch.inf)
 
 
 def pairs(kinds: Iterable[str] = MODELS) -> Iterator[Case]:
@@ -361,7 +346,7 @@ def _strategy(
         "assistant_strategy": case.name, "assistant_kwargs": options, **needed(case.name)
     }  # fmt: skip
     if case.compiled and case.turn != "dynamic":
-        spec |= COMPILED
+        spec |= CAPTURED
     own = {CACHE: _dynamic(model)} if case.turn == "dynamic" else {}
     found, drafted, accepted = [], 0, 0
     for index, turn in enumerate(turns):
@@ -369,7 +354,7 @@ def _strategy(
         if index and case.turn == "tree":  # which has seen the images
             known = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
             inputs = {name: value for name, value in inputs.items() if name in known}
-            spec = {name: value for name, value in spec.items() if name not in COMPILED}
+            spec = {name: value for name, value in spec.items() if name not in CAPTURED}
         out = _generate(case, model, inputs, **spec, **own)
         answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         found.append([_ended(case, row) for row in answers])

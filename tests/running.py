@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 from hf_spec.core import transfer
 from modeling_patches import per_call
 from modeling_patches.per_call import Changes
+
+#: Compiled steps whose code is what was captured.
+CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
 
 
 def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:
@@ -35,6 +39,14 @@ def needed(strategy: str) -> dict[str, Any]:
     if not get_method(strategy).needs_assistant:
         return {}
     return {"assistant_model": shared("llama")}
+
+
+def family(strategy: str) -> Any:
+    """What its drafter has in common with those of others."""
+    from hf_spec.methods.registry import get_method
+
+    method = get_method(strategy)
+    return method.make or method.drafter.__base__
 
 
 def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,17 +40,6 @@ def prompts(tmp_path) -> Path:
     return write_prompts(tmp_path / "prompts.jsonl", rows)
 
 
-@pytest.fixture
-def no_model(monkeypatch):
-    """Loading a model fails the test."""
-
-    def refuse(*_, **__):
-        pytest.fail("a model was loaded before the input was checked")
-
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
-
-
 def bench(checkpoint: Path, prompts: Path, output: Path, *more: str) -> int:
     return cli.main(
         [

@@ -197,7 +197,7 @@ def test_greedy_equals_plain(
 ) -> None:
     """A ragged batch, left padded, or a row alone; the cache is checked on the way."""
     model = tiny(architecture, attention)
-    steps = watch_cache_lengths(monkeypatch, methods()[name])
+    steps = watch_cache_lengths(monkeypatch)
     with adapted(model, name, variant):
         out = model.generate(
             **inputs(row), **strategy(name, variant),
@@ -244,20 +244,27 @@ def test_greedy_equals_plain_in_fp64(
 # -- the cache -------------------------------------------------------------------------------
 
 
-def watch_cache_lengths(monkeypatch: pytest.MonkeyPatch, method: Method) -> list[list[int]]:
+def watch_cache_lengths(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """After every step each row's cache holds its tokens but the last; returns lengths seen."""
     seen: list[list[int]] = []
-    observe = method.drafter.observe
+    make = Method.make_drafter
 
-    def checked(self: Any, state: Any, draft: Any, counts: Any) -> None:
-        expected = [len(tokens) - 1 for tokens in state.tokens]
-        assert state.cache.host_lengths == expected
-        assert state.cache.lengths.tolist() == expected
-        assert state.cache.block is None
-        seen.append(expected)
-        observe(self, state, draft, counts)
+    def watched(self: Method, *args: Any) -> Any:
+        drafter: Any = make(self, *args)
+        observe = drafter.observe
 
-    monkeypatch.setattr(method.drafter, "observe", checked)
+        def checked(state: Any, draft: Any, counts: Any) -> None:
+            expected = [len(tokens) - 1 for tokens in state.tokens]
+            assert state.cache.host_lengths == expected
+            assert state.cache.lengths.tolist() == expected
+            assert state.cache.block is None
+            seen.append(expected)
+            observe(state, draft, counts)
+
+        drafter.observe = checked
+        return drafter
+
+    monkeypatch.setattr(Method, "make_drafter", watched)
     return seen
 
 

@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import randomise
 from conftest import prompt, ragged
 from datasets import Dataset
 from peft import get_peft_model
-from running import every_step, needed
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, TorchAoConfig
+from running import CAPTURED, every_step, needed
+from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.training.train import bit_sums, train
 from modeling_patches.support import check_unquantized, quantized_as
@@ -42,7 +41,6 @@ FORMS: dict[str, Callable[[], Any]] = {
     "int4": partial(torchao.IntxWeightOnlyConfig, weight_dtype=torch.int4),
     "float8": torchao.Float8WeightOnlyConfig,
 }
-CAPTURED = {"cache_implementation": STATIC, "compile_config": CompileConfig(backend="eager")}
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +73,6 @@ def tokens(model: Any, inputs: Any = None, **kwargs: Any) -> list[list[int]]:
     return model.generate(**(inputs or ragged()), **settings).tolist()
 
 
-def randomise(model: Any, peft_type: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for tensor in find_active(model, peft_type).weights().values():
-        tensor.data = 0.1 * torch.randn(tensor.shape, generator=generator)
-
-
 @pytest.mark.parametrize("name", methods())
 def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> None:
     method = methods()[name]
@@ -88,7 +80,7 @@ def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> N
     assert base != tokens(tiny("llama"))  # int8 it is
     if method.needs_adapter:
         model.add_adapter(method.adapter_config())
-        randomise(model, method.adapter_config.type_name)
+        randomise(model, method.adapter_config.type_name, std=0.1)
     plain = tokens(model)
     assert plain == base
     kwargs = {"assistant_strategy": name, "assistant_kwargs": OPTIONS.get(name, {})}
@@ -99,7 +91,7 @@ def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> N
 def test_learned_drafts(model: PreTrainedModel) -> None:
     plain = tokens(model)
     model.add_adapter(hf_spec.LayerSkipConfig(**OPTIONS["layer_skip"], draft_rank=2))
-    randomise(model, "LAYER_SKIP")
+    randomise(model, "LAYER_SKIP", std=0.1)
     assert tokens(model, assistant_strategy="layer_skip") == plain
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
@@ -120,7 +112,7 @@ def test_compiled_equals_plain(checkpoint: Path, form: str, name: str) -> None:
     model, method = quantized(checkpoint, form), methods()[name]
     if method.needs_adapter:
         model.add_adapter(method.adapter_config())
-        randomise(model, method.adapter_config.type_name)
+        randomise(model, method.adapter_config.type_name, std=0.1)
     plain = tokens(model)
     options = {**OPTIONS.get(name, {}), **({"num_draft_tokens": 3} if method.needs_adapter else {})}
     kwargs = {"assistant_strategy": name, "assistant_kwargs": options}
@@ -184,7 +176,7 @@ def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
     assert not hasattr(model, "spec_modules")
     peft_model = get_peft_model(model, hf_spec.SpaceConfig(update="lora"))
     before = tokens(model)
-    randomise(peft_model, "SPACE")
+    randomise(peft_model, "SPACE", std=0.1)
     plain = tokens(model)
     assert plain != before
     assert tokens(model, assistant_strategy="space") == plain

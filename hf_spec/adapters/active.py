@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hf_spec.adapters.checkpoint import Origin
-from hf_spec.adapters.layer import SpecAdapterLayer, base_of, layer_of, layers_of
+from hf_spec.adapters.layer import SpecAdapterLayer, layer_of, layers_of
+from modeling_patches.modules import unwrapped
 
 
 class ActiveAdapter(NamedTuple):
@@ -48,7 +49,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
         ValueError: several adapters of the type are active, or the weights of the active one have
             not been loaded.
     """
-    base = base_of(model)
+    base = unwrapped(model)
     layer: Any = layer_of(base, f"{peft_type.lower()}_")
     if layer is None or layer.disable_adapters:
         return None
@@ -80,7 +81,7 @@ def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAda
     """
     active = find_active(model, peft_type)
     if active is None:
-        layer = layer_of(base_of(model), f"{peft_type.lower()}_")
+        layer = layer_of(unwrapped(model), f"{peft_type.lower()}_")
         inactive = [] if layer is None else sorted(layer.adapters)
         remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
         if inactive:
@@ -110,7 +111,7 @@ def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
     Raises:
         ValueError: if the weights cannot be changed: they are quantized, offloaded or shared.
     """
-    base = base_of(model)
+    base = unwrapped(model)
     layers = [layer for layer in layers_of(base) if layer.mergeable()]
     for layer in layers:
         layer.merge_into(base, safe_merge)
@@ -119,6 +120,6 @@ def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
 
 def unmerge_adapter(model: nn.Module) -> None:
     """Undo :func:`merge_adapter`; does nothing if nothing is merged."""
-    base = base_of(model)
+    base = unwrapped(model)
     for layer in layers_of(base):
         layer.unmerge_from_base()

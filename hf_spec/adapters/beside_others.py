@@ -20,9 +20,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, base_of, layer_of, layers_of
+from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, layers_of
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.repo_files import SHIM
+from modeling_patches.modules import unwrapped
 
 
 def add_beside(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +44,7 @@ def add_beside(original: Callable[..., Any]) -> Callable[..., Any]:
         if same or adapter_name in self.peft_config or not _has_ours(self, found):
             original(self, adapter_name, peft_config, low_cpu_mem_usage, autocast_adapter_dtype)
             return
-        base = base_of(self)
+        base = unwrapped(self)
         tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_config.peft_type]
         active = _active(base, peft_config.peft_type)
         trainable = {id(one) for one in base.parameters() if one.requires_grad}
@@ -87,7 +88,7 @@ def set_by_type(original: Callable[..., Any]) -> Callable[..., Any]:
             if peft_type == self.peft_type:
                 original(self, some[0], inference_mode)
             else:
-                _choose(base_of(self), peft_type, some, inference_mode)
+                _choose(unwrapped(self), peft_type, some, inference_mode)
 
     return set_adapter
 
@@ -102,12 +103,12 @@ def delete_by_type(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
         del self.peft_config[adapter_name]
-        layer = layer_of(base_of(self), tuner_class.prefix)
+        layer = layer_of(unwrapped(self), tuner_class.prefix)
         if layer is not None:
             layer.delete_adapter(adapter_name)
         else:
             functional.delete_adapter(
-                base_of(self), adapter_name, tuner_class.prefix, tuner_class.tuner_layer_cls
+                unwrapped(self), adapter_name, tuner_class.prefix, tuner_class.tuner_layer_cls
             )
 
     return delete_adapter

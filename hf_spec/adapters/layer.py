@@ -146,12 +146,6 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 # -- access through the base model ---------------------------------------------------------------
 
 
-def base_of(model: nn.Module) -> Any:
-    """The base model itself: not compiled, without a `PeftModel` around it."""
-    base: Any = getattr(model, "_orig_mod", model)
-    return base_of(base.get_base_model()) if hasattr(base, "get_base_model") else base
-
-
 def container_key(prefix: str) -> str:
     # Not just the type: ".bita." inside the keys would be taken for an adapter of that name.
     return f"type_{prefix.removesuffix('_')}"

@@ -17,14 +17,15 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_spec.adapters.checkpoint import Origin, read_weights, readable
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import base_of, layer_of, layers_of
+from hf_spec.adapters.layer import layer_of, layers_of
+from modeling_patches.modules import unwrapped
 
 
 def wrap_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     """`PeftModel.from_pretrained`, which attaches an adapter before it reads the weights."""
 
     def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with unchanged_on_error(base_of(model)):
+        with unchanged_on_error(unwrapped(model)):
             return original(cls, model, *args, **kwargs)
 
     return from_pretrained
@@ -38,7 +39,7 @@ def wrap_peft_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_ours(origin, self.peft_config.get(adapter_name)):
             return original(self, model_id, adapter_name, *args, **kwargs)
         origin.weights()
-        with unchanged_on_error(base_of(self)), readable(model_id):
+        with unchanged_on_error(unwrapped(self)), readable(model_id):
             result = original(self, model_id, adapter_name, *args, **kwargs)
         _note(self, adapter_name, origin)
         return result
@@ -141,6 +142,6 @@ def _is_ours(origin: Origin | None, config: Any) -> bool:
 
 def _note(model: Any, name: str, origin: Origin) -> None:
     config: Any = model.peft_config[name]
-    layer = layer_of(base_of(model), f"{config.type_name.lower()}_")
+    layer = layer_of(unwrapped(model), f"{config.type_name.lower()}_")
     assert layer is not None
     layer.adapters[name].origin = origin

@@ -41,13 +41,7 @@ from hf_spec.adapters.beside_others import (
 )
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_fit, check_numbers
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
-from hf_spec.adapters.layer import (
-    CONTAINER,
-    SpecAdapterLayer,
-    base_of,
-    layer_of,
-    name_on_disk,
-)
+from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk
 from hf_spec.adapters.loading import (
     unchanged_on_error,
     wrap_from_pretrained,
@@ -56,6 +50,7 @@ from hf_spec.adapters.loading import (
 )
 from hf_spec.adapters.module import Adapter
 from modeling_patches import peft_minimum
+from modeling_patches.modules import unwrapped
 from modeling_patches.weights import placement
 
 
@@ -106,7 +101,7 @@ class SpecTuner(BaseTuner):
     def __init__(
         self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        model = base_of(model)  # a PeftModel of another type may be around it
+        model = unwrapped(model)  # a PeftModel of another type may be around it
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
         configs: Any = getattr(model, "peft_config", {})
         existing = configs.get(adapter_name, config)
@@ -177,7 +172,7 @@ class SpecTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         # PEFT would skip parameters without a counterpart.
-        base = base_of(model)
+        base = unwrapped(model)
         layer = layer_of(base, cls.prefix)
         if layer is not None:
             stored = {key.removeprefix(PEFT_PREFIX): one for key, one in state_dict.items()}

@@ -56,7 +56,6 @@ def tune(
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
     from hf_spec.decoding.strategy import Strategy
-    from hf_spec.drafting.wrapped_drafter import WrappedDrafter
     from hf_spec.hub.folder import read_spec_config
     from hf_spec.policy.saved import LEARNED_FILE, conditions, read_entries, to_entry, write_entry
 
@@ -84,8 +83,6 @@ def tune(
         typer.echo("interrupted; nothing was written", err=True)
         raise typer.Exit(INTERRUPTED) from None
     drafter: Any = strategy.drafter
-    while isinstance(drafter, WrappedDrafter):  # wrappers do not predict
-        drafter = drafter.inner
     calibrations = getattr(getattr(drafter, "source", None), "calibrations", None)
     entry = {
         **conditions(loaded, method.name, strategy.options),

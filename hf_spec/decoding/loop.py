@@ -107,6 +107,8 @@ def decode(
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, sequences, watch, handover.ends)
         steps.first(prefilled)
+        if drafter.prunes is None and not strategy.timed:
+            drafter.prunes = True
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):

@@ -182,8 +182,8 @@ class _Trial:
                     return _NO_STATES, error
             errors = [_error(output.logits, torch.stack([root, first, second, third], 1))]
             path = _PATH
-            if drafter is not None and drafter.prune_layer is not None:
-                output = target(tree, pruning=_Pruning(drafter.prune_layer))
+            if drafter is not None and drafter.pruning is not None:
+                output = target(tree, pruning=_Pruning(drafter.pruning.layer))
                 path = [*range(len(_PATH))]
                 errors.append(_error(output.logits, torch.stack([root, second, third], 1)))
             # The cache must then hold the accepted path as if it had been forwarded alone.

@@ -41,6 +41,20 @@ def common_tokens(answers: Iterable[Sequence[int]], size: int, vocabulary: int) 
     return torch.tensor(sorted(order[:size]))
 
 
+def places_of(tokens: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where tokens stand among some ids, and whether they do; both of the tokens' shape.
+
+    Args:
+        tokens: ids; negative where there is none.
+        ids: ``(n,)`` ascending; None for those of the whole vocabulary.
+    """
+    place, known = tokens.clamp(min=0), tokens >= 0
+    if ids is None:
+        return place, known
+    found = torch.searchsorted(ids, place).clamp(max=len(ids) - 1)
+    return found, known & (ids[found] == place)
+
+
 #: Parameter name of an adapter's own output embeddings.
 HEAD = "lm_head.weight"
 

@@ -40,10 +40,10 @@ class Drafter(CandidateGenerator):
         single_forward: whether a step is one forward pass; False if drafting runs the model, too.
         runs_modules: whether drafting runs modules of the model, such as its output embeddings.
         probe_inputs: the learned inputs of its probes, if it has any.
-        prune_layer: number of layers that run on all nodes, if some steps prune.
         drafting: changes to the model while it drafts; None if drafting does not run it.
-        prunes: whether unlikely draft tokens are dropped in deeper layers; None: the policy decides
-            in each step.
+        pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
+            ones depends on their tokens, so a pruned tree must not carry distributions.
+        prunes: whether steps do so; None: the policy decides in each step.
         distances: tokens after the next one that the probes of a node predict.
         num_probes: number of probes of a node; 0 if there are none, or trees bring their own.
         group: these probes, which the prompt's last token gets, too.
@@ -57,8 +57,8 @@ class Drafter(CandidateGenerator):
     single_forward: ClassVar[bool] = True
     runs_modules: ClassVar[bool] = False
     probe_inputs: ProbeInputs | None = None
-    prune_layer: int | None = None
     drafting: Changes | None = None
+    pruning: Pruning | None = None
     prunes: bool | None = False
     distances: int = 0
     num_probes: int = 0
@@ -69,20 +69,11 @@ class Drafter(CandidateGenerator):
         self.options: Any = options  # of the method's own class
 
     @property
-    def pruning(self) -> Pruning | None:
-        """How nodes are dropped in deeper layers; None if they are not.
-
-        Which ones are dropped depends on their tokens, so a pruned tree must not carry
-        distributions.
-        """
-        return None
-
-    @property
     def kind_of_forward(self) -> Hashable:
         """What its forwards need besides a tree. Each kind is checked and compiled once."""
         inputs = self.probe_inputs
         probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
-        return probes, self.reads, self.prune_layer
+        return probes, self.reads, self.pruning and self.pruning.layer
 
     def start(self, state: DecodeState) -> None:
         """Called once, after the prompt."""

@@ -16,6 +16,7 @@ from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
+from hf_spec.drafting.draft_vocabulary import places_of
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import (
@@ -257,19 +258,34 @@ class _Growth:
             tempering: whether to learn from samples, too.
         """
         self.drafter.exit.learn(self.trust, self.rows, emitted)
-        if not self.samples or not tempering:
-            return
-        logits, noise = (torch.stack(parts, 1) for parts in zip(*self.samples))
-        count, device = len(self.samples), logits.device
-        tokens = sent([[*row, *[-1] * count][:count] for row in emitted], device)
-        # Samples of a level count where the likeliest tokens above it were right.
-        right = torch.ones_like(tokens, dtype=torch.bool)
-        for level, likeliest in enumerate(self._likeliest[: count - 1], 1):
-            right[:, level] = right[:, level - 1] & (tokens[:, level - 1] == likeliest.to(device))
-        place, valid = tokens.clamp(min=0), right & (tokens >= 0)
-        if (ids := self.drafter.token_ids) is not None:
-            found = torch.searchsorted(ids, place).clamp(max=len(ids) - 1)
-            valid, place = valid & (ids[found] == place), found
-        self.drafter.tempering.learn(
-            *(part.flatten(0, 1) for part in (logits, noise, place, valid))
-        )
+        if tempering:
+            learn_from_samples(
+                self.drafter.tempering, self.samples, self._likeliest, emitted,
+                self.drafter.token_ids,
+            )  # fmt: skip
+
+
+def learn_from_samples(
+    tempering: Tempers, samples: Sequence[tuple[Tensor, Tensor]], likeliest: Sequence[Tensor],
+    emitted: Sequence[Sequence[int]], ids: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Learn from sampled tokens.
+
+    Args:
+        tempering: what learns.
+        samples: logits and noise of the likeliest node of each level, ``(batch, tokens)`` each.
+        likeliest: ``(batch,)`` the token of that node, from the first level below the root.
+        emitted: the tokens that each sequence emitted.
+        ids: ``(tokens,)`` ids of the logits; None if these are the indices.
+    """
+    if not samples:
+        return
+    logits, noise = (torch.stack(parts, 1) for parts in zip(*samples))
+    count, device = len(samples), logits.device
+    tokens = sent([[*row, *[-1] * count][:count] for row in emitted], device)
+    # Samples of a level count where the likeliest tokens above it were right.
+    right = torch.ones_like(tokens, dtype=torch.bool)
+    for level, above in enumerate(likeliest[: count - 1], 1):
+        right[:, level] = right[:, level - 1] & (tokens[:, level - 1] == above.to(device))
+    place, known = places_of(tokens, ids)
+    tempering.learn(*(part.flatten(0, 1) for part in (logits, noise, place, right & known)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.heads import HEAD_WEIGHTS, PROJECTION, WEIGHTS, head_logits, head_states
 from hf_spec.drafting.options import CHAIN
-from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
 from hf_spec.model.hidden_states import Reads, model_logits
 from hf_spec.model.sequences import token_hidden
@@ -52,18 +51,6 @@ class HeadDrafter(TreeDrafter):
             if name in weights
         }
         self.distances = len(self.weights[WEIGHTS])
-
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        self.num_predicted = (self.distances,) * state.batch_size
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.num_predicted = self.num_predicted[: len(rows)]
-
-    @property
-    def num_predicted_ahead(self) -> Sequence[int] | None:
-        return None if self.hidden is None else self.num_predicted
 
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         used = {name: tensor[:depth] for name, tensor in self.weights.items()}

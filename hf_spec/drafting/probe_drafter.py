@@ -67,10 +67,6 @@ class ProbeDrafter(TreeDrafter):
         super().observe(state, tree, result)
         self.num_predicted = [count // self.per_distance for count in result.num_probes]
 
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.num_predicted = [self.num_predicted[row] for row in rows]
-
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         return self.distance_states(hidden[:, : depth * self.per_distance])
 

@@ -135,6 +135,7 @@ class TreeDrafter(Drafter):
 
     def start(self, state: DecodeState) -> None:
         self.source.start(state)
+        self.num_predicted = [self.distances] * state.batch_size
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = hidden
@@ -142,6 +143,7 @@ class TreeDrafter(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         if self.hidden is not None:
             self.hidden = self.hidden[torch.tensor(rows, device=self.hidden.device)]
+        self.num_predicted = [self.num_predicted[row] for row in rows]
         self._steps.clear()
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
@@ -194,9 +196,9 @@ class TreeDrafter(Drafter):
         return self.predict(state, depth, width).ranked(trees, state.root), None
 
     @property
-    @abstractmethod
     def num_predicted_ahead(self) -> Sequence[int] | Tensor | None:
         """:attr:`num_predicted` before the host knows it; None if there are no predictions."""
+        return None if self.hidden is None else self.num_predicted
 
     def predict(
         self, state: DecodeState, depth: int, width: int,

@@ -102,7 +102,7 @@ class Method:
         name: value of ``assistant_strategy``, and name of the module.
         summary: one line for listings.
         options: dataclass of ``assistant_kwargs``, derived from :class:`DraftOptions`.
-        drafter: builds the drafter.
+        drafter: class of its drafters.
         adapter_config: config class of its PEFT adapter; None if it has none.
         adapter_module: class of what such an adapter learns.
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
@@ -113,6 +113,7 @@ class Method:
             needs no such thing.
         needs_assistant: whether the call's assistant model drafts, which is then the third argument
             of ``drafter``.
+        make: builds the drafter from a model and options, where ``drafter`` alone does not.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
@@ -133,6 +134,7 @@ class Method:
     needs_adapter: bool = False
     included: Callable[[PreTrainedModel], object] | None = None
     needs_assistant: bool = False
+    make: Callable[[Any, Any], Drafter] | None = None
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
@@ -212,7 +214,7 @@ class Method:
                     "which the assistant drafts. To let the assistant draft with a strategy, name "
                     "it in the assistant's generation_config."
                 )
-            return self.drafter(model, options)
+            return (self.make or self.drafter)(model, options)
         if assistant is None:
             raise ValueError(
                 f"{given} without assistant_model: give the smaller model that drafts, "

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hf_spec.core.memory import locked
 from hf_spec.core.transfer import sent
+from hf_spec.drafting.draft_vocabulary import places_of
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 
@@ -123,11 +124,10 @@ class Sample(NamedTuple):
         tokens = sent([[*row, *[-1] * depth][:depth] for row in emitted], device)
         distances = torch.arange(depth, device=device)
         reached = torch.as_tensor(known, device=device)[:, None] > distances
-        valid, place = (tokens >= 0) & reached, tokens.clamp(min=0)
-        previous = torch.cat([root.to(device)[:, None], place[:, :-1]], dim=1)
-        if drafter.vocabulary is not None:
-            ids = drafter.vocabulary.tokens.to(device)
-            found = torch.searchsorted(ids, place).clamp(max=len(ids) - 1)
-            valid, place = valid & (ids[found] == place), found
+        before = tokens[:, :-1].clamp(min=0)
+        previous = torch.cat([root.to(device)[:, None], before], dim=1)
+        ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens.to(device)
+        place, known = places_of(tokens, ids)
         logits = drafter.given(hidden, previous.to(hidden.device)).to(device)
-        tempering.learn(*(part.flatten(0, 1) for part in (logits, noise, place, valid)))
+        parts = logits, noise, place, known & reached
+        tempering.learn(*(part.flatten(0, 1) for part in parts))

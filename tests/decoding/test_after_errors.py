@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import PAD, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
-from running import drafting, fingerprint
+from running import drafting, family, fingerprint
 from test_method_contract import FIRST, adapted, strategy
 from test_shrinking import StopRowAt
 from torch import Tensor
@@ -38,7 +38,6 @@ import modeling_patches
 from hf_spec.cache.buffers import AttentionStates
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import prefill
-from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
@@ -322,7 +321,7 @@ def test_after_an_error_calls_go_on(tiny: Tiny, architecture: str, kind: str) ->
     ("name", "variant", "kind"),
     covering(
         [(*case, kind) for case in FIRST for kind in ("dynamic", "tree")],
-        lambda name, variant, kind: [name, (methods()[name].drafter.__base__, kind)],
+        lambda name, variant, kind: [name, (family(name), kind)],
     ),
 )
 def test_after_an_error_with_every_strategy(tiny: Tiny, name: str, variant: str, kind: str) -> None:

@@ -23,7 +23,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
-from running import drafting
+from running import CAPTURED, drafting, family
 from test_shrinking import StopRowAt
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
@@ -35,7 +35,6 @@ from hf_spec.model.graphs import Graphs
 from modeling_patches.cache_name import CACHE, cache_in
 
 NEW = 20
-CAPTURED = {"cache_implementation": STATIC, "compile_config": CompileConfig(backend="eager")}
 #: Options of each strategy, under which every step drafts.
 OPTIONS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "max_draft": 4},
@@ -139,7 +138,7 @@ def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "sampled"),
     covering(
         product(methods(), (False, True)),
-        lambda name, sampled: [methods()[name].drafter.__base__ if sampled else name],
+        lambda name, sampled: [family(name) if sampled else name],
     ),
 )
 def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:

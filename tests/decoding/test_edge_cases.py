@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import PAD, plainly, prompt, ragged
 from covering import covering
-from running import drafting, fingerprint
+from running import drafting, family, fingerprint
 from test_compiled import adapt, strategy
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -183,9 +183,7 @@ COMPILE = (
 
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    covering(
-        product(methods(), COMPILE), lambda name, how: [methods()[name].drafter.__base__, how]
-    ),
+    covering(product(methods(), COMPILE), lambda name, how: [family(name), how]),
 )
 def test_compiled_models(
     shallow: Any, name: str, compiled: Callable[..., Any], caplog: pytest.LogCaptureFixture
@@ -218,7 +216,7 @@ def test_device_map_with_hooks(fresh: Tiny, spec: Spec, tmp_path: Any) -> None:
     ("name", "architecture"),
     covering(
         product(methods(), ["llama", "gpt2"]),
-        lambda name, architecture: [methods()[name].drafter.__base__, architecture],
+        lambda name, architecture: [family(name), architecture],
     ),
 )
 def test_gradient_checkpointing(shallow: Any, name: str, architecture: str) -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import EOS, PAD, STRATEGIES, VOCAB, plainly, prompt, ragged
 from peft import LoraConfig, get_peft_model
+from processors import ByRow, Shown
 from tiny_checkpoint import make_model, make_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
@@ -155,28 +155,6 @@ def test_pipeline(spec: Spec, decoded: list[str]) -> None:
 # -- logits processors -----------------------------------------------------------------------
 
 
-class Shown(LogitsProcessor):
-    """Records every prefix it is shown, and how its scores look."""
-
-    def __init__(self) -> None:
-        self.prefixes: list[list[list[int]]] = []
-        self.scores: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.prefixes.append(input_ids.tolist())
-        self.scores.append(scores.clone())
-        return scores
-
-
-class ByRow(LogitsProcessor):
-    """Forbids other tokens in each row, in place."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for row in range(len(scores)):
-            scores[row, row :: len(scores) + 1] = -float("inf")
-        return scores
-
-
 def allowed_by_row(row: int, ids: torch.Tensor) -> list[int]:
     """Tokens depend on the row and on the last token."""
     return [t for t in range(3, VOCAB) if (t + row + int(ids[-1])) % 3]
@@ -194,7 +172,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(10, 20))},
     "exponential_decay": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": EOS},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": allowed_by_row},
-    "by_row": {"logits_processor": LogitsProcessorList([ByRow()])},
+    "by_row": {"logits_processor": LogitsProcessorList([ByRow(3)])},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0)},
     "renormalize": {"renormalize_logits": True, "repetition_penalty": 1.2},
     "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [5, 6]},
@@ -218,7 +196,7 @@ def test_processors_see_the_true_prefix(tiny: Tiny) -> None:
                 prompt(), **settings, **spec, logits_processor=LogitsProcessorList([shown[-1]])
             )
         plain, ours = shown
-        assert ours.prefixes == plain.prefixes
+        assert ours.ids == plain.ids
         for mine, theirs in zip(ours.scores, plain.scores):
             assert mine.dtype == theirs.dtype == torch.float32
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # see check_recorded
@@ -230,9 +208,9 @@ def test_processors_of_a_batch_see_whole_batches(tiny: Tiny, spec: Spec) -> None
     out = tiny().generate(
         **ragged(), **GREEDY, **spec, logits_processor=LogitsProcessorList([shown])
     )
-    assert {len(rows) for rows in shown.prefixes} == {3}
+    assert {len(rows) for rows in shown.ids} == {3}
     for row, tokens in enumerate(out.tolist()):
-        seen = {tuple(rows[row]) for rows in shown.prefixes}
+        seen = {tuple(rows[row]) for rows in shown.ids}
         assert all(tuple(tokens[:end]) in seen for end in range(12, len(tokens)))
 
 

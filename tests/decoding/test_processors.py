@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
+from processors import Matcher
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process
@@ -20,27 +21,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [0]},
 }
 EOS = 7
-
-
-class Matcher(LogitsProcessor):
-    """Allows half of the vocabulary, which half by all the row's tokens; notes what it is shown.
-
-    Like a grammar matcher, it must be called exactly once for each token.
-    """
-
-    def __init__(self) -> None:
-        self.state: list[int] | None = None
-        self.calls: list[list[list[int]]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls.append(input_ids.tolist())
-        if self.state is None:
-            self.state = [0] * len(input_ids)
-        else:
-            last = input_ids[:, -1].tolist()
-            self.state = [(s * 31 + t + 1) % 1009 for s, t in zip(self.state, last)]
-        allowed = torch.arange(scores.shape[1])[None] + torch.tensor(self.state)[:, None]
-        return scores.masked_fill(allowed % 2 == 1, -torch.inf)
 
 
 class Stateless(Matcher):

@@ -19,11 +19,11 @@ from conftest import prompt, ragged
 from covering import EVERY_CASE, covering
 from peft import LoraConfig
 from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
-from running import drafting, fingerprint
+from running import CAPTURED, drafting, fingerprint
 from test_after_errors import Criterion, Failure, failing, lines
 from test_shrinking import StopRowAt, staggered
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_spec
 from hf_spec.cache import recurrent as recurrent_module
@@ -57,7 +57,6 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 #: MiniMax-Text-01 begins with a layer that has a state and no keys.
 LINEAR_FIRST = {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]}
-CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -264,7 +263,7 @@ def test_batches_that_shrink(kind: str) -> None:
 def test_threads() -> None:
     """Calls with and without a strategy, which share the modules' functions."""
     model = shared_recurrent("qwen3_5_text")
-    settings = {**GREEDY, "max_new_tokens": 24}
+    settings = {**GREEDY, "max_new_tokens": 12}
     wanted = [model.generate(**given, **settings).tolist() for given in (one_row(), ragged())]
     model.generate(**one_row(), **settings, **LOOKUP)  # puts the dispatchers in place
     before, barrier = fingerprint(model), threading.Barrier(8)

@@ -12,10 +12,10 @@ import torch
 from conftest import PAD, VOCAB, plainly, prompt, ragged, shared
 from covering import covering
 from peft import LoraConfig, get_peft_model
-from running import drafting
+from processors import ByRow, Shown
+from running import drafting, family
 from test_method_contract import CASES, FIRST, adapted, runs_on, strategy
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
@@ -117,7 +117,7 @@ def retrieving(name: str, variant: str) -> dict[str, Any]:
     ("name", "variant", "rows"),
     covering(
         [(*case, rows) for case in CASES for rows in (2, 5, 16)],
-        lambda name, variant, rows: [name, (methods()[name].drafter.__base__, variant), rows],
+        lambda name, variant, rows: [name, (family(name), variant), rows],
     ),
 )
 def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) -> None:
@@ -166,30 +166,6 @@ def test_eos_and_processors(fresh: Tiny, name: str, variant: str) -> None:
             logits_processor=LogitsProcessorList([ByRow(5)]),
         )  # fmt: skip
         assert sizes[-1] < 5
-
-
-class ByRow(LogitsProcessor):
-    """Forbids other tokens in each row; sees the whole batch, whichever rows are finished."""
-
-    def __init__(self, rows: int):
-        self.rows = rows
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert len(input_ids) == len(scores) == self.rows
-        for row in range(self.rows):
-            scores[row, row :: self.rows + 1] = -float("inf")
-        return scores
-
-
-class Shown(LogitsProcessor):
-    """Records the ids that it is shown."""
-
-    def __init__(self) -> None:
-        self.ids: list[list[list[int]]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.ids.append(input_ids.tolist())
-        return scores
 
 
 @pytest.fixture

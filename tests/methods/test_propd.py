@@ -246,8 +246,15 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
 # -- whether it pays ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"tree": "sparse"}, {}, {"lookup": True}])
-@pytest.mark.parametrize(("chosen", "tried"), [("auto", {True, False}), ("always", {True})])
+@pytest.mark.parametrize(
+    ("chosen", "tried", "options"),
+    [
+        ("auto", {True, False}, {"tree": "sparse"}),
+        ("auto", {True, False}, {}),
+        ("auto", {True, False}, {"lookup": True}),
+        ("always", {True}, {}),
+    ],
+)
 def test_auto_tries_steps_with_and_without(
     fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, chosen: str,
     tried: set[bool], options: dict[str, Any],

@@ -113,7 +113,7 @@ def test_a_new_process_starts_from_it(made: Path) -> None:
         assert times.line is not None and times.drafting_seconds == one["times"]["drafting"]
         assert not found.learned.settings[key].tries  # nothing has to be tried first
     drafter: Any = found.drafter
-    source = getattr(drafter, "inner", drafter).source
+    source = drafter.source
     assert source.calibrations[False].hits.tolist() == entry["calibration"]["hits"]
     assert source.calibrations[True].hits.tolist() == Calibration(2).hits.tolist()
     plain = model.generate(IDS, **NEW)

@@ -69,17 +69,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading a model fails the test."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        pytest.fail("a model was loaded")
-
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
-
-
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 

@@ -67,7 +67,6 @@ class BlockDrafter(TreeDrafter):
         super().start(state)
         layers, batch = self.network.config.num_layers, state.batch_size
         self.cache = DraftCache(layers, batch, self.network.device)
-        self.num_predicted = (self.distances,) * batch
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = None
@@ -83,14 +82,9 @@ class BlockDrafter(TreeDrafter):
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
-        self.num_predicted = self.num_predicted[: len(rows)]
         self._committed.select(rows)
         if self.cache is not None:
             self.cache.select(rows)
-
-    @property
-    def num_predicted_ahead(self) -> Sequence[int] | None:
-        return None if self.hidden is None else self.num_predicted
 
     def prefetch(self, state: DecodeState) -> Tensor | None:
         # Where reads are free, only accepted tokens run.

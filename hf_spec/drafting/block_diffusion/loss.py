@@ -12,7 +12,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.block_diffusion.network import BlockNetwork
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
-from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary, places_of
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.drafting.transitions import Transitions
 from hf_spec.model.hidden_states import model_logits, states_at
@@ -56,8 +56,8 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
     own, aims = None, wanted
     if vocabulary is not None:
         tokens = vocabulary.tokens.to(device)
-        found = torch.searchsorted(tokens, wanted.clamp(min=0)).clamp(max=len(tokens) - 1)
-        aims = found.masked_fill(tokens[found] != wanted, IGNORED)
+        found, known = places_of(wanted, tokens)
+        aims = found.masked_fill(~known, IGNORED)
     if config.loss == "distillation":
         with torch.no_grad():
             hidden = token_hidden(model, batch.input_ids, batch.attention_mask)

@@ -22,6 +22,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.forward_drafter import learn_from_samples
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
@@ -240,22 +241,10 @@ class Stage:
         Args:
             tempering: whether to learn from samples, too.
         """
-        drafter = self.drafter
-        drafter.exit.learn(self.trust, self.rows, emitted)
-        if not self.samples or not tempering:
-            return
-        logits, noise = (torch.stack(parts, 1) for parts in zip(*self.samples))
-        rows = [
-            [
-                tokens[k] if k < len(tokens) and tokens[:k] == drafted[:k] else -1
-                for k in range(len(self.samples))
-            ]
-            for tokens, drafted in zip(map(list, emitted), self._drafted)
-        ]
-        tokens = torch.tensor(rows, device=logits.device).flatten()
-        drafter.tempering.learn(
-            logits.flatten(0, 1), noise.flatten(0, 1), tokens.clamp(min=0), tokens >= 0
-        )
+        self.drafter.exit.learn(self.trust, self.rows, emitted)
+        if tempering and self._tokens is not None:
+            likeliest = self._tokens[:, 1:].unbind(1)
+            learn_from_samples(self.drafter.tempering, self.samples, likeliest, emitted)
 
 
 class _Followed:

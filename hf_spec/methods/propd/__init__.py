@@ -2,7 +2,7 @@
 
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.propd.adapter import ProPDAdapter, ProPDConfig, loss
-from hf_spec.methods.propd.drafter import ProPDDrafter, ProPDOptions
+from hf_spec.methods.propd.drafter import ProPDDrafter, ProPDOptions, make_drafter
 from hf_spec.methods.registry import Method
 
 METHOD = Method(
@@ -10,6 +10,7 @@ METHOD = Method(
     summary="heads predict the next tokens; unlikely ones are dropped after the first layers",
     options=ProPDOptions,
     drafter=ProPDDrafter,
+    make=make_drafter,
     adapter_config=ProPDConfig,
     adapter_module=ProPDAdapter,
     objective=loss,

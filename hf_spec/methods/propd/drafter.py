@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.head_drafter import HeadDrafter
 from hf_spec.drafting.heads import WEIGHTS
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
-from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeSource
-from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
 from hf_spec.methods.propd.online_tree import ONLINE, HitRates, OnlineTrees
 from hf_spec.methods.registry import Method, get_method
@@ -158,56 +156,45 @@ def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     return inner, place.gather(1, tree.parents.clamp(min=0))
 
 
-class ProPDDrafter(WrappedDrafter):
-    """The trees of the heads, or of another strategy, with early pruning.
+class ProPDDrafter(HeadDrafter):
+    """The trees of the adapter's heads.
 
     Draft tokens are never sampled, as pruning depends on their tokens.
     """
 
     trees = {**HeadDrafter.trees, ONLINE: None}
-    unused = ()
-    runs_modules: ClassVar[bool] = True
 
-    def __init__(self, model: Any, options: ProPDOptions):
-        adapter = require_active(model, "PROPD", "propd")
-        weights, config = adapter.weights(), adapter.config
-        inner: Drafter
-        if options.drafter == HEADS:
-            source = _source(options, model, adapter, len(weights[WEIGHTS]))
-            inner = HeadDrafter(model, options, weights, source)
-        else:
-            method = drafting_method(options)
-            inner = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
-        super().__init__(inner)
-        self.options = options
-        self._early: EarlyPruning | None = None
-        if options.prune:
-            self.prunes = None if options.prune == "auto" else True
-            self._check_exits(config.prune_layer)
-            self.prune_layer = config.prune_layer
-            self._early = EarlyPruning(
-                model, weights, config.prune_layer, config.prune_top_k, options
-            )
 
-    def _check_exits(self, layer: int) -> None:
-        """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned."""
-        exits = 1 if self.probe_inputs is None else self.probe_inputs.exits
-        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        if layers - exits < layer:
-            raise ValueError(
-                f"the drafter's adapter averages the last {exits} of {layers} layers, and "
-                f"draft tokens are pruned after layer {layer}: give prune=False, or train an "
-                "early head for fewer layers."
-            )
+def make_drafter(model: Any, options: ProPDOptions) -> Drafter:
+    """The drafter of the heads, or of another strategy, with early pruning."""
+    adapter = require_active(model, "PROPD", "propd")
+    weights, config = adapter.weights(), adapter.config
+    drafter: Drafter
+    if options.drafter == HEADS:
+        source = _source(options, model, adapter, len(weights[WEIGHTS]))
+        drafter = ProPDDrafter(model, options, weights, source)
+    else:
+        method = drafting_method(options)
+        drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
+    if options.prune:
+        drafter.prunes = None if options.prune == "auto" else True
+        _check_exits(drafter, config.prune_layer)
+        drafter.pruning = EarlyPruning(
+            model, weights, config.prune_layer, config.prune_top_k, options
+        )
+    return drafter
 
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        if self.prunes is None and not state.timed:
-            self.prunes = True
 
-    @property
-    def pruning(self) -> EarlyPruning | None:
-        return self._early
+def _check_exits(drafter: Drafter, layer: int) -> None:
+    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned."""
+    exits = 1 if drafter.probe_inputs is None else drafter.probe_inputs.exits
+    layers = drafter.model.config.get_text_config(decoder=True).num_hidden_layers
+    if layers - exits < layer:
+        raise ValueError(
+            f"the drafter's adapter averages the last {exits} of {layers} layers, and "
+            f"draft tokens are pruned after layer {layer}: give prune=False, or train an "
+            "early head for fewer layers."
+        )
 
 
 def _source(options: ProPDOptions, model: Any, adapter: ActiveAdapter, heads: int) -> TreeSource:
