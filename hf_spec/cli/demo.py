@@ -22,6 +22,13 @@ def demo(
         Path,
         typer.Option("--output", "-o", help="Folder for results.json and speed.png."),
     ] = DEFAULT_OUTPUT,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of the small one: a folder, or a repository on the Hub. Adapters that "
+            "ship with hf_spec are used where they fit."
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = NATIVE,
@@ -34,15 +41,16 @@ def demo(
     """See a small model write the same code, faster.
 
     The model ships with the package. It writes Python plainly and with each strategy; texts are
-    compared and timed. The prompts are code of Transformers outside its training data.
-    Nothing is downloaded. Exits with an error if an output differs from plain generate's other than
-    at a tie of two tokens.
+    compared and timed. The prompts are code of Transformers outside its training data; with
+    --model, those of hf-spec bench. Without --model nothing is downloaded. Exits with an error if
+    an output differs from plain generate's other than at a tie of two tokens.
 
     \b
     Examples:
       hf-spec demo
       hf-spec demo --limit 4 --max-new-tokens 64 --show-steps
       hf-spec demo --dtype float32 --output ./demo
+      hf-spec demo --model HuggingFaceTB/SmolLM2-135M-Instruct
     """
     check_writable(output)
 
@@ -57,7 +65,7 @@ def demo(
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
         result = run_demo(
-            limit, max_new_tokens, dtype, show_steps=show_steps, progress=progress,
+            limit, max_new_tokens, dtype, name=model, show_steps=show_steps, progress=progress,
             status=lambda text: typer.echo(text, err=True),
         )  # fmt: skip
     stop_without(result.bench.measurements)

@@ -8,17 +8,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hf_spec.adapters.base_model import facts_of
 from hf_spec.bench.contenders import contenders, read_adapters
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.figures import new_figure
-from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts
+from hf_spec.bench.prompts import BUNDLED, Prompt, encode_prompts, read_prompts, spread
 from hf_spec.bench.results import ALL, BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
 from hf_spec.demo.steps import StepStreamer
-from hf_spec.model.loading import load_model
+from hf_spec.hub.folder import CONFIG, read_json
+from hf_spec.model.loading import load_adapters, load_model
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
+#: Adapters of popular models, ready for the Hub.
+PUBLISHED = Path(str(files("hub_cards"))) / "adapters"
 #: Needs neither training nor an adapter.
 FREE_STRATEGY = "prompt_lookup"
 #: Code of Transformers that the demo model has never seen; benchmarks/demo_data.py writes it.
@@ -67,21 +71,31 @@ def adapter_folders() -> list[Path]:
     return sorted(path.parent for path in root.glob("*/adapter_config.json"))
 
 
+def fitting(model: Any) -> list[Path]:
+    """The :data:`PUBLISHED` adapters that were made for a model of this shape."""
+    facts = facts_of(model)
+    folders = sorted(path.parent for path in PUBLISHED.glob("*/adapter_config.json"))
+    return [one for one in folders if read_json(one / CONFIG).get("base_facts") == facts]
+
+
 def run_demo(
     limit: int,
     max_new_tokens: int,
     dtype: str,
     *,
+    name: str | None = None,
     show_steps: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
     status: Callable[[str], Any] = lambda text: None,
 ) -> DemoResult:
-    """Load the shipped model and measure it, plainly and with each strategy.
+    """Load a model and measure it, plainly and with each strategy.
 
     Args:
         limit: most prompts.
         max_new_tokens: limit for each prompt.
         dtype: dtype of the model.
+        name: the model, a folder or a repository on the Hub, with the published adapters that fit;
+            None for the shipped one.
         show_steps: whether to record which step emits which tokens after the sample prompt.
         progress: called as ``progress(done, total)`` with numbers of calls.
         status: called with a line of text when the model is loaded.
@@ -89,9 +103,15 @@ def run_demo(
     Raises:
         ValueError: the model cannot be loaded.
     """
-    adapters = read_adapters(map(str, adapter_folders()))
-    model, tokenizer = load_model(str(model_folder()), dtype, adapters=adapters)
-    chosen = read_prompts(PROMPTS)[:limit]
+    if name is None:
+        adapters = read_adapters(map(str, adapter_folders()))
+        model, tokenizer = load_model(str(model_folder()), dtype, adapters=adapters)
+        chosen = read_prompts(PROMPTS)[:limit]
+    else:
+        model, tokenizer = load_model(name, dtype)
+        adapters = read_adapters(map(str, fitting(model)))
+        load_adapters(model, adapters)
+        chosen = spread(read_prompts(BUNDLED), limit)
     strategies = dict.fromkeys([FREE_STRATEGY, *(adapter.strategy for adapter in adapters)])
     ways = contenders(strategies, adapters=adapters)
     count = f"{len(chosen)} prompt{'s' * (len(chosen) != 1)}"
@@ -101,7 +121,7 @@ def run_demo(
         model, tokenizer, chosen, ways,
         max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
-    environment = environment_of(model, "demo model", None)
+    environment = environment_of(model, name or "demo model", None)
     sample = _sample(bench, tokenizer)
     steps = _steps(model, tokenizer, bench, sample[0]) if show_steps and sample[0] else {}
     return DemoResult(bench, environment, sample, tokenizer, steps)

@@ -7,8 +7,9 @@ import re
 
 import pytest
 from scripts import load_script
-from tiny_checkpoint import save_checkpoint, write_prompts
+from tiny_checkpoint import make_model, save_checkpoint, write_prompts
 
+import hf_spec
 from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
 from hf_spec.bench.prompts import read_prompts
@@ -94,6 +95,34 @@ def test_the_shipped_model_and_adapters(tmp_path, short_prompts, capsys):
     assert len(adapters) >= 6
     for adapter in demo.adapter_folders():
         check_complete(adapter)
+
+
+def test_another_model_with_the_adapters_that_fit(tmp_path, monkeypatch, capsys):
+    folder = save_checkpoint(tmp_path / "model")
+    for name, layers in (("fits", 2), ("another", 3)):
+        model = make_model(layers=layers)
+        model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
+        model.save_pretrained(tmp_path / "published" / name)
+    monkeypatch.setattr(demo, "PUBLISHED", tmp_path / "published")
+    more = ("--model", str(folder), "--limit", "2", "--max-new-tokens", "8")
+    assert demo_command(tmp_path / "out", *more) == 0, capsys.readouterr().err
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {row["strategy"] for row in data["runs"]} == {"plain", "prompt_lookup", "medusa"}
+    assert data["environment"]["model"] == str(folder)
+
+
+def test_the_published_adapters(tmp_path):
+    """Complete, small, and of a model on the Hub."""
+    found = sorted(demo.PUBLISHED.glob("*/adapter_config.json"))
+    assert found
+    for path in found:
+        check_complete(path.parent)
+        assert (path.parent / "adapter_model.safetensors").stat().st_size <= 8e6
+        base = json.loads(path.read_text())["base_model_name_or_path"]
+        assert (
+            base.count("/") == 1
+            and f"base_model: {base}" in (path.parent / "README.md").read_text()
+        )
 
 
 def test_a_missing_model_is_explained(tmp_path, monkeypatch, capsys):
