@@ -124,6 +124,7 @@ class AutoregressiveDrafter(ForwardDrafter):
     def start(self, state: DecodeState) -> None:
         super().start(state)
         self.cache = DraftCache(self.network.num_layers, state.batch_size, state.root.device)
+        self._committed.cache = self.cache
         self._graphs = state.target.graphs if self.network.compiles else None
         if self._graphs is not None:
             self._graphs.hold(self.network.own)
@@ -134,15 +135,10 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         super().observe(state, tree, result)
-        counts = self._committed.confirm(result)
-        if counts is not None:
-            assert self.cache is not None
-            self.cache.settle(counts)
+        self._committed.confirm(result)
 
     def select(self, rows: Sequence[int]) -> None:
         self._committed.select(rows)
-        if self.cache is not None:
-            self.cache.select(rows)
         if self._root is not None:
             index = torch.tensor(rows, device=self._root[0].device)
             self._root = self._root[0][index], self._root[1][index]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.model.hidden_states import states_at
 
 
@@ -31,9 +32,14 @@ class Rows(NamedTuple):
 
 
 class Committed:
-    """Collects what steps commit until the drafter runs it, which plain steps put off."""
+    """Collects what steps commit until the drafter runs it, which plain steps put off.
+
+    Attributes:
+        cache: where it runs; None before the call's first step.
+    """
 
     def __init__(self) -> None:
+        self.cache: DraftCache | None = None
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._counts: list[Tensor | list[int]] = []
         self._before: list[int] | None = None  # what was taken ahead, but of the latest step
@@ -45,19 +51,16 @@ class Committed:
         self._parts.append((tokens, hidden[:, :width]))
         self._counts.append(result.counts)
 
-    def confirm(self, result: HostResult) -> list[int] | None:
-        """Replace the counts of the latest step by those that the host has settled on: see
-        :meth:`Drafter.observe`.
-
-        Returns:
-            If they were taken ahead, the counts of all that was taken then.
-        """
+    def confirm(self, result: HostResult) -> None:
+        """Replace the counts of the latest step, or what the cache has of them if they were taken
+        ahead, by those that the host has settled on: see :meth:`Drafter.observe`."""
         counts, before = [len(path) for path in result.path], self._before
         self._before = None
-        if before is not None:
-            return list(map(sum, zip(before, counts)))
-        self._counts[-1] = counts
-        return None
+        if before is None:
+            self._counts[-1] = counts
+        else:
+            assert self.cache is not None
+            self.cache.settle(list(map(sum, zip(before, counts))))
 
     def take(self, ahead: bool = False) -> Rows | None:
         """All that was added since it was last taken; None if there is nothing.
@@ -91,7 +94,9 @@ class Committed:
         return Rows(*found, list(map(len, rows)), exact)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
+        """Follow the batch, whose row ``i`` is now the former ``rows[i]``, as the cache does."""
+        if self.cache is not None:
+            self.cache.select(rows)
         for place, (tokens, hidden) in enumerate(self._parts):
             index = torch.tensor(rows, device=tokens.device)
             self._parts[place] = tokens[index], hidden[index]

@@ -67,6 +67,7 @@ class BlockDrafter(TreeDrafter):
         super().start(state)
         layers, batch = self.network.config.num_layers, state.batch_size
         self.cache = DraftCache(layers, batch, self.network.device)
+        self._committed.cache = self.cache
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = None
@@ -75,16 +76,11 @@ class BlockDrafter(TreeDrafter):
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         super().observe(state, tree, result)
-        counts = self._committed.confirm(result)
-        if counts is not None:
-            assert self.cache is not None
-            self.cache.settle(counts)
+        self._committed.confirm(result)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self._committed.select(rows)
-        if self.cache is not None:
-            self.cache.select(rows)
 
     def prefetch(self, state: DecodeState) -> Tensor | None:
         # Where reads are free, only accepted tokens run.
