@@ -136,7 +136,7 @@ VARIANTS: dict[str, Variants] = {
         },
         hitting="wide",
         adapters={
-            "adaptive": {"markov_rank": 4, "markov_head": "rnn"},
+            "adaptive": {"markov_rank": 4, "markov_head": "rnn", "confidence_head": "markov"},
             "paths": {"markov_rank": 4, "markov_head": "rnn", "sample_from_anchor": False},
             "chain": {"markov_rank": 4, "markov_head": "gated", "draft_vocab_size": 40},
         },

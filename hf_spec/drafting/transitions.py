@@ -13,6 +13,9 @@ on the slot's state h and on the tokens before p::
     selector  u = W1[p] * P h
 
 The last one is DFlash 2's, which chooses among each slot's k tokens of the largest logits only.
+
+DSpark's head of confidence says how likely a slot's likeliest token is accepted, if all before it
+are: sigmoid(w [h; W1[p]] + b), or without W1[p]. Trees are grown by that.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ GATE, JOINT = ("gate_proj.weight", "gate_proj.bias"), ("joint_proj.weight", "joi
 #: W1 and W2 of a selector, and P.
 SELECTOR = ("predecessor_codebook", "successor_codebook")
 PROJECTION = "hidden_projection.weight"
+#: The head of confidence.
+CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
 def prefix(kind: str) -> str:
@@ -92,10 +97,15 @@ class Transitions:
             hidden)``.
         top_k: of a selector, the number of tokens of each slot that it chooses among; None for all,
             as in training.
+        sure: w ``(1, hidden)`` or ``(1, hidden + rank)`` and b ``(1,)`` of the head of confidence;
+            empty if there is none.
     """
 
-    def __init__(self, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None):
-        self.kind, self.weights, self.top_k = kind, dict(weights), top_k
+    def __init__(
+        self, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None,
+        sure: Sequence[Tensor] = (),
+    ):  # fmt: skip
+        self.kind, self.weights, self.top_k, self.sure = kind, dict(weights), top_k, tuple(sure)
         self._prefix, (self._before, self._after) = prefix(kind), matrices(kind)
 
     @classmethod
@@ -109,16 +119,19 @@ class Transitions:
             for name, tensor in weights.items()
             if name.startswith(start)
         }
-        return cls(kind, own, top_k) if own else None
+        sure = [weights[name] for name in CONFIDENCE if name in weights]
+        return cls(kind, own, top_k, sure) if own else None
 
     def made(self) -> dict[str, Tensor]:
         """The tensors that it reads, by name."""
-        return {self._prefix + name: tensor for name, tensor in self.weights.items()}
+        own = {self._prefix + name: tensor for name, tensor in self.weights.items()}
+        return {**own, **dict(zip(CONFIDENCE, self.sure))}
 
     def using(self, made: Mapping[str, Tensor]) -> Self:
         """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
         own.weights = {name: made[self._prefix + name] for name in self.weights}
+        own.sure = tuple(made[name] for name, _ in zip(CONFIDENCE, self.sure))
         return own
 
     def given(
@@ -137,10 +150,7 @@ class Transitions:
             ``(..., tokens)`` logits, -inf for those that are not chosen among, and the memory of
             the tokens after.
         """
-        own, first = self.weights, self.weights[self._before]
-        # Tokens that the model has gained since have no row.
-        rows = previous.to(first.device).clamp(max=len(first) - 1)
-        before = functional.embedding(rows, first)
+        own, before = self.weights, self._embedded(previous)
         states = states.to(before).expand(*before.shape[:-1], -1)
         if self.kind == "gated":
             gate = functional.linear(torch.cat([states, before], -1), *(own[x] for x in GATE))
@@ -158,6 +168,29 @@ class Transitions:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
             given = given.masked_fill(logits < least, -torch.inf)
         return given, memory
+
+    def confidence(self, previous: Tensor, states: Tensor) -> Tensor | None:
+        """How likely the likeliest token is accepted; None without a head of confidence.
+
+        Args:
+            previous, states: as in :meth:`given`.
+
+        Returns:
+            ``(...)`` probabilities.
+        """
+        if not self.sure:
+            return None
+        before = self._embedded(previous)
+        states = states.to(before).expand(*before.shape[:-1], -1)
+        weight, bias = self.sure
+        seen = states if weight.shape[1] == states.shape[-1] else torch.cat([states, before], -1)
+        return functional.linear(seen, weight, bias)[..., 0].sigmoid()
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Rows of W1."""
+        first = self.weights[self._before]
+        # Tokens that the model has gained since have no row.
+        return functional.embedding(tokens.to(first.device).clamp(max=len(first) - 1), first)
 
     def along(self, logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
         """Logits of consecutive distances given the tokens before.
@@ -224,6 +257,9 @@ class Conditional(Predictions):
             sharpness, noise = self._tempered
             logits = sharpness * logits + noise[:, place, None]
         chosen, log_probs = likeliest(logits, width)
+        sure = self._transitions.confidence(previous, states)
+        if sure is not None and self._tempered is None:
+            log_probs = with_confidence(log_probs, sure)
         return (chosen if self._ids is None else self._ids[chosen]), log_probs, memory
 
     def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
@@ -242,3 +278,21 @@ class Conditional(Predictions):
                 old = torch.zeros_like(after) if memory is None else memory
                 memory = torch.where(here[:, :, None], after, old)
         return tokens.to(root.device)
+
+
+def with_confidence(log_probs: Tensor, confidence: Tensor) -> Tensor:
+    """Log-probabilities of which the largest is replaced by a confidence.
+
+    The others share the rest as before, and none becomes the largest.
+
+    Args:
+        log_probs: ``(..., width)``, the largest first.
+        confidence: ``(...)`` in [0, 1].
+    """
+    first, others = log_probs[..., :1], log_probs[..., 1:]
+    # Of all other tokens together, those that are not listed included.
+    among = others - torch.log1p(-first.exp().clamp(max=1 - 1e-6))
+    second = among[..., :1].exp() if others.shape[-1] else torch.zeros_like(first)
+    sure = confidence[..., None].to(first).clamp(max=1 - 1e-6)
+    sure = torch.maximum(sure, second / (1 + second))
+    return torch.cat([sure.log(), among + torch.log1p(-sure)], -1)

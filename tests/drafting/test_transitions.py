@@ -11,28 +11,36 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.predictions import Tempered
-from hf_spec.drafting.transitions import Conditional, Transitions, fresh, shapes
+from hf_spec.drafting.transitions import Conditional, Transitions, fresh, shapes, with_confidence
 
 DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11
 #: Tokens that are predicted.
 IDS = torch.tensor([1, 4, 5, 8, 10])
-KINDS = ["vanilla", "gated", "rnn"]
+KINDS = ["vanilla", "gated", "rnn", "selector"]
 
 
-def made(kind: str) -> tuple[Transitions, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A head of random parameters, logits, states, and roots of two rows."""
+def made(
+    kind: str, sure: int = 0, top_k: int | None = None
+) -> tuple[Transitions, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A head of random parameters, logits, states, and roots of two rows.
+
+    Args:
+        sure: features that a head of confidence reads; 0: there is none.
+    """
     generator = torch.Generator().manual_seed(3)
     names = shapes(kind, RANK, HIDDEN, KNOWN, len(IDS))
     weights = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
     logits = torch.randn(2, DISTANCES, len(IDS), generator=generator)
     states = torch.randn(2, DISTANCES, HIDDEN, generator=generator)
-    return Transitions(kind, weights), logits, states, torch.tensor([3, 7])
+    heads = [torch.randn(1, sure, generator=generator) / 4, torch.tensor([1.0])] if sure else []
+    return Transitions(kind, weights, top_k, heads), logits, states, torch.tensor([3, 7])
 
 
 @pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sure", [0, HIDDEN, HIDDEN + RANK])
 @pytest.mark.parametrize("kind", KINDS)
-def test_paths_have_their_own_probabilities(kind: str, sampled: bool) -> None:
-    head, logits, states, root = made(kind)
+def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool) -> None:
+    head, logits, states, root = made(kind, sure)
     tempered, noise = None, torch.zeros_like(logits)
     if sampled:
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
@@ -49,6 +57,11 @@ def test_paths_have_their_own_probabilities(kind: str, sampled: bool) -> None:
                 if sampled:
                     given = 0.7 * given + noise[row, None, :length]
                 own = given[0].log_softmax(-1)
+                if sure and not sampled:  # samples are what they are
+                    confidence = head.confidence(before, states[row, None, :length])
+                    order = own.argsort(descending=True)
+                    ranked = with_confidence(own.gather(-1, order), confidence[0])
+                    own = torch.empty_like(own).scatter(-1, order, ranked)
                 places = [IDS.tolist().index(token) for token in path]
                 paths[path] = float(sum(own[at, place] for at, place in enumerate(places)))
         likeliest = sorted(paths, key=lambda path: -paths[path])[:40]
@@ -90,3 +103,23 @@ def test_a_new_head_changes_nothing_and_unknown_tokens_are_the_last() -> None:
         more, last = torch.tensor([99, 99]), torch.tensor([KNOWN - 1, KNOWN - 1])
         found = [head.given(logits[:, 0], one, states[:, 0])[0] for one in (more, last)]
         assert torch.equal(*found)
+
+
+def test_a_confidence_is_the_probability_of_the_likeliest() -> None:
+    log_probs = torch.tensor([[0.5, 0.3, 0.1]]).log().expand(3, -1)  # 0.1 is of other tokens
+    found = with_confidence(log_probs, torch.tensor([0.8, 0.0, 1.0])).exp()
+    torch.testing.assert_close(found[0], torch.tensor([0.8, 0.12, 0.04]))
+    # At the least, it stays the likeliest: as likely as the second, which has 0.6 of the rest.
+    torch.testing.assert_close(found[1], torch.tensor([0.375, 0.375, 0.125]))
+    assert found.isfinite().all() and (found[2, 0] > 0.999) and (found[2, 1:] > 0).all()
+    alone = with_confidence(torch.tensor([[-0.7]]), torch.tensor([0.25]))
+    torch.testing.assert_close(alone.exp(), torch.tensor([[0.25]]))
+
+
+def test_a_selector_chooses_among_the_likeliest() -> None:
+    head, logits, states, root = made("selector", top_k=2)
+    given, _ = head.given(logits[:, 0], root, states[:, 0])
+    free, _ = made("selector")[0].given(logits[:, 0], root, states[:, 0])
+    kept = logits[:, 0].topk(2).indices
+    assert torch.equal(given.gather(1, kept), free.gather(1, kept))
+    assert given.isinf().sum(-1).tolist() == [len(IDS) - 2] * 2

@@ -74,8 +74,8 @@ class BlockConfig(VocabularyConfig):
     head: str = setting("base", "base: the base's output embeddings. own: a matrix (recorded).")
     confidence_head: str = setting(
         "none",
-        "What a head of acceptance reads: a slot's state, or that and the token before; "
-        "it is kept, and not used (recorded).",
+        "What a head of confidence reads: a slot's state, or that and the token before; trees are "
+        "grown by it, next to a Markov head (recorded).",
     )
     layer_config: dict[str, Any] | None = setting(
         None, "Fields of the Qwen3Config of its layers (recorded)."

@@ -41,7 +41,7 @@ class BlockAdapter(Adapter):
     :class:`Convolutions`. If not all tokens are predicted, ``draft_vocabulary`` (tokens,), int64
     ids in ascending order; with a head of its own, ``lm_head.weight`` (tokens, hidden). With a
     Markov head, ``markov_head.*`` or ``candidate_selector.*``, see
-    :mod:`hf_spec.drafting.transitions`. Buffers that are only kept: ``confidence_head.proj.*``.
+    :mod:`hf_spec.drafting.transitions`. Buffers, which are not trained: ``confidence_head.proj.*``.
     """
 
     config: BlockConfig
