@@ -45,8 +45,9 @@ from hf_spec.hub.folder import read_json
 
 #: Sampling of the tables; None is greedy decoding.
 TEMPERATURES = (None, 0.7, 1.0)
-#: Seconds that a contender's compiled code takes, and that vLLM takes to start, for forecasts.
-COMPILING, STARTING = 60.0, 60.0
+#: Seconds for forecasts: until a model is loaded, a contender's code is compiled, and
+#: vLLM has started.
+LOADING, COMPILING, STARTING = 20.0, 60.0, 60.0
 VLLM = Path(__file__).with_name("vllm.py")
 
 
@@ -234,7 +235,7 @@ def measure(args: argparse.Namespace, chosen: list[Table]) -> list[str]:
         return []
     long = any(table.group == "contexts" for table in chosen)
     each = trial(args, max(args.contexts) if long else 0)
-    forecast = {name: step.seconds(each) for name, step in left.items()}
+    forecast = {name: LOADING + step.seconds(each) for name, step in left.items()}
     for name, seconds in forecast.items():
         print(f"{name}: about {duration(seconds)}")
     print(f"in all: about {duration(sum(forecast.values()))}", flush=True)

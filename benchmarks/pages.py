@@ -81,7 +81,7 @@ def agreement(results: Sequence[Row]) -> str:
         return ""
     same, ties, others = (sum(run[kind] for run in runs) for kind in kinds)
     return (
-        f"Outputs: {same} identical to plain generation's, {ties} differ at a tie, {others} "
+        f"Outputs: {same} as in plain generation, {ties} different at a tie, {others} different "
         "otherwise."
     )
 
@@ -92,7 +92,5 @@ def environment(results: Sequence[Row]) -> str:
     where = about["cpu"] if about["device"] == "cpu" else about["device_name"]
     packages = ", ".join(f"{name} {about[name]}" for name in ("hf_spec", "transformers", "torch"))
     revision = f" ({about['git_revision'][:9]})" if about["git_revision"] else ""
-    return (
-        f"{where}, {about['threads']} threads, {about['dtype']}; {packages}{revision}; "
-        f"{about['date'][:10]}."
-    )
+    threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
+    return f"{where}, {threads}, {about['dtype']}; {packages}{revision}; {about['date'][:10]}."
