@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from papers import command
+import measured
 
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import read_json
@@ -33,7 +33,7 @@ def train(name: str, args: argparse.Namespace) -> Path:
     """The folder of a method's adapter, trained unless it is there."""
     folder: Path = args.output / "adapters" / name
     if not (folder / "training.json").is_file():
-        command(
+        measured.command(
             "train", name, "--model", args.model, "--data", str(args.answers), "--output",
             str(folder), "--max-minutes", str(args.minutes), "--threads", str(args.threads),
             "--dtype", args.dtype, "--resume",
@@ -45,18 +45,13 @@ def measure(
     name: str, contenders: list[str], adapters: list[Path], args: argparse.Namespace, *more: str
 ) -> list[dict[str, Any]]:
     """Results of contenders over all prompts, measured unless they are there."""
-    folder: Path = args.output / name
-    known = folder / "results.json"
-    done = read_json(known) if known.is_file() else None
-    have = {run["strategy"] for run in done["runs"]} if done else set()
-    if done is None or done["environment"]["interrupted"] or not set(contenders) <= have:
-        command(
-            "bench", "--model", args.model, "--prompts", str(args.prompts), "--strategies",
-            ",".join(contenders), *(f"--adapter={adapter}" for adapter in adapters),
-            "--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens),
-            "--threads", str(args.threads), "--dtype", args.dtype, "--output", str(folder), *more,
-        )  # fmt: skip
-    runs: list[dict[str, Any]] = read_json(known)["runs"]
+    words = [
+        "--model", args.model, "--prompts", str(args.prompts), "--strategies",
+        ",".join(contenders), *(f"--adapter={adapter}" for adapter in adapters),
+        "--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens),
+        "--threads", str(args.threads), "--dtype", args.dtype, *more,
+    ]  # fmt: skip
+    runs = measured.bench(args.output / name, words)["runs"]
     return [run for run in runs if run["task"] == "all"]
 
 

@@ -1,6 +1,7 @@
 """Step times on a GPU: ``python benchmarks/cuda.py --shape 1b,8b --output results.json``.
 
-Needs nothing but the package: models are Llamas of random weights, as are adapters. Measures
+Needs nothing but the package: models are Llamas of random weights, as are adapters, layers for
+multi-token prediction and assistant models. Measures
 
 * what a forward over n tokens takes, as the model is and compiled, beside plain Transformers;
 * what a step of each strategy takes with a fixed number of candidates. Random weights accept
@@ -46,11 +47,13 @@ from hf_spec.core.stats import Stopwatch, synchronize
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.files import write_atomically
-from hf_spec.methods.registry import get_method
+from hf_spec.methods.mtp import weights as mtp_weights
+from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import cache_in
+from modeling_patches.mtp import MtpLayers
 
 #: Hidden size, layers, heads, key-value heads, intermediate size, vocabulary.
 SHAPES = {
@@ -59,7 +62,8 @@ SHAPES = {
     "1b": (2048, 16, 32, 8, 8192, 128256),
     "8b": (4096, 32, 32, 8, 14336, 128256),
 }
-STRATEGIES = "prompt_lookup,medusa,space,ppd,bita,layer_skip"
+#: An assistant model has one in this many of the model's layers.
+SMALLER = 8
 #: Tokens that prompts consist of and that the model emits: look-ups find what they need.
 WORDS = 16
 #: Forwards that are not timed: code is made, kernels are chosen, CUDA graphs recorded.
@@ -74,23 +78,23 @@ Row = dict[str, Any]
 Calls = dict[str, Callable[[], list[Row]]]
 
 
-def config_of(shape: str) -> LlamaConfig:
+def config_of(shape: str, **fields: int) -> LlamaConfig:
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
              "intermediate_size", "vocab_size")  # fmt: skip
     return LlamaConfig(
-        **dict(zip(names, SHAPES[shape])), max_position_embeddings=2**17, eos_token_id=None,
-        pad_token_id=0, tie_word_embeddings=False, attn_implementation="sdpa",
+        **{**dict(zip(names, SHAPES[shape])), **fields}, max_position_embeddings=2**17,
+        eos_token_id=None, pad_token_id=0, tie_word_embeddings=False, attn_implementation="sdpa",
     )  # fmt: skip
 
 
-def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+def build(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Any:
     """A model of random weights that emits one of a few tokens.
 
     Raises:
         MemoryError: its weights do not fit.
     """
     with torch.device("meta"):
-        size = LlamaForCausalLM(config_of(shape)).num_parameters() * dtype.itemsize
+        size = LlamaForCausalLM(config).num_parameters() * dtype.itemsize
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if size > free:
@@ -100,12 +104,22 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = LlamaForCausalLM(config_of(shape)).eval()
+            model = LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():
         model.lm_head.weight[:WORDS] *= 10
     return model
+
+
+def random_mtp(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
+    """A layer for multi-token prediction of random weights, which no checkpoint has here."""
+    layers = MtpLayers(model, 1, sparse=True)
+    layers.layers.to_empty(device=device).to(dtype)
+    for weight in layers.layers.parameters():
+        torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
+    layers.rotary.to(device)
+    return layers.requires_grad_(False).eval()
 
 
 def free_memory() -> None:
@@ -186,12 +200,15 @@ class Bench:
         self._generate(stopping_criteria=[ticks], **kwargs)
         return [{"seconds": b - a} for a, b in zip(ticks.marks, ticks.marks[1:])]
 
-    def strategy(self, name: str, options: Row) -> Calls:
+    def strategy(self, name: str, options: Row, assistant: Any = None) -> Calls:
         """The same for a strategy."""
+        spec = ours(name, options)
+        if assistant is not None:
+            spec["assistant_model"] = assistant
 
         def call(**kwargs: Any) -> list[Row]:
             with recorded() as steps:
-                self._generate(**ours(name, options), **kwargs)
+                self._generate(**spec, **kwargs)
             return steps[1:-1]  # without the prefill and what comes behind the last step
 
         return {EAGER: call, COMPILED: lambda: call(**self.static)}
@@ -294,7 +311,7 @@ def options_of(name: str, candidates: int, layers: int) -> Row:
     return {"drafting": "always", **own.get(name, {"num_draft_tokens": candidates})}
 
 
-def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, list[Row]]:
+def measure(bench: Bench, shape: str, say: Callable[[str], None]) -> dict[str, list[Row]]:
     """Everything of one model, context and batch size."""
     found: dict[str, list[Row]] = {"forward": [], "plain": [], "strategies": []}
     model, args = bench.model, bench.args
@@ -306,21 +323,26 @@ def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, list[Row]]:
         say(f"{row['way']} forward over {row['tokens']}: {row['ms']:.2f} ms")
         found["forward"].append({**row, "ratio": row["ms"] / base})
     for name in args.strategies:
-        adapter: Any = get_method(name).adapter_config
-        predicts = adapter is not None and issubclass(adapter, PredictingConfig)
-        if predicts:
-            model.add_adapter(adapter(**TRAINED), name)  # as hf-spec train makes them
+        method, assistant = get_method(name), None
+        if method.needs_assistant:
+            layers = max(model.config.num_hidden_layers // SMALLER, 1)
+            small = config_of(shape, num_hidden_layers=layers)
+            assistant = build(small, model.device, model.dtype)
+        if method.needs_adapter:
+            kind: Any = method.adapter_config
+            given = TRAINED if issubclass(kind, PredictingConfig) else {}
+            model.add_adapter(kind(**given), name)  # as hf-spec train makes them
         for candidates in args.candidates:
             options = options_of(name, candidates, model.config.num_hidden_layers)
             label = {"strategy": name, "candidates": candidates}
             try:
-                for row in bench.measure(bench.strategy(name, options)):
+                for row in bench.measure(bench.strategy(name, options, assistant)):
                     say(f"{name}, {candidates} candidates, {row['way']}: {row['ms']:.2f} ms")
                     found["strategies"].append({**label, **row, "ratio": row["ms"] / base})
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 say(f"{name}, {candidates} candidates: {first_line(error)}")
                 found["strategies"].append({**label, "error": first_line(error)})
-        if predicts:
+        if method.needs_adapter:
             model.delete_adapter(name)
     say("plain once more: how much the machine's speed has changed")
     for before, after in zip(found["plain"], bench.measure(bench.plain())):
@@ -381,7 +403,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--candidates", "7,15", "candidates of a strategy's step"),
     ):
         add(name, type=numbers, default=default, help=f"{what} (default: {default})")
-    add("--strategies", default=STRATEGIES, help="default: %(default)s; '' for none")
+    add("--strategies", default=",".join(methods()), help="default: %(default)s; '' for none")
     add("--repeats", type=int, default=20, help="timings of a forward (default: %(default)s)")
     add("--calls", type=int, default=3, help="timed calls of each way (default: %(default)s)")
     add("--new-tokens", type=int, default=64, help="of each call (default: %(default)s)")
@@ -426,8 +448,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         begin = ", ".join(f"{name} {value}" for name, value in label.items())
         say = partial(print, f"{begin}:", flush=True)
         try:
-            model = build(shape, args.device, args.dtype)
-            found = measure(Bench(model, args, context, batch), say)
+            model = build(config_of(shape), args.device, args.dtype)
+            with patch.object(mtp_weights, "_read", random_mtp):
+                found = measure(Bench(model, args, context, batch), shape, say)
             for kind, rows in found.items():
                 results[kind] += [{**label, **row} for row in rows]
         except (MemoryError, torch.OutOfMemoryError) as error:

@@ -14,11 +14,10 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import measured
 from compare import main as compare
 from transformers import AutoConfig
 
@@ -200,18 +199,6 @@ TABLES = {
 }  # fmt: skip
 
 
-def command(*words: str) -> None:
-    """Run a command of hf-spec.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    print("hf-spec", shlex.join(words), flush=True)
-    done = subprocess.run([sys.executable, "-m", "hf_spec.cli", *words], capture_output=True)
-    if done.returncode:
-        raise SystemExit(f"hf-spec {words[0]} failed:\n{done.stderr.decode()[-2000:]}")
-
-
 def train(line: Line, seed: int, args: argparse.Namespace) -> Path:
     """The folder of the line's adapter, trained unless it is there."""
     name = re.sub(r"[^a-z0-9]+", "-", line.adapter.replace("{skip}", "").lower()).strip("-")
@@ -225,7 +212,7 @@ def train(line: Line, seed: int, args: argparse.Namespace) -> Path:
     skip = json.dumps([*range(1, 1 + layers * 3 // 4)], separators=(",", ":"))
     options = shlex.split(line.adapter.replace("{skip}", skip))
     paper = shlex.split("" if options[0] == "layer_skip" else PAPER)
-    command(
+    measured.command(
         "train", *options, *paper, "--model", args.model, "--data", str(args.answers),
         "--seed", str(seed), "--threads", str(args.threads), "--output", str(folder), "--resume",
     )  # fmt: skip
@@ -236,17 +223,15 @@ def measure(name: str, line: Line, seed: int, batch_sizes: str, args: argparse.N
     """The folder of the line's results, measured unless they are there."""
     adapter = train(line, seed, args)
     folder: Path = args.output / name / f"{line.name}-seed{seed}"
-    results = folder / "results.json"
-    if not results.is_file() or read_json(results)["environment"]["interrupted"]:
-        strategy = line.adapter.split()[0]
-        command(
-            "bench", "--model", args.model, "--adapter", str(adapter), "--strategies", strategy,
-            "--strategy-kwargs", f"{strategy}={json.dumps(line.options)}",
-            "--prompts", str(args.prompts), "--limit", str(args.limit),
-            "--max-new-tokens", str(args.max_new_tokens), "--batch-size", batch_sizes,
-            "--dtype", args.dtype, "--threads", str(args.threads), "--output", str(folder),
-            *shlex.split(line.bench),
-        )  # fmt: skip
+    strategy = line.adapter.split()[0]
+    words = [
+        "--model", args.model, "--adapter", str(adapter), "--strategies", strategy,
+        "--strategy-kwargs", f"{strategy}={json.dumps(line.options)}",
+        "--prompts", str(args.prompts), "--limit", str(args.limit),
+        "--max-new-tokens", str(args.max_new_tokens), "--batch-size", batch_sizes,
+        "--dtype", args.dtype, "--threads", str(args.threads), *shlex.split(line.bench),
+    ]  # fmt: skip
+    measured.bench(folder, words)
     return folder
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # as for a script: one may import another
 
 
 def load_script(name: str) -> ModuleType:
     """A fresh module of ``benchmarks/NAME.py``."""
+    if str(BENCHMARKS) not in sys.path:  # as for a script: one may import another
+        sys.path.append(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location(f"{name}_script", BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

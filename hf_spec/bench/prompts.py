@@ -169,6 +169,39 @@ def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
     return [*history[:start], *history[end:]]
 
 
+def encode_long(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int, length: int
+) -> list[list[int]]:
+    """Token ids of prompts that are all about as long: the text of others comes before each.
+
+    Args:
+        new_tokens: number of new tokens to leave room for in the model's context.
+        length: tokens of each prompt at most, hardly fewer.
+
+    Raises:
+        ValueError: there is no room for them, or no text.
+    """
+    limit = context_limit(model, tokenizer)
+    if limit is not None and length + new_tokens > limit:
+        raise ValueError(
+            f"prompts of {length} tokens and {new_tokens} new ones do not fit the model's context "
+            f"of {limit} tokens; lower one of them"
+        )
+    texts = [prompt.text for prompt in prompts]
+    sizes = [len(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+    if not any(sizes):
+        raise ValueError("the prompts have no text to fill a context with")
+    longer = []
+    for place, prompt in enumerate(prompts):
+        parts, size, other = [prompt.text], sizes[place], place
+        while size < length:
+            other = (other + 1) % len(prompts)
+            parts.insert(0, texts[other])
+            size += sizes[other]
+        longer.append(replace(prompt, text="\n\n".join(parts)))
+    return [encode_within(tokenizer, one.text, length, one.history)[0] for one in longer]
+
+
 def encode_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[list[int]], int]:

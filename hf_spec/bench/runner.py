@@ -14,7 +14,7 @@ import torch
 
 from hf_spec.bench.agreement import Agreement, classify
 from hf_spec.bench.contenders import PLAIN, Contender, with_compiled
-from hf_spec.bench.prompts import Prompt, batches, encode_prompts
+from hf_spec.bench.prompts import Prompt, batches, encode_long, encode_prompts
 from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
 
@@ -27,6 +27,7 @@ def run(
     *,
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
+    prompt_tokens: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     compiled: str | None = None,
@@ -44,6 +45,7 @@ def run(
         contenders: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
         batch_sizes: the benchmark runs once for each.
         max_new_tokens: limit for each prompt, from 1.
+        prompt_tokens: length of all prompts, which begin with text of others; None for their own.
         generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
             ``do_sample`` is among them.
         seed: seed for the sampling of the first batch; the next batches count up from it. All
@@ -62,12 +64,17 @@ def run(
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
     contenders = [PLAIN, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
-    token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+    if prompt_tokens is None:
+        token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+    else:
+        token_ids = encode_long(model, tokenizer, prompts, max_new_tokens, prompt_tokens)
+        truncated = 0
     if compiled:
         contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
     settings = {
         **options,
         "batch_sizes": list(batch_sizes),
+        "prompt_tokens": prompt_tokens,
         "seed": seed,
         "strategies": {item.name: _plain_options(item) for item in contenders},
     }

@@ -46,6 +46,12 @@ def bench(
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Make all prompts this long: text of other prompts comes before each."
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for results.json.")
     ] = DEFAULT_OUTPUT,
@@ -139,8 +145,9 @@ def bench(
     ):
         result = run(
             loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),
-            batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
-            seed=seed, compiled=(backend or DEFAULT_BACKEND) if compile else None,
+            batch_sizes=sizes, max_new_tokens=max_new_tokens, prompt_tokens=prompt_tokens,
+            generate_kwargs=generate_kwargs, seed=seed,
+            compiled=(backend or DEFAULT_BACKEND) if compile else None,
             progress=lambda done, total: progress(done, total, note=""),
         )  # fmt: skip
     stop_without(result.measurements)

@@ -23,7 +23,7 @@ def test_methods_are_trained_once_and_measured_together(
         more = ["--max-steps", "2", "--dtype", "float32"] if words[0] == "train" else []
         assert cli.main([*words, *more]) == 0
 
-    monkeypatch.setattr(script, "command", in_this_process)
+    monkeypatch.setattr(script.measured, "command", in_this_process)
     base = save_checkpoint(tmp_path / "base")
     rows = [{"prompt": f"{n} and {n + 1}", "answer": f"{2 * n + 1} is it"} for n in range(40)]
     answers = write_prompts(tmp_path / "answers.jsonl", rows)

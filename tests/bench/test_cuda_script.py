@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from scripts import load_script
 
+from hf_spec.methods.registry import methods
+
 COMMON = [
     "--shape", "tiny", "--device", "cpu", "--backend", "eager", "--contexts", "24",
     "--batch-sizes", "2", "--candidates", "5", "--repeats", "2", "--calls", "1",
@@ -27,9 +29,7 @@ def cuda() -> Any:
     ("layers", "lengths", "names"),
     [
         (1, (4,), ("space",)),  # compiling takes most of the time
-        pytest.param(
-            4, (1, 4), ("prompt_lookup", "space", "layer_skip"), marks=pytest.mark.environment
-        ),
+        pytest.param(4, (1, 4), (*methods(),), marks=pytest.mark.environment),
     ],
 )
 def test_everything_is_measured(
@@ -67,6 +67,23 @@ def test_everything_is_measured(
     assert about["device_name"] and about["torch"] and about["transformers"]
     shown = capsys.readouterr().out
     assert "outside" in shown and "waits for the device: not on this device" in shown
+
+
+def test_every_strategy_runs(cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with random weights of its own; compiled calls, which take time, are left out."""
+    monkeypatch.setitem(cuda.SHAPES, "tiny", (32, 4, 2, 1, 64, 64))
+    both = cuda.Bench.strategy
+    monkeypatch.setattr(cuda.Bench, "plain", lambda self: dict.fromkeys(WAYS, self._plain))
+    monkeypatch.setattr(
+        cuda.Bench, "strategy", lambda self, *given: {"eager": both(self, *given)["eager"]}
+    )
+    monkeypatch.setattr(cuda.Bench, "forwards", lambda self: iter(()))
+    path = tmp_path / "results.json"
+    cuda.main([*COMMON, "--output", str(path)])
+    rows = json.loads(path.read_text())["strategies"]
+    assert [row["strategy"] for row in rows] == [*methods()]
+    for row in rows:
+        assert "error" not in row and row["drafted"] > 0, row
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_table_is_made_once(
         run.append(words)
         assert cli.main([*words]) == 0
 
-    monkeypatch.setattr(script, "command", in_this_process)
+    monkeypatch.setattr(script.measured, "command", in_this_process)
     base = save_checkpoint(tmp_path / "base")
     rows = [{"prompt": f"{n} and {n + 1}", "answer": f"{2 * n + 1} is it"} for n in range(40)]
     (tmp_path / "answers").mkdir()
@@ -93,7 +93,9 @@ def test_a_table_is_made_once(
     assert [words[0] for words in run] == ["bench"]
     # Nothing else is made again, and a second seed in addition.
     run.clear()
-    monkeypatch.setattr(script, "command", lambda *words: run.append(words) or copied(words))
+    monkeypatch.setattr(
+        script.measured, "command", lambda *words: run.append(words) or copied(words)
+    )
     script.main([*given, "--seeds", "2"])
     assert [words[0] for words in run] == ["train", "bench", "bench"]
     assert run[0][run[0].index("--seed") + 1] == "1"

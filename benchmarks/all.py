@@ -1,0 +1,344 @@
+"""All main tables of a model: ``python benchmarks/all.py --model M --prompts P [--adapter A ...]``.
+
+Measures, beside plain generation and Transformers' own features on the same prompts,
+
+* ``batches``: strategies by batch size, greedy and sampled;
+* ``tasks``: each category of the prompts;
+* ``contexts``: prompts of several lengths;
+* ``compiled``: compiled steps beside eager ones;
+* ``vllm``: vLLM beside them, with ``--vllm-python`` (``vllm.py`` says how to install it).
+
+Each table is made of steps: one ``hf-spec bench`` each, in a process of its own, whose results are
+written at once. What exists in ``--output`` is not measured again, so an interrupted command goes
+on. A short trial comes first, from which follows how long each step will take. ``figures.md`` holds
+all tables that there are, each with its command.
+
+M is a folder, a repository on the Hub, or a name that ``real_models.py`` knows. Prompts are those
+of Spec-Bench, or others with categories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import measured
+from cuda import numbers
+from pages import Row, agreement, by_column, by_strategy, by_task, environment
+from real_models import folder_of
+from transformers import AutoConfig
+
+from hf_spec.bench.contenders import STOCK, parse_names, read_adapters
+from hf_spec.bench.prompts import Prompt, context_limit, read_prompts, spread
+from hf_spec.core.checks import duration, first_line
+from hf_spec.files import write_atomically
+from hf_spec.hub.folder import read_json
+
+#: Sampling of the tables; None is greedy decoding.
+TEMPERATURES = (None, 0.7, 1.0)
+#: Seconds for forecasts: until a model is loaded, a contender's code is compiled, and
+#: vLLM has started.
+LOADING, COMPILING, STARTING = 20.0, 60.0, 60.0
+VLLM = Path(__file__).with_name("vllm.py")
+
+
+class Step(NamedTuple):
+    """What one process measures.
+
+    Attributes:
+        name: of its folder.
+        words: arguments of ``hf-spec bench``, or of ``vllm.py``.
+        seconds: forecast of its time from those of a prompt, by the prompt's length.
+        column: head of its column in a table that several steps share.
+    """
+
+    name: str
+    words: list[str]
+    seconds: Callable[[Callable[[int], float]], float]
+    column: str = ""
+
+
+class Table(NamedTuple):
+    """Some steps shown together; ``group`` is what ``--only`` selects by."""
+
+    group: str
+    title: str
+    steps: list[Step]
+    show: Callable[[Sequence[Row], Sequence[str]], list[str]]
+
+
+def words_of(args: argparse.Namespace, prompts: Path, limit: int, *more: str) -> list[str]:
+    """Arguments of ``hf-spec bench``."""
+    return [
+        "--model", args.base, "--prompts", str(prompts), "--limit", str(limit),
+        "--strategies", ",".join(args.names), *(f"--adapter={one}" for one in args.adapter),
+        *(["--assistant", args.assistant] if args.assistant else []),
+        "--max-new-tokens", str(args.max_new_tokens), "--dtype", args.dtype,
+        "--threads", str(args.threads), *more,
+    ]  # fmt: skip
+
+
+def tables(args: argparse.Namespace) -> list[Table]:
+    """All tables that can be made with these arguments."""
+    prompts = args.prompts
+    limit = min(args.limit, len(read_prompts(prompts)))
+    even = args.output / "prompts-batches.jsonl"
+    count = write_even(even, read_prompts(prompts), limit, max(args.batch_sizes))
+    found = []
+    for temperature in TEMPERATURES:
+        kind = "greedy" if temperature is None else f"{temperature}"
+        sampled = ["--do-sample", "--temperature", kind] if temperature is not None else []
+        steps = [
+            Step(
+                f"batches-{kind}-{size}",
+                words_of(args, even, count, "--batch-size", str(size), *sampled),
+                # A batch takes longer than a row, and less long than its rows one by one.
+                lambda each, size=size: count * each(0) / size**0.5, f"batch {size}",
+            )
+            for size in args.batch_sizes
+        ]  # fmt: skip
+        title = "greedy" if temperature is None else f"temperature {temperature}"
+        found.append(Table("batches", f"Batch sizes, {title}", steps, by_column))
+    tasks = Step("tasks", words_of(args, prompts, limit), lambda each: limit * each(0))
+    found.append(Table("tasks", "Each task", [tasks], by_task))
+    steps = [
+        Step(
+            f"context-{length}", words_of(args, prompts, limit, "--prompt-tokens", str(length)),
+            lambda each, length=length: limit * each(length), f"{length} tokens",
+        )
+        for length in args.contexts
+    ]  # fmt: skip
+    found.append(Table("contexts", "Lengths of the prompt", steps, by_column))
+    compiled = Step(
+        "compiled", words_of(args, prompts, limit, "--compile"),
+        lambda each: 2 * limit * each(0) + COMPILING * (1 + len(args.names)),
+    )  # fmt: skip
+    found.append(Table("compiled", "Compiled steps", [compiled], by_strategy))
+    if args.vllm_python:
+        words = [
+            "--vllm-python", args.vllm_python, "--model", args.base, "--prompts", str(prompts),
+            "--limit", str(limit), "--max-new-tokens", str(args.max_new_tokens), "--dtype",
+            args.dtype, "--threads", str(args.threads), "--repeats", "1", "--vllm", args.vllm,
+            *(f"--adapter={one}" for one in args.adapter),
+        ]  # fmt: skip
+        start = STARTING * len(args.vllm.split(","))
+        step = Step("vllm", words, lambda each: 3 * limit * each(0) + start)
+        found.append(Table("vllm", "Beside vLLM", [step], lambda results, _: [results[0]["text"]]))
+    found = [table for table in found if table.steps]
+    return [one for one in found if not args.only or one.group in args.only]
+
+
+def write_even(path: Path, prompts: Sequence[Prompt], limit: int, size: int) -> int:
+    """Write prompts that fill batches of this size, which never mix categories: the same ones for
+    all sizes.
+
+    Returns:
+        How many these are.
+
+    Raises:
+        ValueError: no category has as many.
+    """
+    named = [one.category for one in prompts]
+    large = [name for name in dict.fromkeys(named) if named.count(name) >= size]
+    if not large:
+        raise ValueError(f"no category has {size} prompts, which a batch of {size} needs")
+    large = large[: max(limit // size, 1)]
+    each = max(limit // len(large) // size, 1) * size
+    chosen = [
+        one
+        for name in large
+        for one in spread([prompt for prompt in prompts if prompt.category == name], each)
+    ]
+    rows = []
+    for one in chosen:
+        said = [*(message._asdict() for message in one.history)]
+        said.append({"role": "user", "content": one.text})
+        row = {"question_id": one.question_id, "category": one.category, "messages": said}
+        rows.append(json.dumps(row))
+    write_atomically(path, "\n".join(rows))
+    return len(chosen)
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def is_done(step: Step, output: Path) -> bool:
+    if step.name == "vllm":
+        known = output / "vllm.json"
+        return known.is_file() and read_json(known)["words"] == step.words
+    return measured.is_measured(output / step.name, step.words)
+
+
+def take(step: Step, output: Path) -> Row:
+    """Results of a step, measured unless they are there.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    if step.name != "vllm":
+        return measured.bench(output / step.name, step.words)
+    if not is_done(step, output):
+        print("vllm.py", shlex.join(step.words), flush=True)
+        run = [sys.executable, str(VLLM), *step.words]
+        done = subprocess.run(run, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"vllm.py failed:\n{done.stderr[-2000:]}")
+        found = {"words": step.words, "text": done.stdout.strip()}
+        write_atomically(output / "vllm.json", json.dumps(found))
+    found = read_json(output / "vllm.json")
+    return found
+
+
+def trial(args: argparse.Namespace, longest: int) -> Callable[[int], float]:
+    """Seconds that all contenders together take for one prompt, by its length; 0 for its own.
+
+    Args:
+        longest: length that is measured besides; 0 for none.
+    """
+    output, lengths = args.output / "trial", [0, longest] if longest else [0]
+    known: dict[int, float] = {}
+    for length in lengths:
+        more = ["--prompt-tokens", str(length)] if length else []
+        # More prompts than one are needed to fill a long one.
+        results = measured.bench(
+            output / str(length), words_of(args, args.prompts, 2 if length else 1, *more)
+        )
+        calls = results["calls"]
+        prompts = len({*map(tuple, (call["prompts"] for call in calls))})
+        known[length] = sum(call["seconds"] for call in calls) / prompts
+
+    def each(length: int) -> float:
+        share = length / longest if longest else 0.0
+        return known[0] + share * max(known[longest] - known[0], 0.0)
+
+    return each
+
+
+def measure(args: argparse.Namespace, chosen: list[Table]) -> list[str]:
+    """Take all steps that are left; returns what has failed."""
+    left = {
+        step.name: step
+        for table in chosen
+        for step in table.steps
+        if not is_done(step, args.output)
+    }
+    if not left:
+        return []
+    long = any(table.group == "contexts" for table in chosen)
+    each = trial(args, max(args.contexts) if long else 0)
+    forecast = {name: LOADING + step.seconds(each) for name, step in left.items()}
+    for name, seconds in forecast.items():
+        print(f"{name}: about {duration(seconds)}")
+    print(f"in all: about {duration(sum(forecast.values()))}", flush=True)
+    took, expected, failed = 0.0, 0.0, []
+    for name, step in left.items():
+        start = time.monotonic()
+        try:
+            take(step, args.output)
+        except SystemExit as error:
+            failed.append(f"{name}: {error}")
+            print(failed[-1], file=sys.stderr, flush=True)
+        took, expected = took + time.monotonic() - start, expected + forecast.pop(name)
+        write_page(args, chosen)
+        if forecast:
+            rest = sum(forecast.values()) * took / expected
+            print(f"{name} done, about {duration(rest)} left", flush=True)
+    return failed
+
+
+def write_page(args: argparse.Namespace, chosen: list[Table]) -> None:
+    """Write ``figures.md`` from all results that there are."""
+    lines = [
+        f"# Figures of {args.model}", "",
+        "Speed over plain `generate` in the same process, with tau in brackets and the 95 % "
+        f"interval of the speed; {args.max_new_tokens} new tokens at most.",
+    ]  # fmt: skip
+    for table in chosen:
+        steps = [step for step in table.steps if is_done(step, args.output)]
+        if not steps:
+            continue
+        results = [take(step, args.output) for step in steps]
+        ours = [one for one in results if "environment" in one]
+        script = "hf-spec bench" if ours else "python benchmarks/vllm.py"
+        commands = [f"{script} {shlex.join(step.words)}" for step in steps]
+        lines += ["", f"## {table.title}", "", "```bash", *commands, "```", ""]
+        lines += table.show(results, [step.column for step in steps])
+        if ours:
+            notes = [part for part in (agreement(ours), environment(ours)) if part]
+            lines += ["", " ".join(notes)]
+    write_atomically(args.output / "figures.md", "\n".join(lines))
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    groups = ("batches", "tasks", "contexts", "compiled", "vllm")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="folder, repository, or a name of real_models.py")
+    add("--prompts", type=Path, required=True, help="such as question.jsonl of Spec-Bench")
+    add("--adapter", action="append", default=[], help="of a strategy; may be given several times")
+    add("--assistant", help="smaller model: draft_model and Transformers' assisted take part")
+    add("--strategies", help="default: prompt_lookup and those of the adapters")
+    add("--output", type=Path, default=Path("all"), help="default: %(default)s")
+    add("--only", help=f"of {','.join(groups)}, with commas (default: all)")
+    add("--limit", type=int, default=48, help="prompts of each step (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    add("--batch-sizes", type=numbers, default="1,4,8,16", help="default: %(default)s")
+    add("--contexts", type=numbers, default="512,2048,6144", help="default: %(default)s")
+    add("--dtype", default="bfloat16", help="default: %(default)s")
+    add("--threads", type=int, default=os.cpu_count(), help="default: %(default)s")
+    add("--vllm-python", help="interpreter of an environment with vLLM")
+    add("--vllm", default="plain,ngram,suffix", help="what vLLM runs (default: %(default)s)")
+    args = parser.parse_args(given)
+    args.only = args.only.split(",") if args.only else []
+    try:
+        if unknown := [name for name in args.only if name not in groups]:
+            raise ValueError(f"--only {unknown[0]}: choose from {', '.join(groups)}")
+        if "vllm" in args.only and not args.vllm_python:
+            raise ValueError("--only vllm needs --vllm-python")
+        own = [one.strategy for one in read_adapters(args.adapter)]
+        names = parse_names(args.strategies or ",".join(["prompt_lookup", *own]))
+        stock = [f"{STOCK}prompt_lookup"]
+        if args.assistant:
+            stock += ["draft_model", f"{STOCK}assisted"]
+        args.names = list(dict.fromkeys([*names, *stock]))
+        args.base = folder_of(args.model, args.output / "models" / Path(args.model).name)
+        model: Any = SimpleNamespace(config=AutoConfig.from_pretrained(args.base))
+        limit = context_limit(model, SimpleNamespace()) or sys.maxsize
+        long = [length for length in args.contexts if length + args.max_new_tokens > limit]
+        args.contexts = [length for length in args.contexts if length not in long]
+        if long:
+            print(f"left out: prompts of {', '.join(map(str, long))} tokens, beyond its context")
+    except (ValueError, OSError) as error:
+        parser.error(first_line(error))
+    return args
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    args = parse(given)
+    try:
+        chosen = tables(args)
+    except ValueError as error:
+        sys.exit(f"all.py: {first_line(error)}")
+    failed = measure(args, chosen)
+    write_page(args, chosen)
+    print(args.output / "figures.md")
+    if failed:
+        sys.exit("\n".join(["not measured:", *failed]))
+
+
+if __name__ == "__main__":
+    main()
