@@ -82,7 +82,7 @@ def main(given: list[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--dtype", default="bfloat16", help="of the base model")
+    parser.add_argument("--dtype", default="native", help="of the base model")
     parser.add_argument("--only-train", action="store_true", help="measure another time")
     args = parser.parse_args(given)
     trainable = [name for name, method in methods().items() if method.training is not None]
