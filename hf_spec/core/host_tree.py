@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Row(NamedTuple):
     """One row's draft tree on the host.
@@ -75,6 +77,19 @@ class HostTree(NamedTuple):
     parents: Any
     depths: Any
     tokens: Any
+
+    def ancestors(self) -> Any:
+        """``(batch, nodes, nodes)`` bool: whether the second node is the first one, or an ancestor
+        of it; padding has none."""
+        batch, nodes = self.parents.shape
+        seen = np.zeros((batch, nodes, nodes), bool)
+        row, own = np.arange(batch)[:, None], np.arange(nodes)
+        above = np.where(self.probs > 0, self.parents, own)
+        node = np.broadcast_to(own, above.shape)
+        for _ in range(int(self.depths.max()) + 1):
+            seen[row, own, node] = True
+            node = above[row, node]
+        return seen
 
     def rows(self, sizes: Sequence[int]) -> list[Row]:
         """Each row's tree, given its number of draft tokens."""

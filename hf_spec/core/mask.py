@@ -1,4 +1,4 @@
-"""Attention masks as small predicates joined by ``and_`` and ``or_``.
+"""Attention masks: that of a tree, and small predicates for what else limits attention.
 
 A predicate answers "may this query token see this key slot?". It is called with three index tensors
 that broadcast against each other, ``row`` (batch, 1, 1), ``query`` (1, query, 1) and ``slot``
@@ -9,39 +9,37 @@ tree. A method that needs another rule adds a predicate.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def or_(*predicates: Predicate) -> Predicate:
-    """True where any predicate is."""
-    return lambda *at: functools.reduce(operator.or_, (one(*at) for one in predicates))
+def tree(ancestors: Tensor, lengths: Tensor, keys: int) -> Tensor:
+    """The mask of a tree's nodes: each sees its row's prefix, itself and its ancestors.
+
+    Args:
+        ancestors: ``(batch, query, nodes)`` bool.
+        lengths: ``(batch,)`` tokens of the prefix; node ``i`` is in slot ``lengths[row] + i``.
+        keys: number of slots.
+
+    Returns:
+        ``(batch, 1, query, keys)`` bool, True = attend.
+    """
+    count, nodes = ancestors.shape[1:]
+    # A column for the prefix, one for each node and one for what is behind them.
+    seen = pad(pad(ancestors, (1, 0), value=True), (0, 1))
+    slots = torch.arange(1, keys + 1, device=lengths.device) - lengths[:, None]
+    column = slots.clamp(0, nodes + 1)[:, None].expand(-1, count, -1)
+    return seen.gather(2, column)[:, None]
 
 
 def prefix(lengths: Tensor) -> Predicate:
     """Slots of the accepted prefix. ``lengths``: (batch,)."""
     return lambda row, query, slot: slot < lengths[row]
-
-
-def tree_ancestors(ancestors: Tensor, offsets: Tensor) -> Predicate:
-    """The query's own node and its ancestors; node ``i`` is in slot ``offsets[row] + i``.
-
-    ``ancestors``: (batch, nodes, nodes) bool, ``offsets``: (batch,).
-    """
-    nodes = ancestors.shape[-1]
-
-    def predicate(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        node = slot - offsets[row]
-        inside = (node >= 0) & (node < nodes)
-        return inside & ancestors[row, query, node.clamp(0, nodes - 1)]
-
-    return predicate
 
 
 def window(size: int, query_positions: Tensor, key_positions: Tensor) -> Predicate:

@@ -116,13 +116,20 @@ class Tree:
             np.array(filled([row.probs for row in rows]), float), np.maximum(parents, 0),
             np.array(filled(depths)), np.array(filled([row.tokens for row in rows])),
         )  # fmt: skip
-        numbers = sent([parents, filled(depths, 1), host.tokens.tolist()], device)
-        sizes = [len(row.tokens) - 1 for row in rows]
-        order = torch.arange(nodes, device=numbers.device)
+        return Tree.of_host(host, [len(row.tokens) - 1 for row in rows], device)
+
+    @staticmethod
+    def of_host(host: HostTree, sizes: Sequence[int], device: torch.device | str) -> Tree:
+        """Trees that the host knows, with these numbers of draft tokens, in one transfer."""
+        nodes = host.tokens.shape[1]
+        real = np.arange(nodes) <= np.array(sizes)[:, None]
+        parents, depths = host.parents * real, np.where(real, host.depths, 1)
+        parents[:, 0] = -1
+        row_depths = tuple((depths * real).max(1).tolist())
+        tokens, above, deep, valid = sent(np.stack([host.tokens, parents, depths, real]), device)
         return Tree(
-            numbers[2], numbers[0], numbers[1], order <= sent(sizes, device)[:, None],
-            tuple(sizes), tuple(map(max, depths)), host=host,
-            is_chain=all(row.parents == [*range(-1, nodes - 1)] for row in rows),
+            tokens, above, deep, valid.bool(), tuple(sizes), row_depths,
+            all(depth + 1 == nodes for depth in row_depths), host=host,
         )  # fmt: skip
 
     @staticmethod
@@ -153,17 +160,9 @@ class Tree:
         parents, depths, tokens, log_probs = np.split(numbers, 4, axis=1)
         probs = np.exp(log_probs.astype(np.float64))
         parents, depths, tokens = (part.astype(np.int64) for part in (parents, depths, tokens))
-        real, count = probs > 0, probs.shape[1]
-        valid = packed[:, -count:] > -torch.inf
-        above, deep, ids = packed[:, : 3 * count].long().split(count, dim=1)
-        above = above.clamp(min=0) * valid
-        row_depths = tuple(np.where(real, depths, 0).max(1).tolist())
-        return Tree(
-            ids, above.index_fill(1, above.new_zeros(1), -1), torch.where(valid, deep, 1), valid,
-            tuple((real.sum(1) - 1).tolist()), row_depths,
-            all(depth + 1 == count for depth in row_depths),
-            host=HostTree(probs, parents * real, depths, tokens),
-        )  # fmt: skip
+        real = probs > 0
+        host = HostTree(probs, np.maximum(parents, 0) * real, depths, tokens)
+        return Tree.of_host(host, (real.sum(1) - 1).tolist(), packed.device)
 
     # -- shape -------------------------------------------------------------------------------
 
@@ -199,7 +198,9 @@ class Tree:
         nodes = self.num_tokens
         order = torch.arange(self.num_nodes, device=self.parents.device)
         own, rows = order[:nodes], (self.batch_size, -1, -1)
-        if self.is_chain:
+        if self.host is not None:
+            seen = sent(self.host.ancestors(), order.device)
+        elif self.is_chain:
             seen = (own <= own[:, None]).expand(rows)
         else:
             seen = torch.eye(nodes, dtype=torch.bool, device=order.device).repeat(rows[0], 1, 1)
@@ -339,8 +340,8 @@ class Tree:
         nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
 
         def wider(part: Tensor) -> Tensor:
-            own, rest = pad(part[:, :nodes], (0, more)), pad(part[:, nodes:], (0, behind))
-            return torch.cat([own, rest], dim=1)
+            own = pad(part[:, :nodes], (0, more))
+            return torch.cat([own, pad(part[:, nodes:], (0, behind))], dim=1) if probes else own
 
         tree = dataclasses.replace(
             self, tokens=wider(self.tokens), parents=wider(self.parents),
@@ -348,13 +349,13 @@ class Tree:
             first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
             probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
         )  # fmt: skip
-        seen = self.ancestors.new_zeros(self.batch_size, tokens + probes, tokens + probes)
+        rest = more + probes
+        seen = pad(self.ancestors[:, :nodes, :nodes], (0, rest, 0, rest))
+        if self.num_probes:
+            end = tokens + self.num_probes
+            seen[:, tokens:end, :nodes] = self.ancestors[:, nodes:, :nodes]
+            seen[:, tokens:end, tokens:end] = self.ancestors[:, nodes:, nodes:]
         seen.diagonal(0, 1, 2).fill_(True)
-        probed = slice(tokens, tokens + self.num_probes)
-        parts = (slice(nodes), slice(nodes)), (probed, slice(nodes, None))
-        for into, part in parts:
-            for column, own in parts:
-                seen[:, into, column] = self.ancestors[:, part, own]
         return tree.with_ancestors(seen)
 
     def tensors(self) -> list[Tensor]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -60,15 +61,20 @@ class StepResult:
     tokens: Tensor
     num_probes: Tensor
 
-    @property
+    @cached_property
     def last(self) -> Tensor:
         """``(batch,)`` last accepted node of each row."""
         return self.path.gather(1, self.counts[:, None] - 1)[:, 0]
 
-    @property
+    @cached_property
     def bonus(self) -> Tensor:
         """``(batch,)`` last emitted token of each row."""
         return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0].clamp(min=0)
+
+    def with_ends(self, last: Tensor, bonus: Tensor) -> Self:
+        """Set :attr:`last` and :attr:`bonus` where they are known; returns the result."""
+        vars(self).update(last=last, bonus=bonus)
+        return self
 
     def to_host(self, more: Tensor | None = None) -> tuple[HostResult, Any]:
         """Copy the result to the host: the step's one transfer.
@@ -278,7 +284,9 @@ def sample(
 def _roots(targets: Tensor, probes: Tensor | None) -> StepResult:
     """The result of a step without draft tokens. ``targets``: (batch, 1)."""
     path, counts = torch.zeros_like(targets), torch.ones_like(targets[:, 0])
-    return StepResult(path, counts, targets, path[:, 0] if probes is None else probes[:, 0])
+    root, under = path[:, 0], path[:, 0] if probes is None else probes[:, 0]
+    result = StepResult(path, counts, targets, under)
+    return result.with_ends(root, targets[:, 0].clamp(min=0))
 
 
 def _along_path(
@@ -296,4 +304,4 @@ def _along_path(
     emitted = tree.tokens.gather(1, torch.cat([path[:, 1:], path[:, :1]], dim=1))
     emitted = emitted.scatter(1, counts[:, None] - 1, bonus)
     under = torch.zeros_like(counts) if probes is None else probes.gather(1, last[:, None])[:, 0]
-    return StepResult(path, counts, emitted, under)
+    return StepResult(path, counts, emitted, under).with_ends(last, bonus[:, 0].clamp(min=0))

@@ -40,8 +40,6 @@ class Sequences:
         same: makes numbers equal in all processes that decode together.
 
     Attributes:
-        ids: ``(sequences, capacity)`` prompt and emitted tokens, ``lengths[i]`` columns in use;
-            what follows is scratch space for draft tokens. Grows as needed.
         lengths: columns in use of each sequence.
         rows: the sequence of each row of the batch.
         eos: tokens that end a sequence.
@@ -54,8 +52,10 @@ class Sequences:
     ):  # fmt: skip
         count, self.width = input_ids.shape
         self.max_length = min(int(criteria.max_length), NO_LIMIT)
-        self.ids = input_ids.clone()
+        self._ids = input_ids.clone()
         self.lengths = [self.width] * count
+        #: Columns of each sequence that the device has.
+        self._sent = [self.width] * count
         self.rows = list(range(count))
         prompts = input_ids if real is None else [ids[own] for ids, own in zip(input_ids, real)]
         self._tokens: list[list[int]] = [ids.tolist() for ids in prompts]
@@ -121,17 +121,38 @@ class Sequences:
 
     # -- growing -----------------------------------------------------------------------------
 
+    @property
+    def ids(self) -> Tensor:
+        """``(sequences, capacity)`` prompt and emitted tokens, ``lengths[i]`` columns in use; what
+        follows is scratch space for draft tokens.
+
+        The host knows what has been emitted, and the device is told when somebody asks."""
+        new = [
+            (row, column, tokens[column - own])
+            for row, (tokens, first, own) in enumerate(zip(self._tokens, self._sent, self.lengths))
+            for column in range(first, own)
+        ]
+        if new:
+            self._reserve(max(self.lengths))
+            rows, columns, tokens = sent(new, self._ids.device).unbind(1)
+            self._ids[rows, columns] = tokens
+        self._sent = list(self.lengths)
+        return self._ids
+
     def write(self, tokens: Tensor) -> None:
-        """Put tokens ``(batch, n)`` into the scratch space of each row; it grows by doubling."""
+        """Put tokens ``(batch, n)`` into the scratch space of each row."""
         lengths = [self.lengths[row] for row in self.rows]
-        end = max(lengths) + tokens.shape[1]
-        if end > self.ids.shape[1]:
-            grown = self.ids.new_zeros((len(self.ids), 2 * end))
-            grown[:, : self.ids.shape[1]] = self.ids
-            self.ids = grown
-        rows, columns = sent([self.rows, lengths], self.ids.device)[:, :, None]
+        self._reserve(max(lengths) + tokens.shape[1])
+        rows, columns = sent([self.rows, lengths], self._ids.device)[:, :, None]
         columns = columns + torch.arange(tokens.shape[1], device=columns.device)
-        self.ids[rows, columns] = tokens.to(self.ids)
+        self._ids[rows, columns] = tokens.to(self._ids)
+
+    def _reserve(self, end: int) -> None:
+        """Make room for so many columns, by doubling."""
+        if end > self._ids.shape[1]:
+            grown = self._ids.new_zeros((len(self._ids), 2 * end))
+            grown[:, : self._ids.shape[1]] = self._ids
+            self._ids = grown
 
     def shown(self, length: int) -> Tensor:
         """``(sequences, length)`` the ids as in plain generation, finished sequences padded."""
@@ -152,9 +173,7 @@ class Sequences:
         Returns:
             How many tokens each row took.
         """
-        before, size = list(self.lengths), max(map(len, result.tokens))
-        filled = [[*tokens, *[0] * (size - len(tokens))] for tokens in result.tokens]
-        self.write(sent(filled, self.ids.device))
+        before = list(self.lengths)
         for place, (row, tokens) in enumerate(zip(self.rows, result.tokens)):
             for number, token in enumerate(tokens):
                 if not self._takes(row):
@@ -182,6 +201,8 @@ class Sequences:
             return True
         if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
             return True
+        if not self._by_token:
+            return False
         ids = self.ids[row : row + 1, : self.lengths[row]]
         return any(bool(criterion(ids, None).any()) for criterion in self._by_token)
 
@@ -218,6 +239,7 @@ class Sequences:
         for values in (self._tokens[row], self._recorded[row]):
             del values[max(len(values) - dropped, 0) :]
         self.lengths[row] -= dropped
+        self._sent[row] = min(self._sent[row], self.lengths[row])
 
     def _stream(self) -> None:
         """Pass the columns that all sequences have reached to the streamer, one by one."""

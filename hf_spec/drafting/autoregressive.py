@@ -86,10 +86,7 @@ def block_mask(cache: TreeCache, ancestors: Tensor, slots: int) -> Tensor:
     Returns:
         ``(batch, 1, n, slots)`` bool
     """
-    lengths = cache.lengths
-    seen = masks.or_(masks.prefix(lengths), masks.tree_ancestors(ancestors, lengths))
-    batch, count = ancestors.shape[:2]
-    return masks.build(seen, batch, count, slots, lengths.device)
+    return masks.tree(ancestors, cache.lengths, slots)
 
 
 class AutoregressiveDrafter(ForwardDrafter):

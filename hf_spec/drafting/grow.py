@@ -87,8 +87,8 @@ def grow(
     if trust is not None and not isinstance(trust, Tensor):
         trust = sent(trust[:depth], root.device) if any(trust[:depth]) else None
     tokens, batch = root[:, None], len(root)
-    levels = [(torch.zeros_like(tokens, dtype=torch.float32), tokens - tokens - 1, tokens)]
     choices = above = torch.zeros_like(tokens)
+    levels = [(torch.zeros_like(tokens, dtype=torch.float32), choices - 1, tokens)]
     first = 0  # node of the frontier's first token
     for level in range(depth):
         path, tokens = levels[-1][0][:, :expanded], levels[-1][2][:, :expanded]
@@ -100,14 +100,13 @@ def grow(
         if trust is not None:
             given = given + trust[level].to(given)
         # Above 0, a child would stand before its parent; those that would keep their order.
-        given = torch.minimum(given, _bounds(width, given.device))
+        given = torch.minimum(given, _order(width, str(given.device)) * -EPSILON)
         # A likely path's ancestors are at least as likely, so fewer remain at each depth.
         kept = min(count - level, path.shape[1] * width)
         if kept < 1:
             break
         path, at = (path.to(given)[:, :, None] + given).flatten(1).topk(kept, dim=1)
-        above = at.div(width, rounding_mode="floor")
-        choices = at - above * width
+        above, choices = at // width, at % width
         place = choices if children.tokens.shape[1] == 1 else at
         levels.append((path, above + first, children.tokens.flatten(1).gather(1, place)))
         first += levels[-2][0].shape[1]
@@ -155,9 +154,10 @@ def extended(block: Tree | None, frontier: Frontier) -> tuple[Tree, int]:
     return tree.with_ancestors(seen), first
 
 
-def _bounds(width: int, device: torch.device) -> Tensor:
-    """The largest log-probability of each child, likeliest first."""
-    return torch.arange(width, device=device) * -EPSILON
+@lru_cache(maxsize=256)
+def _order(width: int, device: str) -> Tensor:
+    """The place of each child among its siblings: integers, which compiled code may keep."""
+    return torch.arange(width, device=device)
 
 
 @lru_cache(maxsize=256)

@@ -95,7 +95,8 @@ class CompiledTarget(Target):
             result = verify.match(rows, verify.likeliest(output.logits))
             if result.path.shape[1] > 1:  # else the root, which is in place
                 traced.states.move(lengths, result.path)
-            return (*found, result.path, result.counts, result.tokens, result.num_probes, *kept)
+            accepted = result.path, result.counts, result.tokens, result.num_probes
+            return (*found, *accepted, result.last, result.bonus, *kept)
 
         def eager() -> tuple[Tensor, ...]:
             output = self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
@@ -122,8 +123,10 @@ class CompiledTarget(Target):
         logits, *found = graphs.run(key, function, inputs, eager, cut, static=len(buffers))
         hidden = found.pop(0) if has_hidden else None
         # Where the code was just made, the forward has run uncompiled.
-        result = StepResult(*found[:4]) if match and found else None
-        kept = found[4:] if match else found
+        result = None
+        if match and found:
+            result = StepResult(*found[:4]).with_ends(*found[4:6])
+        kept = found[6:] if match else found
         if kept and cache.recurrent is not None:
             cache.recurrent.set_kept(kept)
         return Output(tree, logits, hidden, result)

@@ -62,8 +62,7 @@ def tree_mask(
     if block.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
         full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
     else:
-        nodes = masks.tree_ancestors(block.visible, lengths)
-        full = masks.build(masks.or_(masks.prefix(lengths), nodes), *shape)
+        full = masks.tree(block.visible, lengths, keys)
     kinds = attention.locals
     narrow = {local for local in kinds.values() if local is not None and local.size < keys}
     made: dict[Local | None, Tensor] = {None: full}

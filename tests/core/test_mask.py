@@ -1,4 +1,4 @@
-"""Masks made from predicates equal a double loop over queries and keys."""
+"""Masks equal a double loop over queries and keys."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
     keys = max(lengths) + nodes + rng.randint(0, 4)
     on_device = torch.tensor(lengths)
 
-    predicate = masks.or_(
-        masks.prefix(on_device), masks.tree_ancestors(tree.ancestors[:, first:], on_device)
-    )
     positions = [
         [k if k < n else n + int(tree.depths[b, min(k - n, nodes - 1)]) for k in range(keys)]
         for b, n in enumerate(lengths)
@@ -40,7 +37,7 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
         return visible and (window is None or position - positions[b][k] < window)
 
     shape = (len(trees), nodes - first, keys)
-    built = masks.build(predicate, *shape, torch.device("cpu"))
+    built = masks.tree(tree.ancestors[:, first:], on_device, keys)
     if window is not None:
         query_positions = on_device[:, None] + tree.depths[:, first:]
         near = masks.window(window, query_positions, torch.tensor(positions))
