@@ -194,13 +194,16 @@ class MtpLayers(nn.Module):
             with torch.device("meta"):
                 made = [MtpLayer(self.config, kind, norm, index) for index in range(count)]
             # One of its own, as some adapt to the positions that they see.
-            self.rotary = type(rotary)(config=self.config)
+            with torch.device("cpu"):
+                self.rotary = type(rotary)(config=self.config)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{type(model).__name__}: {kind.__name__} cannot be built as a layer for "
                 f"multi-token prediction ({type(error).__name__}: {error}). Choose another "
                 "strategy."
             ) from error
+        #: See `sparse`.
+        self.sparse = sparse
         #: Kind of attention of each layer; None if the model has but one.
         self.kinds: list[str | None] = list(
             getattr(self.config, "layer_types", None) or [None] * count
