@@ -209,6 +209,15 @@ def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
     assert same(load_file(whole / WEIGHTS), load_file(broken / WEIGHTS))
 
 
+def test_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_spec.training.trainer import SpecTrainer
+
+    enabled = property(lambda trainer: True, lambda trainer, value: None)
+    monkeypatch.setattr(SpecTrainer, "is_deepspeed_enabled", enabled, raising=False)
+    with pytest.raises(ValueError, match="'hf-spec train mtp' does not run under FSDP or DeepSp"):
+        train(fresh("qwen3"), answers("qwen3"), "mtp", tmp_path, {}, SETTINGS)
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="ttt_steps=1: the checkpoint has 2 layers.*Take 2 or"):
         fresh("glm4_moe_2").add_adapter(MtpConfig(ttt_steps=1))

@@ -37,6 +37,7 @@ class MtpConfig(SpecPeftConfig):
     """
 
     type_name: ClassVar[str] = "MTP"
+    shards: ClassVar[bool] = False
     ttt_steps: int | None = setting(
         None,
         f"Steps of the training-time test, at least one for each layer. Default: {STEPS}, or the "
