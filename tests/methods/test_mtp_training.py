@@ -17,12 +17,15 @@ from safetensors.torch import load_file
 from test_mtp import model_of
 from torch import Tensor, nn
 from trained import SETTINGS, Stop, history, record, same
-from transformers import DynamicCache
+from transformers import DynamicCache, Trainer
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.decoding.auto import choose
+from hf_spec.methods.mtp import weights
 from hf_spec.methods.mtp.adapter import MtpConfig, loss
+from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.train import train
@@ -66,7 +69,8 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
 
     # A row of position t has token t + 1.
     first, last = 0, len(made.layers) - 1
-    inputs, found = final[: anchor + 1], []
+    inputs, found = final[: anchor + 1], list[Tensor]()
+    outputs = inputs
     for step in range(steps):
         layer = min(step, last)
         if 0 < step <= last:  # a further layer: it takes the outputs of the one before
@@ -95,11 +99,9 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
     rows[1] = {key: value[:18] if key != "anchors" else value for key, value in rows[1].items()}
     batch: Any = collate(rows)
     batch["anchors"][1] = torch.tensor([4, 9, 14, 15])[: batch["anchors"].shape[1]]
-    from hf_spec.adapters.tuner import TrainingBatch
-
     own = loss(base, adapter, TrainingBatch(**batch))["loss"]
-    weights = [one for one in adapter.module.parameters() if one.requires_grad]
-    gradients = torch.autograd.grad(own, weights, allow_unused=True)
+    trained = [one for one in adapter.module.parameters() if one.requires_grad]
+    gradients = torch.autograd.grad(own, trained, allow_unused=True)
 
     total = torch.zeros(())
     for row in range(2):
@@ -125,7 +127,7 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
                 counts[step] += 1
         total = total + (sums / counts.clamp(min=1) * decay ** torch.arange(steps)).sum() / 2
     torch.testing.assert_close(own, total, rtol=1e-5, atol=1e-6)
-    expected = torch.autograd.grad(total, weights, allow_unused=True)
+    expected = torch.autograd.grad(total, trained, allow_unused=True)
     seen = 0
     for one, two in zip(gradients, expected):
         if one is not None and two is not None:
@@ -141,12 +143,10 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
 
 @pytest.fixture(scope="module", params=["qwen3", "glm4_moe_2"])
 def learned(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
-    from hf_spec.methods.mtp import weights as read
-
     name, folder = request.param, tmp_path_factory.mktemp("mtp") / "adapter"
     model, before = fresh(name), model_of(name).state_dict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "_read", getattr(read._read, "__wrapped__", read._read))
+        patch.setattr(weights, "_read", getattr(weights._read, "__wrapped__", weights._read))
         train(model, answers(name), "mtp", folder, {"ttt_steps": 3}, LEARN)
     assert same(model.state_dict(), before)
     return name, folder
@@ -186,8 +186,6 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
     ids = torch.tensor([answers(name)[0]["prompt_ids"]])
     model.generate(ids, **PLAIN, **drafting("mtp"))
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
-    from hf_spec.methods.mtp.weights import mtp_layers
-
     layers = mtp_layers(model_of(name)).layers.state_dict()
     stored = load_file(folder / WEIGHTS)
     assert sum(one.numel() for one in stored.values()) == sum(
@@ -210,10 +208,13 @@ def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
 
 
 def test_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_spec.training.trainer import SpecTrainer
+    make = Trainer.__init__
 
-    enabled = property(lambda trainer: True, lambda trainer, value: None)
-    monkeypatch.setattr(SpecTrainer, "is_deepspeed_enabled", enabled, raising=False)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(Trainer, "__init__", __init__)
     with pytest.raises(ValueError, match="'hf-spec train mtp' does not run under FSDP or DeepSp"):
         train(fresh("qwen3"), answers("qwen3"), "mtp", tmp_path, {}, SETTINGS)
 
