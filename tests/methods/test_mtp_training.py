@@ -93,7 +93,7 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
             module.p = 0.0
     config = MtpConfig(ttt_steps=steps, decay=decay, loss=kind)
     get_peft_model(base, config)
-    adapter = find_active(base, "MTP")
+    adapter: Any = find_active(base, "MTP")
     data = AnswerDataset(answers(name).select([0, 1]), num_anchors=4, max_length=64, seed=0)
     rows = [data[0], data[1]]
     rows[1] = {key: value[:18] if key != "anchors" else value for key, value in rows[1].items()}
@@ -199,11 +199,14 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
 
 def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    given: Any = (answers("qwen3"), "mtp")
-    train(fresh("qwen3"), *given, whole, {}, SETTINGS)
+
+    def run(output: Path, **given: Any) -> None:
+        train(fresh("qwen3"), answers("qwen3"), "mtp", output, {}, SETTINGS, **given)
+
+    run(whole)
     with pytest.raises(KeyboardInterrupt):
-        train(fresh("qwen3"), *given, broken, {}, SETTINGS, callbacks=[Stop()])
-    train(fresh("qwen3"), *given, broken, {}, SETTINGS, resume=True)
+        run(broken, callbacks=[Stop()])
+    run(broken, resume=True)
     assert same(load_file(whole / WEIGHTS), load_file(broken / WEIGHTS))
 
 

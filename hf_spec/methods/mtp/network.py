@@ -92,7 +92,8 @@ class MtpNetwork:
         seen = mask & (at_keys >= index)[:, None, None]
         if size is not None:
             near = masks.window(size, positions, at_keys)
-            seen = seen & masks.build(near, *mask.shape[::2], mask.shape[-1], positions.device)
+            batch, _, count, slots = mask.shape
+            seen = seen & masks.build(near, batch, count, slots, positions.device)
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
         device = self.weight.device
