@@ -7,7 +7,7 @@ from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="mtp",
-    summary="layers for multi-token prediction of the model's own checkpoint, as they are or fine-tuned",
+    summary="the checkpoint's own layers for multi-token prediction, as they are or fine-tuned",
     options=MtpOptions,
     drafter=MtpDrafter,
     adapter_config=MtpConfig,

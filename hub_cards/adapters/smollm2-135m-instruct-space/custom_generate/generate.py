@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 # As in generation_config.json and adapter_config.json; filled in when a repository is written.
-STRATEGY: str | None = 'space'
+STRATEGY: str | None = "space"
 OPTIONS: dict[str, Any] = {}
-PEFT_TYPE: str | None = 'SPACE'
-INSTALL: str = 'pip install .  # in a clone of hf_spec'
+PEFT_TYPE: str | None = "SPACE"
+INSTALL: str = "pip install .  # in a clone of hf_spec"
 # Filled in by `hf-spec push`: where the adapter is found.
 REPOSITORY: str | None = None
 
