@@ -20,6 +20,7 @@ from hf_spec.methods.dspark import DSparkConfig
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.methods.layer_skip import LayerSkipConfig
 from hf_spec.methods.medusa import MedusaConfig
+from hf_spec.methods.mtp import MtpConfig
 from hf_spec.methods.ppd import PPDConfig
 from hf_spec.methods.propd import ProPDConfig
 from hf_spec.methods.registry import Method, register_method
@@ -53,6 +54,7 @@ __all__ = [
     "LayerSkipConfig",
     "MedusaConfig",
     "Method",
+    "MtpConfig",
     "PPDConfig",
     "ProPDConfig",
     "SpaceConfig",

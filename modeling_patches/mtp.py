@@ -45,10 +45,12 @@ class Layout:
             the tensor, and in :class:`MtpLayer`; None for a copy of a tensor of the model. The
             first one that fits counts.
         continued: whether layers are numbered on from the model's last one.
+        final_norm: whether the norm after each layer is the model's final one.
     """
 
     names: Mapping[str, str | None]
     continued: bool = False
+    final_norm: bool = False
 
     def parse(self, name: str, num_layers: int) -> tuple[int | None, str | None] | None:
         """Which tensor a name means.
@@ -101,6 +103,13 @@ _LAYOUTS = (
         "mtp.layers.{}.pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
         "mtp.layers.{}.": BLOCK,
     }),
+    # ERNIE 4.5
+    Layout({
+        "mtp_linear_proj.{}.": "eh_proj.",
+        "mtp_emb_norm.{}.": "enorm.",
+        "mtp_hidden_norm.{}.": "hnorm.",
+        "mtp_block.{}.": BLOCK,
+    }, final_norm=True),
 )  # fmt: skip
 
 
@@ -194,13 +203,16 @@ class MtpLayers(nn.Module):
             with torch.device("meta"):
                 made = [MtpLayer(self.config, kind, norm, index) for index in range(count)]
             # One of its own, as some adapt to the positions that they see.
-            self.rotary = type(rotary)(config=self.config)
+            with torch.device("cpu"):
+                self.rotary = type(rotary)(config=self.config)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{type(model).__name__}: {kind.__name__} cannot be built as a layer for "
                 f"multi-token prediction ({type(error).__name__}: {error}). Choose another "
                 "strategy."
             ) from error
+        #: See `sparse`.
+        self.sparse = sparse
         #: Kind of attention of each layer; None if the model has but one.
         self.kinds: list[str | None] = list(
             getattr(self.config, "layer_types", None) or [None] * count
@@ -255,6 +267,8 @@ def _config(model: Any, count: int, sparse: bool) -> Any:
         "first_k_dense_replace": 0 if sparse else count,
         "mlp_only_layers": [] if sparse else list(range(count)),
         "decoder_sparse_step": 1,
+        "moe_layer_start_index": 0 if sparse else count,
+        "moe_layer_interval": 1,
         "num_hidden_layers": count,
     }
     for name, value in values.items():

@@ -12,10 +12,10 @@ from modeling_patches.mtp import MtpLayers
 
 
 def random_layers(
-    model: Any, device: torch.device, dtype: torch.dtype, count: int = 1
+    model: Any, device: torch.device, dtype: torch.dtype, count: int = 1, sparse: bool = True
 ) -> MtpLayers:
     """Layers of random weights."""
-    layers = MtpLayers(model, count, sparse=True)
+    layers = MtpLayers(model, count, sparse)
     generator = torch.Generator("cpu").manual_seed(4)
     state = {}
     for name, tensor in layers.layers.state_dict().items():

@@ -55,6 +55,8 @@ class SpecPeftConfig(PeftConfig):
     strategy: ClassVar[str | None] = None
     #: Whether an active adapter changes the model's output.
     changes_model: ClassVar[bool] = False
+    #: Whether it can be trained under FSDP and DeepSpeed.
+    shards: ClassVar[bool] = True
 
     format_version: int = setting(FORMAT_VERSION, "Version of the saved layout.")
     base_facts: dict[str, Any] | None = setting(None, "Shape of the base model (recorded).")

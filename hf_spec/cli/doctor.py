@@ -174,16 +174,18 @@ def _next(model: str, choice: Choice, folders: Any) -> list[str]:
     """Commands to try."""
     from hf_spec.methods.registry import get_method
 
-    if get_method(choice.strategy).adapter_config is not None:
+    chosen = get_method(choice.strategy)
+    if chosen.adapter_config is not None and folders:
         given = " ".join(f"--adapter {folder}" for folder in folders)
         return [
             f"hf-spec bench --model {model} {given} --by-task",
             f"hf-spec tune --model {model} {given} --prompts P.jsonl",
         ]
+    learns = "medusa" if chosen.training is None else choice.strategy
     return [
         f"hf-spec bench --model {model} --strategies {choice.strategy} --by-task",
         f"hf-spec distill --model {model} --prompts P.jsonl --output ./answers",
-        f"hf-spec train medusa --model {model} --data ./answers --output ./medusa",
+        f"hf-spec train {learns} --model {model} --data ./answers --output ./{learns}",
     ]
 
 

@@ -55,6 +55,10 @@ def choose(model: Any, assistant: Any = None) -> Choice:
     passed: dict[str, str] = {}
     for name, method in methods().items():
         if method.included is not None:
+            own = None if method.peft_type is None else find_active(model, method.peft_type)
+            if own is not None:
+                reason = f"its adapter {own.name!r} is active"
+                return Choice(name, reason, _stored(own, name), passed)
             obstacle = _obstacle(model, name, method.included)
             if obstacle is None:
                 return Choice(name, "the model's own checkpoint has layers for it", passed=passed)

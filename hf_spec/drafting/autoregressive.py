@@ -72,8 +72,20 @@ class DraftNetwork(Protocol):
             takes.
         """
 
+    def run_true(
+        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, positions: Tensor,
+        mask: Tensor, cache: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """:meth:`run` of rows that follow each other and take the target's states.
+
+        Args:
+            hidden: ``(batch, n, hidden)`` :meth:`features`.
+            before: ``(batch, 1, ...)`` what the row before the first one has returned for the next;
+                None if there is none.
+        """
+
     def logits(self, states: Tensor) -> Tensor:
-        """``(batch, n, tokens)``"""
+        """``(..., tokens)`` of states ``(..., hidden)``."""
 
 
 def block_mask(cache: TreeCache, ancestors: Tensor, slots: int) -> Tensor:
@@ -166,7 +178,8 @@ class AutoregressiveDrafter(ForwardDrafter):
             tree = Tree.chain(tokens)
             mask = block_mask(cache, tree.ancestors, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
-            found = self._run_true(tokens, hidden[:, part], positions, mask, cache)
+            before = None if self._root is None else self._root[1]
+            found = network.run_true(tokens, hidden[:, part], before, positions, mask, cache)
             most = tokens.shape[1]
             known = [min(max(count - start, 0), most) for count in rows.counts]
             if rows.exact is None:
@@ -182,12 +195,6 @@ class AutoregressiveDrafter(ForwardDrafter):
                 states = torch.where(new, states, self._root[0])
                 after = torch.where(new, after, self._root[1])
             self._root = states, after
-
-    def _run_true(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`DraftNetwork.run` of true rows, which follow :attr:`_root`."""
-        return self.network.run(tokens, hidden, positions, mask, cache)
 
     def level(self, frontier: Frontier) -> Tensor:
         assert self._root is not None and self.cache is not None

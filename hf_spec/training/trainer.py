@@ -99,6 +99,12 @@ class SpecTrainer(Trainer):
                 f"{', '.join(sorted(later))} are to be trained in a second stage, which "
                 "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
             )
+        if split and not self.adapter_config.shards:
+            name = self.adapter_config.strategy
+            raise ValueError(
+                f"'hf-spec train {name}' does not run under FSDP or DeepSpeed here: launch it "
+                "without them; several processes with whole copies of the model work."
+            )
         if self.trains_base and split:
             raise ValueError(
                 "training the base model's own weights does not run under FSDP or DeepSpeed here: "

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 from hf_spec.adapters.active import find_active
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.grow import Frontier
+from hf_spec.drafting.training_time_test import LOSSES, target_losses, unrolled
 from hf_spec.hub.transfer import convert
-from hf_spec.methods.eagle3.adapter import LOSSES, Eagle3Config
-from hf_spec.methods.eagle3.loss import target_losses, unrolled
+from hf_spec.methods.eagle3.adapter import Eagle3Config
 from hf_spec.methods.eagle3.network import Eagle3Network
 from hf_spec.methods.registry import methods
 

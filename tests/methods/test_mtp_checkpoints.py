@@ -17,6 +17,7 @@ from random_mtp import random_layers
 from running import drafting, no_forward
 from safetensors.torch import load_file, save_file
 from test_mtp import FIXTURES, model_of
+from transformers import DynamicCache
 
 import hf_spec
 from hf_spec.methods.mtp import weights
@@ -270,7 +271,7 @@ def test_bad_files(tmp_path: Path) -> None:
 FAMILIES = {
     "deepseek_v3": "numbered", "glm4_moe": "numbered", "glm4_moe_lite": "numbered",
     "exaone_moe": "shared", "mellum": "shared", "qwen3_next": "shared", "qwen3_5_text": "shared",
-    "qwen3_5_moe_text": "shared", "mimo_v2_flash": "mimo",
+    "qwen3_5_moe_text": "shared", "mimo_v2_flash": "mimo", "ernie4_5_moe": "ernie",
 }  # fmt: skip
 NAMES = {
     "numbered": ("model.layers.4.", "model.layers.4.", {"post_norm": "shared_head.norm"}),
@@ -280,6 +281,10 @@ NAMES = {
          "post_norm": "norm"},
     ),
     "mimo": ("model.mtp.layers.0.", "model.mtp.layers.0.", {"post_norm": "final_layernorm"}),
+    "ernie": (
+        "model.mtp_block.0.", "model.mtp_",
+        {"eh_proj": "linear_proj.0", "enorm": "emb_norm.0", "hnorm": "hidden_norm.0"},
+    ),
 }  # fmt: skip
 
 
@@ -288,11 +293,16 @@ def test_families(tmp_path: Path, model_type: str) -> None:
     """Random layers under their released names, experts one by one: read, and they draft."""
     model: Any = copy.deepcopy(architectures.build(model_type))
     model.save_pretrained(tmp_path)
-    made = random_layers(model, torch.device("cpu"), torch.float32)
+    ernie = FAMILIES[model_type] == "ernie"
+    made = random_layers(model, torch.device("cpu"), torch.float32, sparse=not ernie)
+    if ernie:
+        made.layers[0].post_norm.weight = model.model.norm.weight
     block, others, names = NAMES[FAMILIES[model_type]]
     released: Tensors = {}
     for name, tensor in made.layers[0].state_dict().items():
         part, _, rest = name.partition(".")
+        if ernie and part == "post_norm":
+            continue
         if part != "mtp_block":
             released[f"{others}{names.get(part, part)}.{rest}"] = tensor
             continue
@@ -316,3 +326,74 @@ def test_families(tmp_path: Path, model_type: str) -> None:
     out = model.generate(ids, max_new_tokens=12, do_sample=False, **drafting("mtp"))
     assert out.tolist() == plain.tolist()
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def ernie_reference(model: Any, stored: Tensors, ids: torch.Tensor) -> torch.Tensor:
+    """``(n - 1, vocab)`` logits of the tokens two behind each one, by plain formulas: one dense
+    layer with interleaved rotations, and the model's final norm."""
+    config, functional = model.config, torch.nn.functional
+    eps, dim = config.rms_norm_eps, config.hidden_size // config.num_attention_heads
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+
+    def norm(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return value * (value.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+    def of(name: str) -> torch.Tensor:
+        return stored[f"model.mtp_{name}.weight"]
+
+    final = model.model(ids[None]).last_hidden_state[0, :-1]
+    embeddings = model.model.embed_tokens(ids)[1:]
+    joined = [norm(embeddings, of("emb_norm.0")), norm(final, of("hidden_norm.0"))]
+    hidden = torch.cat(joined, -1) @ of("linear_proj.0").T
+    count, block = len(hidden), "block.0."
+    inputs = norm(hidden, of(f"{block}input_layernorm"))
+    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+    turns = torch.polar(torch.ones(()), torch.arange(count)[:, None] * theta)[:, None]
+
+    def projected(name: str, number: int) -> torch.Tensor:
+        made = (inputs @ of(f"{block}self_attn.{name}_proj").T).view(count, number, dim)
+        if name == "v":
+            return made
+        pairs = torch.view_as_complex(made.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(-2)
+
+    queries = projected("q", heads)
+    keys, values = (projected(one, groups).repeat_interleave(heads // groups, 1) for one in "kv")
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) / dim**0.5
+    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
+    seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1)
+    hidden = hidden + seen @ of(f"{block}self_attn.o_proj").T
+    inputs = norm(hidden, of(f"{block}post_attention_layernorm"))
+    gate, up = (inputs @ of(f"{block}mlp.{one}_proj").T for one in ("gate", "up"))
+    hidden = hidden + (functional.silu(gate) * up) @ of(f"{block}mlp.down_proj").T
+    return model.lm_head(norm(hidden, model.model.norm.weight))
+
+
+@torch.no_grad()
+def test_ernie(tmp_path: Path) -> None:
+    """A dense layer in a model of experts, whose norm is the model's final one."""
+    model: Any = copy.deepcopy(architectures.build("ernie4_5_moe"))
+    torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    made = random_layers(model, torch.device("cpu"), torch.float32, sparse=False).layers[0]
+    block, others, names = NAMES["ernie"]
+    stored = {}
+    for name, tensor in made.state_dict().items():
+        part, _, rest = name.partition(".")
+        if part == "mtp_block":
+            stored[block + rest] = tensor
+        elif part != "post_norm":
+            stored[f"{others}{names[part]}.{rest}"] = tensor
+    tensors = load_file(tmp_path / SINGLE)
+    save_file({**tensors, **stored}, tmp_path / SINGLE, metadata={"format": "pt"})
+    model.config.name_or_path = str(tmp_path)
+    layers, ids = mtp_layers(model), prompt(9)[0]
+    final = model.model(ids[None]).last_hidden_state[:, :-1]
+    count = final.shape[1]
+    found = layers.run(
+        0, model.model.embed_tokens(ids)[None, 1:], final, torch.arange(count)[None],
+        torch.ones(count, count).tril().bool()[None, None], DynamicCache(),
+    )  # fmt: skip
+    expected = ernie_reference(model, stored, ids)
+    # Sums in other orders.
+    torch.testing.assert_close(model.lm_head(found[0]), expected, rtol=1e-4, atol=1e-4)

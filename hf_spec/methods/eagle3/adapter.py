@@ -27,6 +27,7 @@ from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.training_time_test import LOSSES
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of, input_features, output_features
@@ -43,7 +44,6 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings",
 )  # fmt: skip
-LOSSES = ("kl", "ce")
 #: Standard deviation of a new adapter's matrices.
 INITIAL = 0.02
 

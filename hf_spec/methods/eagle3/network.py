@@ -64,6 +64,12 @@ class Eagle3Network:
         )
         return found
 
+    def run_true(
+        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, positions: Tensor,
+        mask: Tensor, cache: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return self.run(tokens, hidden, positions, mask, cache)
+
     def masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
         """Rows that draft all further tokens in one forward (P-EAGLE): ``(batch, count)`` tokens,
         and ``(batch, count, hidden)`` what they take of states."""

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.adapters.active import find_active
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.options import key_of
@@ -33,20 +31,17 @@ class MtpOptions(GrowOptions):
 
 
 class MtpDrafter(AutoregressiveDrafter):
-    """The model's own layers, on its final states, predict one token after the other."""
+    """The model's own layers, on its final states, predict one token after the other; those of an
+    active adapter, which has fine-tuned them, if there is one."""
 
     network: MtpNetwork
     options: MtpOptions
 
     def __init__(self, model: Any, options: MtpOptions):
-        network = MtpNetwork(model, mtp_layers(model))
+        adapter = find_active(model, "MTP")
+        layers = mtp_layers(model) if adapter is None else adapter.module.placed()
+        key = "mtp", None if adapter is None else adapter.name, key_of(options)
         super().__init__(
-            model, options, network, Reads("committed"),
-            partial(learned, model, ("mtp", key_of(options))),
+            model, options, MtpNetwork(model, layers), Reads("committed"),
+            partial(learned, model, key),
         )  # fmt: skip
-
-    def _run_true(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
-    ) -> tuple[Tensor, Tensor]:
-        before = None if self._root is None else self._root[1]
-        return self.network.run_true(tokens, hidden, before, positions, mask, cache)

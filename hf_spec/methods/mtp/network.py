@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
+from hf_spec.drafting.training_time_test import ChainCache
 from hf_spec.model.block import Block
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.tree_mask import Slots
@@ -44,7 +45,7 @@ class MtpNetwork:
         return states.to(self.weight)
 
     def run(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
         parts = hidden.split(self.weight.shape[0], dim=-1)
         embeddings, first = self._embedded(tokens), self.num_layers - len(parts)
@@ -56,15 +57,8 @@ class MtpNetwork:
 
     def run_true(
         self, tokens: Tensor, hidden: Tensor, before: Tensor | None, positions: Tensor,
-        mask: Tensor, cache: TreeCache,
+        mask: Tensor, cache: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Forward of true rows that follow each other; see :meth:`run`.
-
-        Args:
-            hidden: ``(batch, n, hidden)`` :meth:`features`.
-            before: ``(batch, 1, ...)`` what the row before the first one has returned for the next;
-                None if there is none.
-        """
         embeddings, found = self._embedded(tokens), []
         width = hidden.shape[-1]
         for index in range(self.num_layers):
@@ -85,13 +79,21 @@ class MtpNetwork:
 
     def _layer(
         self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
-        cache: TreeCache,
+        cache: TreeCache | ChainCache,
     ) -> Tensor:  # fmt: skip
         """Forward of one layer, which has no rows of the first ``index`` tokens."""
-        slots = torch.arange(mask.shape[-1], device=mask.device)
-        seen = mask & (slots >= index)
-        if (size := self.layers.window(index)) is not None:
-            seen = seen & _near(size, positions, mask.shape, cache)
+        size = self.layers.window(index)
+        if isinstance(cache, ChainCache):
+            at_keys = cache.positions
+        elif size is None:  # drafted rows come behind all others
+            at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
+        else:
+            at_keys = _key_positions(positions, mask.shape[-1], cache)
+        seen = mask & (at_keys >= index)[:, None, None]
+        if size is not None:
+            near = masks.window(size, positions, at_keys)
+            batch, _, count, slots = mask.shape
+            seen = seen & masks.build(near, batch, count, slots, positions.device)
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
         device = self.weight.device
@@ -104,11 +106,9 @@ class MtpNetwork:
         return found[0] if len(found) == 1 else torch.cat(found[:-1], dim=-1)
 
 
-def _near(size: int, positions: Tensor, shape: torch.Size, cache: TreeCache) -> Tensor:
-    """``(batch, 1, n, slots)`` bool, the slots fewer than ``size`` positions back."""
+def _key_positions(positions: Tensor, count: int, cache: TreeCache) -> Tensor:
+    """``(batch, slots)`` positions of what a cache's first ``count`` slots hold."""
     assert cache.block is not None and cache.block.tree is not None
     zero = torch.zeros_like(positions[:, :1])
     slots = Slots(cache, zero, zero + torch.iinfo(torch.int32).max, zero)
-    at_keys = slots.positions(Block.of(cache.block.tree), shape[-1])
-    near = masks.window(size, positions, at_keys)
-    return masks.build(near, shape[0], shape[2], shape[3], positions.device)
+    return slots.positions(Block.of(cache.block.tree), count)

@@ -20,7 +20,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.autoregressive import block_mask
 from hf_spec.methods.mtp.network import MtpNetwork
 from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
-from modeling_patches.modules import decoder_layers, num_layers
+from modeling_patches.modules import decoder_layers, decoder_of, num_layers
 from modeling_patches.mtp import (
     BLOCK,
     Layout,
@@ -30,7 +30,7 @@ from modeling_patches.mtp import (
     is_mtp,
     layout_of,
 )
-from modeling_patches.weights import device_of, placement
+from modeling_patches.weights import device_of, loaded, placement
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 #: Fields of configs that tell the number of these layers.
@@ -103,7 +103,9 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         stored = _Stored(files, opened, dtype)
         # Names and shapes first: nothing large is read of what does not fit.
         wrong = [f"unknown tensor {one!r}" for one in unknown[:1]]
-        wrong += complaints(_gathered(model, sources, stored.shape), layers.layers.state_dict())
+        norms = _final_norms(model, len(layers.layers)) if layout.final_norm else {}
+        shapes = _gathered(model, sources, stored.shape) | norms
+        wrong += complaints(shapes, layers.layers.state_dict())
         if wrong:
             for (layer, own), source in sources.items():
                 wrong = [text.replace(repr(f"{layer}.{own}"), repr(source)) for text in wrong]
@@ -115,7 +117,7 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         kept = dtypes(model)
         state = {
             own: value.to(device, kept.get(own.partition(BLOCK)[2], dtype)).contiguous()
-            for own, value in _gathered(model, sources, stored.numbers).items()
+            for own, value in (_gathered(model, sources, stored.numbers) | norms).items()
         }
     layers.layers.load_state_dict(state, assign=True)
     left = [own for own, tensor in layers.named_buffers() if tensor.is_meta]
@@ -185,6 +187,14 @@ def _gathered(
         made = converted(model, block)
         found |= {f"{layer}.{BLOCK}{own}": value for own, value in made.items()}
     return found
+
+
+def _final_norms(model: Any, count: int) -> dict[str, Tensor]:
+    """Copies of the model's final norm for this number of layers, by names as of ``_gathered``."""
+    norm = decoder_of(model).norm
+    with loaded(norm):
+        own = {name: one.detach().clone() for name, one in norm.named_parameters()}
+    return {f"{index}.post_norm.{name}": own[name] for index in range(count) for name in own}
 
 
 def _is_scales(name: str, files: Mapping[str, Path]) -> bool:

@@ -1,0 +1,140 @@
+"""The training-time test (EAGLE-3, section 3.2): rows take the decoder's own outputs, as drafting.
+
+In step s, from 0, the row of position t takes token x_(t+1+s) and the output of step s - 1, in step
+0 the base's states of position t. It sees what a draft row sees: rows of step 0 up to t, with true
+states, and those of its own chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.drafting.autoregressive import DraftNetwork
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from modeling_patches.modules import num_layers
+from modeling_patches.weights import output_features
+
+LOSSES = ("kl", "ce")
+
+
+class ChainCache(DynamicCache):
+    """Keys and values of true rows, and of chains that begin at some of them.
+
+    Attributes:
+        positions: ``(batch, slots)`` of all rows, those that run next included.
+    """
+
+    positions: Tensor
+
+
+def unrolled(
+    network: DraftNetwork, input_ids: Tensor, states: Tensor, anchors: Tensor, steps: int,
+    attention_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Logits ``(batch, anchors, steps, tokens)`` of chains that follow the text.
+
+    Args:
+        network: the decoder.
+        input_ids: ``(batch, seq)``
+        states: ``(batch, seq, features)`` of the base, see :attr:`Drafter.reads`.
+        anchors: ``(batch, anchors)`` columns t at which chains begin: step s, from 0, predicts
+            token t + 2 + s.
+        steps: length of the chains, from 1.
+        attention_mask: ``(batch, seq)``, 0 for padding; None for no padding.
+    """
+    device, (batch, seq) = states.device, input_ids.shape
+    ids, anchors = input_ids.to(device), anchors.to(device)
+    real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(device)
+    real = real.bool()
+    columns = torch.arange(seq, device=device)
+    positions = (real.long().cumsum(-1) - 1).clamp(min=0)
+    causal = columns[None, :] <= columns[:, None]
+    seen = (causal & real[:, None]) | torch.eye(seq, dtype=torch.bool, device=device)
+    cache, hidden = ChainCache(), network.features(states)
+    cache.positions = positions
+    tokens = ids.roll(-1, 1)
+    outputs, after = network.run_true(tokens, hidden, None, positions, seen[:, None], cache)
+    found, hidden = [states_at(outputs, anchors)], states_at(after, anchors)
+    count = anchors.shape[1]
+    true = (columns <= anchors[:, :, None]) & real[:, None]  # (batch, anchors, seq)
+    own = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    mask, at = true, positions.gather(1, anchors)
+    for step in range(1, steps):
+        mask = torch.cat([mask, own], -1)
+        cache.positions = torch.cat([cache.positions, at + step], -1)
+        tokens = ids.gather(1, (anchors + 1 + step).clamp(max=seq - 1))
+        outputs, hidden = network.run(tokens, hidden, at + step, mask[:, None], cache)
+        found.append(outputs)
+    return network.logits(torch.stack(found, 2))
+
+
+def chain_loss(
+    model: Any, network: DraftNetwork, batch: TrainingBatch, layers: Sequence[int], steps: int,
+    decay: float, kind: str,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Loss of the predictions of all steps, weighted by decay ** s.
+
+    That of a step is a mean over the anchors of a sequence that have a token there; the result is a
+    mean over sequences. Targets are the base's distributions over the draft vocabulary.
+
+    Args:
+        model: the base.
+        network: the decoder that is trained.
+        batch: what it is trained on.
+        layers: whose states it reads, see :class:`Reads`; empty for the final ones.
+        steps: length of the chains.
+        decay: see above.
+        kind: one of :data:`LOSSES`, see :func:`target_losses`.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, steps, vocab)``, -inf for tokens that are
+        never drafted; ``labels``, ``(batch, anchors, steps)``.
+    """
+    last = num_layers(model)
+    read = token_hidden(model, batch.input_ids, batch.attention_mask, (*layers, last))
+    width = output_features(model)[0]
+    final = read[..., -width:]
+    states = read[..., :-width] if layers else final
+    anchors = batch.anchors.to(read.device)
+    drafted = unrolled(network, batch.input_ids, states, anchors, steps, batch.attention_mask)
+    wanted = future_labels(batch.labels, batch.anchors, ProbeGroup.causal(steps))
+    wanted = wanted.to(drafted.device)
+    later = anchors[:, :, None] + torch.arange(1, steps + 1, device=anchors.device)
+    with torch.no_grad():
+        places = later.clamp(max=read.shape[1] - 1).flatten(1)
+        own = model_logits(model, states_at(final, places)).to(drafted.device)
+        own = own.unflatten(1, wanted.shape[1:])
+        ids = network.token_ids
+        targets = own if ids is None else own[..., ids.to(own.device)]
+    losses = target_losses(drafted, targets, wanted, kind)
+    shares = decay ** torch.arange(steps, device=losses.device)
+    logits = drafted
+    if ids is not None:
+        logits = torch.full_like(own, -torch.inf, dtype=drafted.dtype)
+        logits = logits.index_copy(-1, ids.to(logits.device), drafted)
+    means = (wanted_mean(losses, wanted, 1) * shares).sum(-1)
+    return {"loss": means.mean(), "logits": logits, "labels": wanted}
+
+
+def target_losses(logits: Tensor, targets: Tensor, wanted: Tensor, kind: str) -> Tensor:
+    """Loss of each prediction; 0 where nothing is wanted.
+
+    Args:
+        logits, targets: ``(..., tokens)`` the decoder's logits and the base's.
+        wanted: ``(...)`` `IGNORED` where there is no token.
+        kind: ``kl``, divergence from the base's distributions; ``ce``, cross-entropy of their
+            likeliest tokens.
+    """
+    if kind == "kl":
+        return prediction_losses(logits, wanted, targets)
+    likeliest = targets.argmax(-1).masked_fill(wanted == IGNORED, IGNORED)
+    return prediction_losses(logits, likeliest)

@@ -1,0 +1,115 @@
+"""The MTP adapter: the fine-tuned layers for multi-token prediction, and its config and loss.
+
+A step of training runs the layers as drafting does (:mod:`hf_spec.drafting.training_time_test`).
+Token embeddings, final norm and output embeddings are the base's, which stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.module import Adapter
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
+from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
+from hf_spec.drafting.training_time_test import LOSSES, chain_loss
+from hf_spec.methods.mtp.network import MtpNetwork
+from hf_spec.methods.mtp.weights import mtp_layers
+from modeling_patches.mtp import MtpLayers
+
+#: Steps of the training-time test, if there are not more layers.
+STEPS = 4
+
+
+@dataclass
+class MtpConfig(SpecPeftConfig):
+    """Config of an MTP adapter: fine-tuned layers of the base's own checkpoint.
+
+    Raises:
+        ValueError: a field is invalid; the message names it, its value and the rule.
+    """
+
+    type_name: ClassVar[str] = "MTP"
+    shards: ClassVar[bool] = False
+    ttt_steps: int | None = setting(
+        None,
+        f"Steps of the training-time test, at least one for each layer. Default: {STEPS}, or the "
+        "number of layers if that is larger.",
+    )
+    decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.")
+    loss: str = setting(
+        "kl",
+        "kl: KL divergence from the base's distributions. ce: cross-entropy of the tokens that are "
+        "likeliest by them.",
+    )
+    num_layers: int | None = setting(None, "Layers for multi-token prediction (recorded).")
+    sparse: bool = setting(False, "Whether their MLPs are mixtures of experts (recorded).")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(self, loss=LOSSES)
+        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
+        check_switches(self, "sparse")
+        for name, most in (("ttt_steps", MAX_FUTURE), ("num_layers", MAX_BLOCKS)):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), high=most)
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise a ValueError if the checkpoint of `model` has no such layers; those of a loaded
+        adapter are its own."""
+        super().check_base(model)
+        if not (self.inference_mode and self.num_layers):
+            layers = mtp_layers(model)
+            self.num_layers, self.sparse = len(layers.layers), layers.sparse
+        count = self.num_layers or 1
+        if self.ttt_steps is None:
+            self.ttt_steps = max(STEPS, count)
+        if self.ttt_steps < count:
+            raise ValueError(
+                f"ttt_steps={self.ttt_steps}: the checkpoint has {count} layers for multi-token "
+                f"prediction, one for each step. Take {count} or more, or all further ones would "
+                "not be trained."
+            )
+
+
+class MtpAdapter(Adapter):
+    """The layers, which start as those of the base's checkpoint.
+
+    Attributes:
+        config: its config.
+    """
+
+    def __init__(self, config: MtpConfig, model: Any) -> None:
+        super().__init__(config, model)
+        if config.inference_mode:  # the weights are loaded later
+            made = MtpLayers(model, config.num_layers or 1, config.sparse)
+            made.layers.to_empty(device=torch.get_default_device())
+        else:
+            made = copy.deepcopy(mtp_layers(model)).requires_grad_(True)
+        self.layers = made.layers
+        # Not a module of this one, as its rotary buffers are not to be cast.
+        self.__dict__["_made"] = made
+
+    def placed(self) -> MtpLayers:
+        """The layers, all on their device."""
+        made: MtpLayers = self.__dict__["_made"]
+        first: Any = made.layers[0]
+        made.rotary.to(first.eh_proj.weight.device)
+        return made
+
+
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """See :func:`chain_loss`."""
+    config, layers = adapter.config, adapter.module.placed()
+    for layer in layers.layers:
+        # Blocks that compute activations anew leave the cache out.
+        layer.mtp_block.gradient_checkpointing = False
+    network = MtpNetwork(model, layers)
+    return chain_loss(model, network, batch, (), config.ttt_steps, config.decay, config.loss)
