@@ -29,8 +29,8 @@ def taken(model, **kwargs) -> hf_spec.SpecStats:
     return stats
 
 
-def test_look_ups_where_there_is_nothing_else(tiny):
-    model = tiny("llama")
+def test_look_ups_where_there_is_nothing_else(fresh):
+    model = fresh("llama")
     assert taken(model).strategy == "prompt_lookup"
     choice = choose(model)
     assert choice.options == {} and "needs no adapter" in choice.reason
@@ -78,7 +78,7 @@ def test_adapters_of_two_strategies_are_refused(fresh):
         model.generate(IDS, assistant_strategy="auto", max_new_tokens=4)
 
 
-def test_a_config_that_is_kept(tmp_path, tiny):
+def test_a_config_that_is_kept(tmp_path, fresh):
     """Options are those of all strategies; the config of a call stays as it is."""
     with pytest.raises(ValueError, match=r"'width' with assistant_strategy='auto': options of all"):
         hf_spec.SpecConfig("auto", {"width": 2})
@@ -86,7 +86,7 @@ def test_a_config_that_is_kept(tmp_path, tiny):
         hf_spec.SpecConfig("auto", {"drafting": "never"})
     hf_spec.SpecConfig("auto", {"drafting": "always"}).save_pretrained(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path)
-    model = tiny("llama")
+    model = fresh("llama")
     model.generate(IDS, generation_config=config, max_new_tokens=4)
     assert (config.assistant_strategy, config.assistant_kwargs) == ("auto", {"drafting": "always"})
     stats = hf_spec.last_stats(model)
