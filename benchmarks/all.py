@@ -298,7 +298,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
     add("--batch-sizes", type=numbers, default="1,4,8,16", help="default: %(default)s")
     add("--contexts", type=numbers, default="512,2048,6144", help="default: %(default)s")
-    add("--dtype", default="bfloat16", help="default: %(default)s")
+    add("--dtype", default="native", help="as of hf-spec bench (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="default: %(default)s")
     add("--vllm-python", help="interpreter of an environment with vLLM")
     add("--vllm", default="plain,ngram,suffix", help="what vLLM runs (default: %(default)s)")
