@@ -42,6 +42,7 @@ from hf_spec.bench.prompts import Prompt, context_limit, read_prompts, spread
 from hf_spec.core.checks import duration, first_line
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import read_json
+from hf_spec.model.loading import NATIVE, native_dtype
 
 #: Sampling of the tables; None is greedy decoding.
 TEMPERATURES = (None, 0.7, 1.0)
@@ -298,12 +299,14 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
     add("--batch-sizes", type=numbers, default="1,4,8,16", help="default: %(default)s")
     add("--contexts", type=numbers, default="512,2048,6144", help="default: %(default)s")
-    add("--dtype", default="native", help="as of hf-spec bench (default: %(default)s)")
+    add("--dtype", default=NATIVE, help="as of hf-spec bench (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="default: %(default)s")
     add("--vllm-python", help="interpreter of an environment with vLLM")
     add("--vllm", default="plain,ngram,suffix", help="what vLLM runs (default: %(default)s)")
     args = parser.parse_args(given)
     args.only = args.only.split(",") if args.only else []
+    if args.dtype == NATIVE:  # vllm.py knows dtypes only
+        args.dtype = native_dtype(None)
     try:
         if unknown := [name for name in args.only if name not in groups]:
             raise ValueError(f"--only {unknown[0]}: choose from {', '.join(groups)}")
