@@ -172,17 +172,21 @@ def _uncompiled(function: Any) -> Callable[..., Any] | None:
 
 
 def foreign_hooks(model: nn.Module) -> set[str]:
-    """Names of the forward hooks on a model's modules that do not belong to this package."""
+    """Names of the forward hooks on a model's modules that do not belong to this package.
+
+    Those by which Transformers collects ``output_hidden_states`` stay on a model after the first
+    such call, and do nothing in others.
+    """
     hooks = [
         hook
         for module in model.modules()
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     ]
-    package = __name__.partition(".")[0]
+    ours = (__name__.partition(".")[0], "transformers.utils.output_capturing")
     return {
         getattr(hook, "__name__", type(hook).__name__)
         for hook in hooks
-        if (getattr(hook, "__module__", None) or "").partition(".")[0] != package
+        if not (getattr(hook, "__module__", None) or "").startswith(ours)
     }
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tiny_checkpoint import make_model
 from torch import Tensor
 from torch.nn import functional
+from trained import TRAININGS
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
@@ -163,6 +164,8 @@ def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
             for case, fields in CONFIGS.items()
             for base in ("llama", "gemma2", "gpt2", "bloom", "mixtral")
             if base == "llama" or "draft_target_modules" not in fields  # which are llama's
+            # Whose layers for multi-token prediction would not be like theirs.
+            if case[0] != "mtp" or base not in ("gpt2", "bloom")
         ],
         lambda name, kind, base: [(name, kind), (name, base)],
     ),
@@ -181,7 +184,7 @@ def test_gradients_reach_the_adapter_alone(
         assert moved == parameter.requires_grad == (id(parameter) in learned), key
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].training is not None])
+@pytest.mark.parametrize("name", [name for name in METHODS if name in TRAININGS])
 def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """What ``hf-spec train`` writes loads, drafts and has a card."""
     folder, model = shutil.copytree(trained(name), tmp_path / "adapter"), make_model()

@@ -1,8 +1,7 @@
 """Weights arranged as oneDNN's products read them fastest, beside the model's own.
 
-PyTorch's product of a few tokens with a weight arranges it anew each time, or reads it as it is
-stored. A packed copy costs its memory once. Its products round differently, as those of another
-number of tokens do.
+PyTorch's product of several tokens with a weight arranges it anew each time. A packed copy costs its
+memory once. Its products round differently, as those of another number of tokens do.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from modeling_patches.per_call import Changes, plain
 
 #: Elements from which a weight is packed: for smaller ones, calling oneDNN costs what is gained.
 SMALLEST = 2**19
-#: Most tokens of a product, those of all rows: with more, PyTorch's own is as fast.
-MOST_TOKENS = 64
+#: Least and most tokens of a product, those of all rows: with others, PyTorch's own is as fast.
+LEAST_TOKENS, MOST_TOKENS = 2, 64
 #: Number of tokens that weights are arranged for.
 _TOKENS = 8
 #: Where a model's copies are kept.
@@ -126,7 +125,8 @@ def _product(linear: nn.Linear, copy: _Copy, inputs: Tensor) -> Any:
     """A linear module's output, by the packed copy of its weight where that is faster."""
     tokens = inputs.numel() // inputs.shape[-1]
     casts = torch.is_autocast_enabled("cpu") or inputs.dtype != linear.weight.dtype
-    if tokens > MOST_TOKENS or casts or torch.is_grad_enabled():
+    few = LEAST_TOKENS <= tokens <= MOST_TOKENS
+    if not few or casts or torch.is_grad_enabled():
         return plain(linear, "forward")(inputs)
     if isinstance(inputs, FakeTensor):  # a packed tensor cannot be in captured code
         return torch.ops.hf_spec.packed_linear(inputs, linear.weight, linear.bias)

@@ -100,8 +100,7 @@ def test_decoding_predicts_what_training_judges(
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[5]])}
     with torch.no_grad():
         judged = method.objective(model, adapter, TrainingBatch(**batch))["logits"][0, 0]
-        drafter = method.drafter(model, method.parse_options({}))
-        drafter = getattr(drafter, "inner", drafter)
+        drafter = method.make_drafter(model, method.parse_options({}))
         (served,) = drafter.future_logits(ids, torch.tensor([5]))
     if size:
         other = torch.ones(judged.shape[-1], dtype=torch.bool)

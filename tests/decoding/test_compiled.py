@@ -465,6 +465,14 @@ def counts_tokens(model: Any) -> None:
     model.model.forward = forward
 
 
+def test_hooks_that_transformers_leaves(shallow):
+    """They collect hidden states where a call asks for them."""
+    model = shallow()
+    model(prompt(), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    check(model)
+
+
 def has_hooks(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda *args: None)
 
