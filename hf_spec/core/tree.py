@@ -349,8 +349,7 @@ class Tree:
             first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
             probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
         )  # fmt: skip
-        rest = more + probes
-        seen = pad(self.ancestors[:, :nodes, :nodes], (0, rest, 0, rest))
+        seen = pad(self.ancestors[:, :nodes, :nodes], (0, more + probes) * 2)
         if self.num_probes:
             end = tokens + self.num_probes
             seen[:, tokens:end, :nodes] = self.ancestors[:, nodes:, :nodes]
