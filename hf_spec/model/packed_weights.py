@@ -140,11 +140,11 @@ def _packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     )
 
 
-_LIBRARY = torch.library.Library("hf_spec", "DEF")
-_LIBRARY.define("packed_linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
+_OPERATORS = torch.library.Library("hf_spec", "DEF")
+_OPERATORS.define("packed_linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
+_OPERATORS.impl("packed_linear", _packed_linear, "CPU")
 torch.library.register_fake(
     "hf_spec::packed_linear",
     lambda inputs, weight, bias: inputs.new_empty((*inputs.shape[:-1], weight.shape[0])),
-    lib=_LIBRARY,
+    lib=_OPERATORS,
 )

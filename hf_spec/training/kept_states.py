@@ -32,7 +32,7 @@ class KeptStates:
     Args:
         folder: the files' folder, which is created.
         num_tokens: of all sequences.
-        num_bytes: most bytes of a file; sequences that find no room are computed each time.
+        num_bytes: most bytes of all files; sequences that find no room are computed each time.
         base: identifies the base's weights: files that were written with others are removed.
     """
 
@@ -66,7 +66,9 @@ class KeptStates:
             return file.read(keys, real).to(input_ids.device)
         states = compute(input_ids[new], mask[new])
         if file is None:
-            file = self._files[kind] = _File.made(self._path(kind), states, self)
+            room = self.num_bytes - sum(one.num_bytes for one in self._files.values())
+            file = _File.made(self._path(kind), states, self.num_tokens, room)
+            self._files[kind] = file
         for row, own in zip(new, states):
             file.add(keys[row], own[real[row].to(own.device)])
         if len(new) == len(keys):
@@ -115,14 +117,19 @@ class _File:
         self._write([lines[0], *(json.dumps([key, *at]) for key, at in self.places.items())])
 
     @classmethod
-    def made(cls, path: Path, like: Tensor, kept: KeptStates) -> _File:
-        """A new file, of which the disk holds what is written only."""
+    def made(cls, path: Path, like: Tensor, num_tokens: int, num_bytes: int) -> _File:
+        """A new file for at most so many tokens, of which the disk holds what is written only."""
         width = like.shape[-1]
-        room = min(kept.num_tokens, kept.num_bytes // (width * like.element_size()))
+        room = min(num_tokens, num_bytes // (width * like.element_size()))
         dtype = str(like.dtype).removeprefix("torch.")
         head = {"width": width, "room": max(room, 1), "dtype": dtype}
         path.with_suffix(INDEX).write_text(json.dumps(head) + "\n")
         return cls(path)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the file takes when it is full."""
+        return self._states.nbytes
 
     def _write(self, lines: Sequence[str]) -> None:
         self._index.write_text("".join(f"{line}\n" for line in lines))

@@ -93,6 +93,16 @@ def test_no_room_torn_index_and_another_base(
     assert again(kept(folder, num_bytes=4 * width * 8)) == 1  # room for 8 of 11 tokens
     index = folder / "states.jsonl"
     assert len(index.read_text().splitlines()) == 2
+    both = kept(tmp_path / "both", num_bytes=4 * width * 8)  # all files together
+    assert again(both) == 1
+    token = KEEPER.set(both)
+    try:
+        for _ in range(2):
+            forwards.count = 0
+            token_hidden(model, ids, mask, (1,))
+    finally:
+        KEEPER.reset(token)
+    assert forwards.count == len(ids)
     assert again(kept(folder, base="other")) == 0  # a file with room for all
     index.write_text(index.read_text()[:-5])
     token = KEEPER.set(kept(folder, base="other"))
