@@ -187,8 +187,8 @@ def _findings(
         else:
             yield (
                 f"Acceptance is higher {name.replace('enable', 'with enable')} (tau {tau:.2f}): "
-                "its drafter was trained on such text. Prompt the model so, or train on answers "
-                "to prompts as you use them."
+                "either the model repeats itself there, which is easy to predict, or its drafter "
+                "was trained on such text. Train on answers to prompts as you use them."
             )
     best = ((trained or {}).get("best") or {}).get("eval_tau")
     if best is not None and best > BETTER * found.tau:
