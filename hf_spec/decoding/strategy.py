@@ -16,6 +16,7 @@ from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import AUTO, STRICT, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
+from hf_spec.model.cpu_dtypes import warn_if_slow
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
@@ -63,6 +64,7 @@ class Strategy:
         Raises:
             ValueError: if the model or another option does not work with the strategy.
         """
+        warn_if_slow(model)
         method = get_method(config.assistant_strategy)
         options = method.parse_options(config.assistant_kwargs)
         drafter = method.make_drafter(model, options, assistant)

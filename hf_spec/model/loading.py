@@ -89,13 +89,14 @@ def native_dtype(device: str | None) -> str:
     """
     import torch
 
-    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    on_cpu = chosen_device(device).startswith("cpu") and torch.backends.mkldnn.is_available()
-    if not on_cpu or known is None or known():
+    from hf_spec.model.cpu_dtypes import has_instructions
+
+    on_cpu = chosen_device(device).startswith("cpu")
+    if not on_cpu or has_instructions(torch.bfloat16) is not False:
         return "bfloat16"
     logger.warning(
         "This CPU has no instructions for bfloat16 (AVX-512 or AMX), in which products of several "
-        "tokens take about ten times as long as in float32: the model runs in float32. "
+        "tokens take several times as long as in float32: the model runs in float32. "
         "--dtype bfloat16 forces the other."
     )
     return "float32"

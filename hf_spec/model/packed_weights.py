@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.memory import locked, memory
+from hf_spec.model.cpu_dtypes import has_instructions
 from modeling_patches.contents import contents
 from modeling_patches.per_call import Changes, plain
 
@@ -107,18 +108,9 @@ def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
     plain_tensor = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided
     if not plain_tensor or weight.device.type != "cpu" or weight.numel() < SMALLEST:
         return False
-    return weight.dtype == torch.float32 or (weight.dtype in _SUPPORTED and _packs(weight.dtype))
-
-
-#: Says of each dtype whether this machine's oneDNN has products of packed weights.
-_SUPPORTED = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported",
-}  # fmt: skip
-
-
-def _packs(dtype: torch.dtype) -> bool:
-    supported = getattr(torch.ops.mkldnn, _SUPPORTED[dtype], None)
-    return supported is not None and bool(supported())
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        return has_instructions(weight.dtype) is True
+    return weight.dtype == torch.float32
 
 
 def _product(linear: nn.Linear, copy: _Copy, inputs: Tensor) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+from conftest import prompt
 
-from hf_spec.model import loading
+from hf_spec.model import cpu_dtypes, loading
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,32 @@ def test_native_dtype(
     with caplog.at_level(logging.WARNING):
         assert loading.native_dtype(device) == wanted
     assert ("no instructions for bfloat16" in caplog.text) == (wanted == "float32")
+
+
+def test_a_dtype_without_instructions_is_warned_of_once(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    for known in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, known, lambda: False)
+    cpu_dtypes._warn.cache_clear()
+    model = fresh("llama")
+
+    def warnings(dtype: torch.dtype) -> list[str]:
+        caplog.clear()
+        model.to(dtype).generate(prompt(), max_new_tokens=2, assistant_strategy="prompt_lookup")
+        return [one.getMessage() for one in caplog.records if "no instructions" in one.message]
+
+    assert warnings(torch.float32) == []
+    (line,) = warnings(torch.bfloat16)
+    assert "no instructions for bfloat16" in line and "dtype=torch.float32" in line
+    assert warnings(torch.bfloat16) == []
+    model.is_quantized = True  # then what embeddings are in says little
+    assert warnings(torch.float16) == []
+    model.is_quantized = False
+    (line,) = warnings(torch.float16)
+    assert "no instructions for float16" in line
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    cpu_dtypes._warn.cache_clear()
+    assert warnings(torch.bfloat16) == []
+    cpu_dtypes._warn.cache_clear()
