@@ -210,7 +210,7 @@ def _findings(
     elif len(found.positions) > 2 and found.positions[2] < first / 2 and _may_get_head(adapter):
         yield (
             "Acceptance falls from position to position, as the drafter does not see its own draft "
-            "tokens: hf-spec train --adapter adds a Markov head, which does."
+            "tokens: hf-spec train --adapter A --markov-rank 128 adds a Markov head, which does."
         )
     if adapter is None and found.tau < 1.3 and get_method(found.strategy).included is None:
         yield (

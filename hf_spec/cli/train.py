@@ -39,8 +39,9 @@ def train(
     adapter: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of a trained adapter of the method. It gets a Markov head (how the tokens "
-            "before change its predictions), and only that is trained."
+            help="Folder of a trained or imported adapter of the method, to go on from. With "
+            "--markov-rank it gets a Markov head (how the tokens before change its predictions), "
+            "and only that is trained."
         ),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
@@ -73,7 +74,7 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --dry-run
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
-      hf-spec train bita --adapter ./bita --model M --data D --output ./bita-markov
+      hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
     """
     from hf_spec.hub.folder import read_spec_config
     from hf_spec.training import start
@@ -97,8 +98,8 @@ def train(
             raise ValueError(
                 f"--adapter {str(adapter)!r} is of {its!r}: give 'hf-spec train {its}'"
             )
-        adapter_config = start.with_markov_head(adapter, config)
-        if "learning_rate" in arguments:
+        adapter_config, gets_head = start.continued(adapter, config)
+        if gets_head and "learning_rate" in arguments:
             raise ValueError("--learning-rate: a Markov head's is --markov-learning-rate")
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)

@@ -74,9 +74,10 @@ def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
 
 @contextmanager
 def attached(
-    model: Any, adapter_config: Any, in_float32: bool = False, on_meta: bool = False
-) -> Iterator[Any]:
-    """Give a ``PeftModel`` with a new adapter; ``model`` is restored after the block.
+    model: Any, adapter_config: Any, in_float32: bool = False, on_meta: bool = False,
+    trained: Path | None = None,
+) -> Iterator[Any]:  # fmt: skip
+    """Give a ``PeftModel`` with an adapter; ``model`` is restored after the block.
 
     Args:
         model: the base model.
@@ -84,15 +85,20 @@ def attached(
         in_float32: whether an adapter of a 16-bit model is kept in float32, as PEFT does for
             training.
         on_meta: whether the adapter has no weights yet.
+        trained: folder of a trained adapter whose weights it gets; None for a new one.
     """
-    from peft import get_peft_model
+    from peft import PeftModel, get_peft_model
 
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from PEFT's call of Transformers
-        peft_model = get_peft_model(
-            model, adapter_config, autocast_adapter_dtype=in_float32, low_cpu_mem_usage=on_meta
-        )
+        options = {"autocast_adapter_dtype": in_float32, "low_cpu_mem_usage": on_meta}
+        if trained is None:
+            peft_model = get_peft_model(model, adapter_config, **options)
+        else:
+            peft_model = PeftModel.from_pretrained(
+                model, str(trained), config=adapter_config, is_trainable=True, **options
+            )
     try:
         yield peft_model
     finally:

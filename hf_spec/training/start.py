@@ -1,4 +1,4 @@
-"""Where a training starts: a new adapter, or a trained one that gets a Markov head."""
+"""Where a training starts: a new adapter, or a trained one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
 from hf_spec.adapters.layer import name_on_disk
 from hf_spec.adapters.predicting import (
     MARKOV_HEAD,
-    TRAINED,
     VOCABULARY,
     PredictingConfig,
     VocabularyConfig,
@@ -23,6 +22,9 @@ from hf_spec.adapters.predicting import (
 )
 from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.methods.registry import Method
+
+#: Fields of configs that only training reads, beside learning rates; a head's rank is checked.
+OF_TRAINING = ("loss", "decay", "ttt_steps", "markov_rank")
 
 
 def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
@@ -40,37 +42,48 @@ def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     return config
 
 
-def with_markov_head(folder: Path, fields: dict[str, Any]) -> Any:
-    """The config of a trained adapter that gets a Markov head.
+def continued(folder: Path, fields: dict[str, Any]) -> tuple[Any, bool]:
+    """The config of a training that goes on from a trained adapter.
 
     Args:
         folder: the adapter folder.
-        fields: changed fields of its config: ``markov_rank`` (by default as for a new adapter) and
-            ``markov_learning_rate``.
+        fields: changed fields of its config: `OF_TRAINING`, learning rates, and ``markov_rank`` if
+            it has no Markov head yet.
+
+    Returns:
+        The config, and whether the adapter gets a Markov head, which then is all that is trained.
 
     Raises:
-        ValueError: the adapter has a Markov head, its method has none, or it was trained together
+        ValueError: another field is changed, the adapter has no weights, or it was trained together
             with its base model.
     """
-    fields = {**TRAINED, **fields}
     config: Any = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, PredictingConfig):
-        raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
-    if config.markov_rank:
-        raise ValueError(f"the adapter {str(folder)!r} has a Markov head already: train it anew")
     if config.trains_base:
         raise ValueError(
-            f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
-            "it is here: train it anew with a Markov head"
+            f"training the adapter {str(folder)!r} trains its base model, too: train it anew, on "
+            "the model in its folder if it is to go on from there"
         )
-    own = {"markov_rank", "markov_learning_rate"}
-    if other := sorted(set(fields) - own):
-        raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
-    return dataclasses.replace(config, **{**fields, "inference_mode": False})
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{str(folder)!r} has no {WEIGHTS}: there is nothing to go on from. Leave out --adapter"
+        )
+    before = getattr(config, "markov_rank", 0)
+    rank = fields.get("markov_rank", before)
+    if rank != before and not (isinstance(config, PredictingConfig) and before == 0):
+        has = f"has a Markov head of rank {before}" if before else "cannot get a Markov head later"
+        raise ValueError(
+            f"markov_rank={rank}: the adapter {str(folder)!r}, of type {config.peft_type}, {has}. "
+            "Leave it out, or train anew"
+        )
+    own = [name for name in fields if not (name in OF_TRAINING or name.endswith("learning_rate"))]
+    if own:
+        raise ValueError(f"{min(own)} belongs to what the adapter has learned: leave it out")
+    changed = dataclasses.replace(config, **{**fields, "inference_mode": False})
+    return changed, rank != before
 
 
 def load_trained(model: Any, config: Any, folder: Path) -> None:
-    """Load a trained adapter's weights into one with a transition, and freeze them."""
+    """Load a trained adapter's weights into one that gets a Markov head, and freeze them."""
     adapter = find_active(model, config.type_name)
     assert adapter is not None
     weights = adapter.weights()

@@ -30,7 +30,7 @@ from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.kept_states import kept_states
 from hf_spec.training.report import expected
 from hf_spec.training.sharded import gathered
-from hf_spec.training.start import load_trained, new_config, set_vocabulary, with_markov_head
+from hf_spec.training.start import continued, load_trained, new_config, set_vocabulary
 from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
@@ -234,8 +234,8 @@ def train(
         provenance: origin of the data, stored in the record.
         callbacks: callbacks of the Trainer.
         tokenizer: saved beside the base model, if that is trained.
-        start: folder of a trained adapter of the method, which gets a Markov head; only
-            that is trained.
+        start: folder of a trained adapter of the method, from whose weights training goes on. If
+            ``config`` gives it a Markov head, only that is trained.
         dry_run: whether to train a few steps only, evaluate once and write nothing.
 
     Returns:
@@ -285,21 +285,24 @@ def _train(
             check_tree_forward(model, "training")
             set_seed(arguments.get("seed", 0))
             if start is None:
-                adapter_config = new_config(method, model, config)
+                adapter_config, gets_head = new_config(method, model, config), False
             else:
-                adapter_config = with_markov_head(start, config)
+                adapter_config, gets_head = continued(start, config)
             args = spec_arguments(method, folder, adapter_config, **arguments)
             training_rows, held_out_rows = split(rows, args.held_out)
             check_lengths(training_rows, args.max_length)
             # Names only: parameters that are held here would stay whole where others are sharded.
             base = [name for name, _ in model.named_parameters()]
             before = bit_sums(map(model.get_parameter, base))
-            peft_model = attachment.enter_context(attached(model, adapter_config, in_float32=True))
+            trained = None if gets_head else start
+            peft_model = attachment.enter_context(
+                attached(model, adapter_config, in_float32=True, trained=trained)
+            )
             for name in base if adapter_config.trains_base else ():
                 model.get_parameter(name).requires_grad_(True)
             if start is None:
                 set_vocabulary(model, adapter_config, training_rows["answer_ids"])
-            else:
+            elif gets_head:
                 load_trained(model, adapter_config, start)
         data: dict[str, Any] = {
             "num_anchors": args.num_anchors or method.num_anchors,
@@ -331,6 +334,8 @@ def _train(
                 raise RuntimeError("training changed the base model; the adapter is not saved")
             save_adapter(peft_model, output, method.name, options, state)
             record = _record(trainer, method, options, adapter_config, result, provenance)
+            if start is not None:
+                record["started_from"] = start.name
             write_atomically(output / RECORD, json.dumps(record, indent=1))
         trainer.accelerator.wait_for_everyone()
     return record

@@ -96,19 +96,23 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     common = as_options(base, data, **{**SETTINGS, "max_steps": 2, "eval_steps": 2})
     common.remove("--learning-rate=0.01")
     one, two = trained("bita"), tmp_path / "two"
-    start = ["train", "bita", "--adapter", str(one)]
+    start = ["train", "bita", "--adapter", str(one), "--markov-rank", "128"]
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
     old, new = weights(one), weights(two)
     assert all(torch.equal(new[name], old[name]) for name in old)
     distances = hf_spec.BitaConfig.from_pretrained(one).num_mask_tokens
-    assert new["markov_output"].shape == (1 + distances, 32, 128)  # 128 is the command's default
+    assert new["markov_output"].shape == (1 + distances, 32, 128)
     assert (two / "README.md").is_file() and (two / "training.json").is_file()
     assert hf_spec.SpecConfig.from_pretrained(two).assistant_strategy == "bita"
 
     hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
     hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
     for arguments, message in (
-        (["train", "bita", "--adapter", str(two)], r"has a Markov head already: train it anew"),
+        (
+            ["train", "bita", "--adapter", str(two), "--markov-rank", "64"],
+            r"markov_rank=64: the adapter .* has a Markov head of rank 128",
+        ),
+        (["train", "bita", "--adapter", str(two), "--markov-rank", "0"], "rank 128"),
         ([*start, "--num-mask-tokens", "3"], r"num_mask_tokens belongs to what the adapter has"),
         ([*start, "--markov-rank", "-1"], r"markov_rank=-1: must be a whole number"),
         ([*start, "--rank", "3"], r"has no option '--rank'"),
@@ -116,7 +120,7 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
         (["train", "medusa", "--adapter", str(one)], r"is of 'bita': give 'hf-spec train bita'"),
         (
             ["train", "layer_skip", "--adapter", str(tmp_path / "skip")],
-            "LAYER_SKIP predict nothing",
+            r"skip' has no adapter_model.safetensors: there is nothing to go on from",
         ),
         (["train", "space", "--adapter", str(tmp_path / "full")], "trains its base model, too"),
     ):

@@ -1,0 +1,75 @@
+"""Trainings that go on from a trained adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftConfig
+from tiny_checkpoint import make_model
+from trained import SETTINGS, TRAININGS, Trained, answers, weights
+
+import hf_spec
+from hf_spec.training.train import train
+
+#: Heads, mask tokens with updates, layers, blocks with transitions, updates of the base.
+NAMES = ("medusa", "space", "eagle3", "dspark", "layer_skip")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_that_training_begins_with(
+    trained: Trained, tmp_path: Path, name: str
+) -> None:
+    """With a learning rate of almost 0 they stay; with another all of them move."""
+    before, method = trained(name), TRAININGS[name][0]
+    old = weights(before)
+    stored: Any = PeftConfig.from_pretrained(before)
+    rates = [one.name for one in dataclasses.fields(stored) if one.name.endswith("learning_rate")]
+    still = {**dict.fromkeys(rates, 1e-12)}
+    arguments = {**SETTINGS, "max_steps": 3, "learning_rate": 1e-12}
+    record = train(make_model(), answers(), method, tmp_path / "a", still, arguments, start=before)
+    new = weights(tmp_path / "a")
+    assert new.keys() == old.keys() and record["started_from"] == before.name
+    for key in old:
+        torch.testing.assert_close(new[key], old[key], rtol=0, atol=1e-9)
+    fresh = json.loads((before / "training.json").read_text())
+    assert record["best"]["eval_loss"] == pytest.approx(fresh["best"]["eval_loss"], rel=1e-5)
+
+    arguments["learning_rate"] = 1e-2
+    other = {"ttt_steps": 2, "loss": "ce"} if name == "eagle3" else {}
+    record = train(make_model(), answers(), method, tmp_path / "b", other, arguments, start=before)
+    assert other.items() <= record["config"].items()
+    moved = weights(tmp_path / "b")
+    learned = [key for key in old if old[key].is_floating_point()]
+    assert sum(not torch.equal(moved[key], old[key]) for key in learned) >= len(learned) - 1
+    assert record["trainable_parameters"] == fresh["trainable_parameters"]
+
+    model = make_model()
+    model.load_adapter(str(tmp_path / "b"))
+    ids = torch.tensor([answers()[0]["prompt_ids"]])
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path / "b")
+    ours = model.generate(ids, generation_config=config, max_new_tokens=12, do_sample=False)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_what_the_adapter_has_learned_stays_its_own(trained: Trained, tmp_path: Path) -> None:
+    def go_on(name: str, **fields: Any) -> None:
+        train(
+            make_model(), answers(), TRAININGS[name][0], tmp_path / "x", fields, SETTINGS,
+            start=trained(name),
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match="num_heads belongs to what the adapter has learned"):
+        go_on("medusa", num_heads=3)
+    with pytest.raises(
+        ValueError, match="markov_rank=8: .* has a Markov head of rank 4"
+    ):
+        go_on("dspark", markov_rank=8)
+    with pytest.raises(ValueError, match="of type DFLASH, cannot get a Markov head later"):
+        go_on("dflash", markov_rank=8)
+    assert not (tmp_path / "x").exists()
