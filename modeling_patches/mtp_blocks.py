@@ -74,7 +74,7 @@ class Recipe:
         return made
 
 
-class Sequence(nn.Sequential):
+class Parts(nn.ModuleList):
     """Decoder layers that run one after the other."""
 
     def forward(self, hidden: Tensor, **inputs: Any) -> Tensor:
@@ -83,7 +83,7 @@ class Sequence(nn.Sequential):
         return hidden
 
 
-class SequenceRecipe(Recipe):
+class PartsRecipe(Recipe):
     """Nemotron-H: a few of its layers, which are an attention without rotations, an MLP or experts
     each. Its config tells their kinds."""
 
@@ -118,7 +118,7 @@ class SequenceRecipe(Recipe):
         attentions = [one.mixer for one, kind in zip(parts, self.pattern) if kind == ATTENTION]
         for place, one in enumerate(attentions):  # the caches have layers for these only
             one.layer_idx = index * self.num_caches + place
-        return Sequence(*parts)
+        return Parts(parts)
 
 
 class Dense(nn.Module):
@@ -153,7 +153,7 @@ class DenseRecipe(Recipe):
 
 
 #: By the model's type.
-RECIPES: dict[str, type[Recipe]] = {"nemotron_h": SequenceRecipe, "longcat_flash": DenseRecipe}
+RECIPES: dict[str, type[Recipe]] = {"nemotron_h": PartsRecipe, "longcat_flash": DenseRecipe}
 
 
 def recipe_of(model: Any) -> Recipe:
