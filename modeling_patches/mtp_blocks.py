@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from modeling_patches.modules import decoder_layers, decoder_of
 from modeling_patches.weights import in_use
 
-#: Parts of Nemotron-H's blocks: of their kinds, that with keys, and that with a recurrent state.
-ATTENTION, RECURRENCE = "full_attention", "linear_attention"
+#: What configs of Nemotron-H call layers with keys, and those with a recurrent state.
+ATTENTION, RECURRENCE = {"full_attention", "attention"}, {"linear_attention", "mamba"}
 
 
 class Recipe:
@@ -93,9 +93,10 @@ class PartsRecipe(Recipe):
         super().__init__(model)
         config = model.config.get_text_config(decoder=True)
         self.pattern = list(config.mtp_layers_block_type)
-        self.num_parts, self.num_caches = len(self.pattern), self.pattern.count(ATTENTION)
+        self.num_parts = len(self.pattern)
+        self.num_caches = sum(kind in ATTENTION for kind in self.pattern)
         asked = "mtp_use_rope" if getattr(config, "mtp_use_rope", False) else None
-        if asked or RECURRENCE in self.pattern or not self.num_caches:
+        if asked or RECURRENCE & {*self.pattern} or not self.num_caches:
             what = f"{asked}=True" if asked else f"mtp_layers_block_type={self.pattern}"
             raise ValueError(
                 f"{self.name}: its config says {what}: layers for multi-token prediction have "
@@ -111,11 +112,11 @@ class PartsRecipe(Recipe):
         return True
 
     def adapt(self, config: Any, count: int) -> None:
-        config.layer_types = self.pattern * count
+        config.layers_block_type = self.pattern * count
 
     def make(self, config: Any, index: int) -> nn.Module:
         parts = [self.kind(config, index * self.num_parts + part) for part in range(self.num_parts)]
-        attentions = [one.mixer for one, kind in zip(parts, self.pattern) if kind == ATTENTION]
+        attentions = [one.mixer for one, kind in zip(parts, self.pattern) if kind in ATTENTION]
         for place, one in enumerate(attentions):  # the caches have layers for these only
             one.layer_idx = index * self.num_caches + place
         return Parts(parts)

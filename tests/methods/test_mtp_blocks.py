@@ -236,3 +236,14 @@ def test_other_pairs_are_refused(changes: dict[str, Any], message: str) -> None:
         setattr(model.config, name, value)
     with pytest.raises(ValueError, match=message):
         model.generate(prompt(5), max_new_tokens=4, assistant_strategy="mtp")
+
+
+def test_a_narrower_layer_is_refused(tmp_path: Path) -> None:
+    """vLLM's `mtp_bottleneck_hidden_size`, with a projection behind the layer."""
+    model = copy.deepcopy(model_of("nemotron_h"))
+    tensors = load_file(Path(model.name_or_path) / SINGLE)
+    tensors["mtp.layers.1.he_proj.weight"] = torch.zeros(32, 16)
+    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+    model.config.name_or_path = str(tmp_path)
+    with pytest.raises(ValueError, match="unknown tensor 'mtp.layers.1.he_proj.weight'"):
+        model.generate(prompt(5), max_new_tokens=4, assistant_strategy="mtp")
