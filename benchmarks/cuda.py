@@ -118,7 +118,7 @@ def random_mtp(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayer
     layers.layers.to_empty(device=device).to(dtype)
     for weight in layers.layers.parameters():
         torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
-    layers.rotary.to(device)
+    layers.place(device)
     return layers.requires_grad_(False).eval()
 
 

@@ -23,7 +23,7 @@ PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
 #: layer (Mamba beside attention, shared experts beside routed ones) form one sublayer.
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 MIXER_NAMES = (*ATTENTION_NAMES, "linear_attn", "mamba", "conv", "mixer")
-MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "mixer")
+MLP_NAMES = ("mlp", "mlps", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "mixer")
 #: Layers without an MLP module: the calls it consists of, in order. OPT's family.
 INLINE_MLP = ("fc1", "fc2")
 
@@ -33,7 +33,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
     Raises:
         ValueError: the model has an encoder, or no unique list of `num_hidden_layers` modules with
-            an attention or recurrent submodule.
+            an attention or recurrent submodule. `num_layers` counts where layers have several.
     """
     model = unwrapped(model)
     name = type(model).__name__
@@ -42,7 +42,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         raise ValueError(f"{name} is an encoder-decoder model: a decoder-only one is needed.")
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    expected = getattr(config, "num_hidden_layers", None)
+    # LongCat-Flash counts attentions as hidden layers, and has two in each layer.
+    expected = getattr(config, "num_layers", None) or getattr(config, "num_hidden_layers", None)
     # An encoder of a multimodal model may be as deep as its decoder.
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     found = {
@@ -88,15 +89,23 @@ def unwrapped(model: Any) -> Any:
 
 
 def mixers(layer: nn.Module) -> list[nn.Module]:
-    """A layer's attention or recurrence, or both where they run side by side."""
-    found = (getattr(layer, name, None) for name in MIXER_NAMES)
-    return [m for m in found if m is not None and _mixes_tokens(m)]
+    """A layer's attention or recurrence, or all where there are several."""
+    return [module for module in _parts(layer, MIXER_NAMES) if _mixes_tokens(module)]
 
 
 def mlps(layer: nn.Module) -> list[nn.Module]:
     """A layer's MLPs."""
-    found = (getattr(layer, name, None) for name in MLP_NAMES)
-    return [m for m in found if m is not None and not _mixes_tokens(m)]
+    return [module for module in _parts(layer, MLP_NAMES) if not _mixes_tokens(module)]
+
+
+def _parts(layer: nn.Module, names: Iterable[str]) -> Iterator[nn.Module]:
+    """Submodules of these names; those in a list one by one."""
+    for name in names:
+        found = getattr(layer, name, None)
+        if isinstance(found, nn.ModuleList):
+            yield from found
+        elif found is not None:
+            yield found
 
 
 def _mixes_tokens(sublayer: nn.Module) -> bool:

@@ -1,9 +1,10 @@
 """Layers for multi-token prediction (MTP): tensors of checkpoints that Transformers does not load.
 
-They are decoder layers of the model's own class behind its last one, each with two norms and a
-projection before it and a norm after it (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
-2.2). What checkpoints call them follows one of a few layouts. Transformers' own ``MtpModel`` knows
-the layer numbers of released models; here layers are counted from the model's last one.
+Each is a block (:mod:`.mtp_blocks`), mostly a decoder layer of the model's own class, with two
+norms and a projection before it and a norm after it (DeepSeek-AI, "DeepSeek-V3 Technical Report",
+2024, section 2.2). What checkpoints call them follows one of a few layouts. Transformers' own
+``MtpModel`` knows the layer numbers of released models; here layers are counted from the model's
+last one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from transformers.core_model_loading import (
 )
 
 from modeling_patches.cache_name import CACHE
-from modeling_patches.modules import decoder_layers, decoder_of
-from modeling_patches.weights import in_use
+from modeling_patches.modules import decoder_layers
+from modeling_patches.mtp_blocks import Recipe, config_of, recipe_of
 
-#: Prefix of the decoder layer's tensors in :class:`MtpLayer`.
+#: Prefix of the block's tensors in :class:`MtpLayer`.
 BLOCK = "mtp_block."
 SLIDING = "sliding_attention"
 
@@ -52,12 +53,15 @@ class Layout:
     continued: bool = False
     final_norm: bool = False
 
-    def parse(self, name: str, num_layers: int) -> tuple[int | None, str | None] | None:
+    def parse(
+        self, name: str, num_layers: int, num_parts: int = 1
+    ) -> tuple[int | None, str | None] | None:
         """Which tensor a name means.
 
         Args:
             name: the name in a checkpoint.
             num_layers: of the model.
+            num_parts: see :class:`Recipe`.
 
         Returns:
             The number of its layer, from 0, or None for all of them; and its name in
@@ -70,8 +74,12 @@ class Layout:
                 continue
             *numbers, rest = found.groups()
             layer = int(numbers[0]) - num_layers * self.continued if numbers else None
-            if layer is None or layer >= 0:
-                return layer, None if ours is None else ours + rest
+            if layer is None:
+                return None, None if ours is None else ours + rest
+            if layer >= 0:
+                layer, part = divmod(layer, num_parts)
+                inside = f"{part}." if num_parts > 1 and ours == BLOCK else ""
+                return layer, None if ours is None else ours + inside + rest
         return None
 
 
@@ -94,14 +102,19 @@ _LAYOUTS = (
         "layers.{}.embed_tokens.": None,
         "layers.{}.": BLOCK,
     }, continued=True),
-    # MiMo-V2
+    # MiMo-V2, LongCat-Flash, Nemotron-H
     Layout({
         "mtp.layers.{}.eh_proj.": "eh_proj.",
+        "mtp.layers.{}.enorm.m.": "enorm.",
+        "mtp.layers.{}.hnorm.m.": "hnorm.",
         "mtp.layers.{}.enorm.": "enorm.",
         "mtp.layers.{}.hnorm.": "hnorm.",
         "mtp.layers.{}.final_layernorm.": "post_norm.",
         "mtp.layers.{}.pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
+        "mtp.layers.{}.transformer_layer.": BLOCK,
         "mtp.layers.{}.": BLOCK,
+        "mtp.norm.": "post_norm.",
+        "mtp.embed_tokens.": None,
     }),
     # ERNIE 4.5
     Layout({
@@ -141,19 +154,18 @@ class MtpLayer(nn.Module):
     """One of these layers.
 
     Args:
-        config: of the decoder layer.
-        kind: class of the decoder layer.
-        norm: a norm of the model, whose class the others are of.
+        config: of the block.
+        recipe: how this is made.
         index: number of the layer, from 0.
     """
 
-    def __init__(self, config: Any, kind: type[nn.Module], norm: Any, index: int):
+    def __init__(self, config: Any, recipe: Recipe, index: int):
         super().__init__()
-        width = config.hidden_size
+        width, norm = config.hidden_size, recipe.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         self.enorm, self.hnorm, self.post_norm = (type(norm)(width, eps=eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.mtp_block = kind(config, index)
+        self.mtp_block = recipe.make(config, index)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
         """``(batch, n, hidden)``, of which the output embeddings make logits and which the next row
@@ -162,7 +174,7 @@ class MtpLayer(nn.Module):
         Args:
             embeddings: ``(batch, n, hidden)`` of each row's token.
             hidden: ``(batch, n, hidden)`` final states of the token before.
-            **inputs: further ones of the decoder layer.
+            **inputs: further ones of the block.
         """
         joined = torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1)
         out = self.mtp_block(self.eh_proj(joined), **inputs)
@@ -184,40 +196,33 @@ class MtpLayers(nn.Module):
 
     def __init__(self, model: Any, count: int, sparse: bool):
         super().__init__()
-        layers = decoder_layers(model)
-        kind: Any = type(in_use(layers[-1]))
-        norm = in_use(getattr(layers[-1], "input_layernorm", None))
-        rotary = getattr(decoder_of(model), "rotary_emb", None)
-        if (
-            "position_embeddings" not in inspect.signature(kind.forward).parameters
-            or norm is None
-            or rotary is None
-        ):
-            raise ValueError(
-                f"{type(model).__name__}: its decoder layers ({kind.__name__}) do not have the "
-                "input_layernorm and the position_embeddings that layers for multi-token "
-                "prediction are built with. Choose another strategy."
-            )
+        recipe = recipe_of(model)
         try:
-            self.config = _config(model, count, sparse)
+            self.config = config_of(model, recipe, count, sparse)
             with torch.device("meta"):
-                made = [MtpLayer(self.config, kind, norm, index) for index in range(count)]
+                made = [MtpLayer(self.config, recipe, index) for index in range(count)]
             # One of its own, as some adapt to the positions that they see.
             with torch.device("cpu"):
-                self.rotary = type(rotary)(config=self.config)
+                self.rotary = recipe.rotary and type(recipe.rotary)(config=self.config)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{type(model).__name__}: {kind.__name__} cannot be built as a layer for "
+                f"{type(model).__name__}: {recipe.kind.__name__} cannot be built as a layer for "
                 f"multi-token prediction ({type(error).__name__}: {error}). Choose another "
                 "strategy."
             ) from error
+        #: Sublayers with keys and values of their own, of all layers.
+        self.num_caches = count * recipe.num_caches
         #: See `sparse`.
         self.sparse = sparse
         #: Kind of attention of each layer; None if the model has but one.
-        self.kinds: list[str | None] = list(
-            getattr(self.config, "layer_types", None) or [None] * count
-        )
+        kinds = getattr(self.config, "layer_types", None)
+        self.kinds: list[str | None] = list(kinds[:: recipe.num_parts]) if kinds else [None] * count
         self.layers = nn.ModuleList(made)
+
+    def place(self, device: torch.device) -> None:
+        """Put what is no weight onto a device."""
+        if self.rotary is not None:
+            self.rotary.to(device)
 
     @staticmethod
     def _by_kind(rotary: nn.Module) -> bool:
@@ -243,43 +248,18 @@ class MtpLayers(nn.Module):
             mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot.
             cache: takes ``update(keys, values, index)``.
         """
-        given = {"layer_type": self.kinds[index]} if self._by_kind(self.rotary) else {}
+        inputs: dict[str, Any] = {CACHE: cache, "position_ids": positions}
+        if self.rotary is not None:
+            given = {"layer_type": self.kinds[index]} if self._by_kind(self.rotary) else {}
+            inputs["position_embeddings"] = self.rotary(embeddings, positions, **given)
         if self.config._attn_implementation == "eager":
             mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, -torch.inf)
-        found: Tensor = self.layers[index](
-            embeddings, hidden, position_ids=positions, attention_mask=mask,
-            position_embeddings=self.rotary(embeddings, positions, **given), **{CACHE: cache},
-        )  # fmt: skip
+        found: Tensor = self.layers[index](embeddings, hidden, attention_mask=mask, **inputs)
         return found
 
 
-def _config(model: Any, count: int, sparse: bool) -> Any:
-    """The model's config with what it says of single layers replaced by what holds for these."""
-    config = copy.deepcopy(model.config.get_text_config(decoder=True))
-
-    def of_each(name: str, default: str) -> list[str]:
-        given = list(getattr(config, f"mtp_{name}", None) or [])
-        return (given + [default] * count)[:count]
-
-    values: dict[str, Any] = {
-        "layer_types": of_each("layer_types", "full_attention"),
-        "mlp_layer_types": of_each("mlp_layer_types", "sparse" if sparse else "dense"),
-        "first_k_dense_replace": 0 if sparse else count,
-        "mlp_only_layers": [] if sparse else list(range(count)),
-        "decoder_sparse_step": 1,
-        "moe_layer_start_index": 0 if sparse else count,
-        "moe_layer_interval": 1,
-        "num_hidden_layers": count,
-    }
-    for name, value in values.items():
-        if getattr(config, name, None) is not None:
-            setattr(config, name, value)
-    config._attn_implementation = "sdpa" if type(model)._supports_sdpa else "eager"
-    return config
-
-
 def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A decoder layer's tensors as the model's class wants them, with experts stacked, say.
+    """A block's tensors as the model's class wants them, with experts stacked, say.
 
     Args:
         model: the model, whose conversions Transformers knows.
@@ -306,12 +286,18 @@ def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
-def dtypes(model: Any) -> dict[str, torch.dtype]:
-    """In which dtype the model keeps the floating-point tensors of its decoder layers, by name."""
+def dtypes(model: Any, num_parts: int = 1) -> dict[str, torch.dtype]:
+    """In which dtype the model keeps the floating-point tensors of its decoder layers, by name.
+
+    Args:
+        num_parts: see :class:`Recipe`; with several, names begin with the number of one.
+    """
     found: dict[str, torch.dtype] = {}
     for layer in decoder_layers(model):
         for name, tensor in layer.state_dict().items():
             # Layers for multi-token prediction are not quantized.
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 found.setdefault(name, tensor.dtype)
-    return found
+    if num_parts == 1:
+        return found
+    return {f"{part}.{name}": found[name] for part in range(num_parts) for name in found}

@@ -164,7 +164,7 @@ REFUSED: dict[str, str] = {
     "modernbert-decoder": f"{_NO_MLP} {_TRANSFORM} {_READS}",
     "bert-generation": _NO_MLP,
     **_same(f"{_NO_LAYERS} {_READS}", "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
-    "longcat_flash": f"{_NO_LAYERS} {_KEYS} {_READS}",
+    "longcat_flash": _KEYS,
     **_same(f"{_NO_MLP} {_KEYS}", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba",
             "zamba2"),
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
@@ -190,8 +190,8 @@ bigbird_pegasus biogpt blenderbot blenderbot-small bloom camembert codegen ctrl 
 dbrx dory dots3_note_text electra ernie exaone4 falcon falcon_h1 falcon_mamba flex_olmo
 gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt-sw3 gpt2 gpt_bigcode
 gpt_neo gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba
-kimi_linear lfm2 lfm2_moe lfm3 longcat_flash mamba mamba2 marian mbart megatron-bert mllama
-modernbert-decoder moshi mpt mvp nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid opt pegasus
+kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 marian mbart megatron-bert mllama
+modernbert-decoder moshi mpt mvp nanochat olmo olmo2 olmo3 olmo_hybrid opt pegasus
 phi4_multimodal plbart rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper
 xglm xlm-roberta xlm-roberta-xl xmod zamba zamba2
 """

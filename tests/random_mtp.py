@@ -23,7 +23,7 @@ def random_layers(
         value = 0.2 * noise if tensor.ndim > 1 else 1 + 0.1 * noise
         state[name] = value.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
     layers.layers.load_state_dict(state, assign=True)
-    layers.rotary.to(device)
+    layers.place(device)
     return layers.requires_grad_(False).eval()
 
 

@@ -36,6 +36,7 @@ ALWAYS = [
     ("llama4_text", "propd"), ("llama4", "space"), ("bart", "medusa"), ("marian", "layer_skip"),
     ("whisper", "bita"), ("qwen3_5_text", "propd"), ("zaya", "layer_skip"),
     ("gemma4_text", "eagle3"), ("hy_v4", "eagle3"), ("rembert", "eagle3"),
+    ("longcat_flash", "dflash"),
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "draft_exit": "fixed", "max_draft": 3},

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
+from released_mtp import FAMILIES, checkpoint
 from running import drafting
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,12 +28,20 @@ pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/drafters/mtp"
 NAMES = ["qwen3", "qwen3_next", "qwen3_5_text", "mellum", "deepseek_v3", "glm4_moe_2"]
+#: Types whose layer is no decoder layer of theirs.
+BUILT = ["nemotron_h", "longcat_flash"]
 #: Sums in other orders, over some hundred products.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 
+_MADE = TemporaryDirectory()
+
+
 @cache
 def model_of(name: str) -> Any:
+    """That of a fixture, or a random one of a type."""
+    if name in FAMILIES and name not in NAMES:
+        return checkpoint(name, Path(_MADE.name) / name)[0]
     model: Any = AutoModelForCausalLM.from_pretrained(
         FIXTURES / name / "checkpoint", dtype=torch.float32
     )
@@ -52,7 +62,7 @@ def chain_of(found: dict[str, Tensor], step: int) -> Tensor:
 
 
 def drafter_of(name: str, rows: int) -> tuple[Any, Any]:
-    """A drafter after its start, and the state."""
+    """A drafter of :func:`model_of` after its start, and the state."""
     method = get_method("mtp")
     drafter = method.drafter(model_of(name), method.parse_options({"tree": "chain"}))
     root = torch.zeros(rows, dtype=torch.long)
@@ -181,7 +191,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "setting", "given"),
     covering(
-        [(name, setting, given) for name in NAMES for setting in SETTINGS for given in GIVEN
+        [(name, setting, given) for name in (*NAMES, *BUILT) for setting in SETTINGS
+         for given in GIVEN
          if (setting, given) != ("sampled", "batch")]  # which draws in another order
     ),
 )  # fmt: skip
@@ -201,7 +212,7 @@ def test_output_is_that_of_plain_generation(name: str, setting: str, given: str)
         assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe_2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe_2", *BUILT])
 def test_continued_cache(name: str) -> None:
     """The drafter has not seen what an earlier call has cached."""
     model, settings = model_of(name), {"max_new_tokens": 8, "do_sample": False}

@@ -13,7 +13,7 @@ import architectures
 import pytest
 import torch
 from conftest import prompt
-from random_mtp import random_layers
+from released_mtp import FAMILIES, checkpoint
 from running import drafting, no_forward
 from safetensors.torch import load_file, save_file
 from test_mtp import FIXTURES, model_of
@@ -267,58 +267,11 @@ def test_bad_files(tmp_path: Path) -> None:
 
 # -- families ------------------------------------------------------------------------------------
 
-#: Types whose checkpoints have such layers, and how these are called there.
-FAMILIES = {
-    "deepseek_v3": "numbered", "glm4_moe": "numbered", "glm4_moe_lite": "numbered",
-    "exaone_moe": "shared", "mellum": "shared", "qwen3_next": "shared", "qwen3_5_text": "shared",
-    "qwen3_5_moe_text": "shared", "mimo_v2_flash": "mimo", "ernie4_5_moe": "ernie",
-}  # fmt: skip
-NAMES = {
-    "numbered": ("model.layers.4.", "model.layers.4.", {"post_norm": "shared_head.norm"}),
-    "shared": (
-        "mtp.layers.0.", "mtp.",
-        {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
-         "post_norm": "norm"},
-    ),
-    "mimo": ("model.mtp.layers.0.", "model.mtp.layers.0.", {"post_norm": "final_layernorm"}),
-    "ernie": (
-        "model.mtp_block.0.", "model.mtp_",
-        {"eh_proj": "linear_proj.0", "enorm": "emb_norm.0", "hnorm": "hidden_norm.0"},
-    ),
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_families(tmp_path: Path, model_type: str) -> None:
     """Random layers under their released names, experts one by one: read, and they draft."""
-    model: Any = copy.deepcopy(architectures.build(model_type))
-    model.save_pretrained(tmp_path)
-    ernie = FAMILIES[model_type] == "ernie"
-    made = random_layers(model, torch.device("cpu"), torch.float32, sparse=not ernie)
-    if ernie:
-        made.layers[0].post_norm.weight = model.model.norm.weight
-    block, others, names = NAMES[FAMILIES[model_type]]
-    released: Tensors = {}
-    for name, tensor in made.layers[0].state_dict().items():
-        part, _, rest = name.partition(".")
-        if ernie and part == "post_norm":
-            continue
-        if part != "mtp_block":
-            released[f"{others}{names.get(part, part)}.{rest}"] = tensor
-            continue
-        if FAMILIES[model_type] == "mimo":
-            rest = rest.replace("post_attention_layernorm", "pre_mlp_layernorm")
-        if not rest.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            released[block + rest] = tensor
-            continue
-        stem, _, last = rest.rpartition(".")
-        for number, expert in enumerate(tensor):
-            parts = {"gate_proj": expert[: len(expert) // 2], "up_proj": expert[len(expert) // 2 :]}
-            for key, value in (parts if last == "gate_up_proj" else {last: expert}).items():
-                released[f"{block}{stem}.{number}.{key}.weight"] = value.contiguous()
-    tensors = load_file(tmp_path / SINGLE)
-    save_file({**tensors, **released}, tmp_path / SINGLE, metadata={"format": "pt"})
-    model.config.name_or_path = str(tmp_path)
+    model, _, made = checkpoint(model_type, tmp_path)
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
     ids = prompt(9)
@@ -372,21 +325,7 @@ def ernie_reference(model: Any, stored: Tensors, ids: torch.Tensor) -> torch.Ten
 @torch.no_grad()
 def test_ernie(tmp_path: Path) -> None:
     """A dense layer in a model of experts, whose norm is the model's final one."""
-    model: Any = copy.deepcopy(architectures.build("ernie4_5_moe"))
-    torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
-    model.save_pretrained(tmp_path)
-    made = random_layers(model, torch.device("cpu"), torch.float32, sparse=False).layers[0]
-    block, others, names = NAMES["ernie"]
-    stored = {}
-    for name, tensor in made.state_dict().items():
-        part, _, rest = name.partition(".")
-        if part == "mtp_block":
-            stored[block + rest] = tensor
-        elif part != "post_norm":
-            stored[f"{others}{names[part]}.{rest}"] = tensor
-    tensors = load_file(tmp_path / SINGLE)
-    save_file({**tensors, **stored}, tmp_path / SINGLE, metadata={"format": "pt"})
-    model.config.name_or_path = str(tmp_path)
+    model, stored, _ = checkpoint("ernie4_5_moe", tmp_path)
     layers, ids = mtp_layers(model), prompt(9)[0]
     final = model.model(ids[None]).last_hidden_state[:, :-1]
     count = final.shape[1]

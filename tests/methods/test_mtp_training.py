@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from running import drafting
 from safetensors.torch import load_file
-from test_mtp import model_of
+from test_mtp import BUILT, model_of
 from torch import Tensor, nn
 from trained import SETTINGS, Stop, history, record, same
 from transformers import DynamicCache, Trainer
@@ -87,7 +87,7 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
 
 
 @pytest.mark.parametrize("kind", ["kl", "ce"])
-@pytest.mark.parametrize("name", ["qwen3", "glm4_moe_2", "mellum", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT])
 def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: str) -> None:
     """Of two sequences, the shorter one padded; chains that leave the text are cut off."""
     base, steps, decay = fresh(name).train(), 3, 0.7
@@ -144,7 +144,7 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
 # -- training ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["qwen3", "glm4_moe_2"])
+@pytest.fixture(scope="module", params=["qwen3", "glm4_moe_2", *BUILT])
 def learned(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
     name, folder = request.param, tmp_path_factory.mktemp("mtp") / "adapter"
     model, before = fresh(name), model_of(name).state_dict()

@@ -15,7 +15,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches import modules
-from modeling_patches.modules import decoder_layers, linear_modules, output_projections
+from modeling_patches.modules import (
+    decoder_layers,
+    linear_modules,
+    mixers,
+    mlps,
+    output_projections,
+)
 from modeling_patches.weights import features
 
 Tiny = Callable[..., PreTrainedModel]
@@ -111,3 +117,17 @@ def test_output_projections(tiny: Tiny) -> None:
     model.config.hidden_size = 7  # nothing has so many outputs
     with pytest.raises(ValueError, match=r"no linear module .* last of an attention or an MLP: na"):
         output_projections(model)
+
+
+def test_layers_with_several_attentions() -> None:
+    """LongCat-Flash: two attentions, two MLPs and experts in each of its layers, and a config that
+    counts the attentions."""
+    model = build("longcat_flash")
+    layers = decoder_layers(model)
+    assert len(layers) == model.config.num_layers == model.config.num_hidden_layers // 2
+    for layer in layers:
+        assert mixers(layer) == list(layer.self_attn) and len(mixers(layer)) == 2
+        assert mlps(layer) == [layer.mlp, *layer.mlps] and len(mlps(layer)) == 3
+    assert list(output_projections(model)) == [
+        f"model.layers.{index}.mlps.1.down_proj" for index in range(len(layers))
+    ]

@@ -13,6 +13,7 @@ from hf_spec.adapters.config import setting
 from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
+from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features
 
 SELECTOR = "selector"
@@ -156,7 +157,7 @@ class BlockConfig(VocabularyConfig):
         known, width = input_features(model)
         out, vocab = output_features(model)
         facts = facts_of(model)
-        hidden, layers = facts.get("hidden_size", width), facts.get("num_hidden_layers", 0)
+        hidden, layers = facts.get("hidden_size", width), num_layers(model)
         if not width == out == hidden:
             raise ValueError(
                 f"{type(model).__name__} has input embeddings of {width}, states of {hidden} and "

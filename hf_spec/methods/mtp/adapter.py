@@ -101,15 +101,16 @@ class MtpAdapter(Adapter):
         """The layers, all on their device."""
         made: MtpLayers = self.__dict__["_made"]
         first: Any = made.layers[0]
-        made.rotary.to(first.eh_proj.weight.device)
+        made.place(first.eh_proj.weight.device)
         return made
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """See :func:`chain_loss`."""
     config, layers = adapter.config, adapter.module.placed()
-    for layer in layers.layers:
+    for module in layers.layers.modules():
         # Blocks that compute activations anew leave the cache out.
-        layer.mtp_block.gradient_checkpointing = False
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
     network = MtpNetwork(model, layers)
     return chain_loss(model, network, batch, (), config.ttt_steps, config.decay, config.loss)

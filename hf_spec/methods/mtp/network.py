@@ -35,9 +35,9 @@ class MtpNetwork:
 
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
-        self.num_layers = len(layers.layers)
+        self.num_layers, self.depth = layers.num_caches, len(layers.layers)
         # Windows go by the positions of the block's nodes.
-        self.compiles = not any(map(layers.window, range(self.num_layers)))
+        self.compiles = not any(map(layers.window, range(self.depth)))
         self.own: Sequence[Tensor] = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
 
@@ -48,7 +48,7 @@ class MtpNetwork:
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
         parts = hidden.split(self.weight.shape[0], dim=-1)
-        embeddings, first = self._embedded(tokens), self.num_layers - len(parts)
+        embeddings, first = self._embedded(tokens), self.depth - len(parts)
         found = [
             self._layer(first + index, embeddings, part, positions, mask, cache)
             for index, part in enumerate(parts)
@@ -61,10 +61,10 @@ class MtpNetwork:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         embeddings, found = self._embedded(tokens), []
         width = hidden.shape[-1]
-        for index in range(self.num_layers):
+        for index in range(self.depth):
             found.append(self._layer(index, embeddings, hidden, positions, mask, cache))
             last = torch.zeros_like(hidden[:, :1])
-            if before is not None and index + 1 < self.num_layers:
+            if before is not None and index + 1 < self.depth:
                 last = before[..., index * width : (index + 1) * width]
             hidden = torch.cat([last, found[-1][:, :-1]], dim=1)
         return found[0], self._after(found)

@@ -30,6 +30,7 @@ from modeling_patches.mtp import (
     is_mtp,
     layout_of,
 )
+from modeling_patches.mtp_blocks import recipe_of
 from modeling_patches.weights import device_of, loaded, placement
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -49,8 +50,10 @@ def mtp_layers(model: Any) -> MtpLayers:
     Raises:
         ValueError: its checkpoint has no such layers, cannot be read, or does not fit the model.
     """
-    last = decoder_layers(model)[-1]  # whose parts know the device, also of offloaded weights
-    place = device_of(getattr(last, "input_layernorm", last)), placement(model).dtype
+    # A module with weights of its own knows the device, also where these are offloaded.
+    last = decoder_layers(model)[-1]
+    leaf = next((one for one in last.modules() if [*one.parameters(False)]), last)
+    place = device_of(leaf), placement(model).dtype
     known = memory(model)
     found: tuple[Any, MtpLayers] | None = known.get(MtpLayers)
     if found is None or found[0] != place:
@@ -94,7 +97,8 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
             f"{_what_it_has(model, files)}. Choose another strategy."
         )
     plain = {one: path for one, path in files.items() if not _is_scales(one, files)}
-    sources, unknown = _sources(plain, layout, below)
+    num_parts = recipe_of(model).num_parts
+    sources, unknown = _sources(plain, layout, below, num_parts)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in sorted({*files.values()})}
         sparse = any(".experts." in own for _, own in sources)
@@ -111,10 +115,10 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
                 wrong = [text.replace(repr(f"{layer}.{own}"), repr(source)) for text in wrong]
             raise ValueError(
                 f"the layers for multi-token prediction of {place!r} do not fit {name}: "
-                f"{'; '.join(wrong)} ({BLOCK.rstrip('.')} is the decoder layer). Download the "
+                f"{'; '.join(wrong)} ({BLOCK.rstrip('.')} is the block between them). Download the "
                 "checkpoint again, or choose another strategy."
             )
-        kept = dtypes(model)
+        kept = dtypes(model, num_parts)
         state = {
             own: value.to(device, kept.get(own.partition(BLOCK)[2], dtype)).contiguous()
             for own, value in (_gathered(model, sources, stored.numbers) | norms).items()
@@ -126,7 +130,7 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
             f"{name}: the buffer {left[0]!r} of its decoder layers is made when they are built, "
             "which is not known here. Choose another strategy."
         )
-    layers.rotary.to(device)
+    layers.place(device)
     return layers.requires_grad_(False).eval()
 
 
@@ -144,7 +148,7 @@ def _what_it_has(model: Any, files: Mapping[str, Path]) -> str:
 
 
 def _sources(
-    files: Mapping[str, Path], layout: Layout, below: int
+    files: Mapping[str, Path], layout: Layout, below: int, num_parts: int
 ) -> tuple[dict[tuple[int, str], str], list[str]]:
     """What tensors are called in the checkpoint, by layer and name in ``MtpLayer``; and those of
     these layers that the layout does not know."""
@@ -152,7 +156,7 @@ def _sources(
     of_all: dict[str, str] = {}
     unknown = []
     for source in files:
-        parsed = layout.parse(source, below)
+        parsed = layout.parse(source, below, num_parts)
         if parsed is None:
             unknown.append(source)
             continue

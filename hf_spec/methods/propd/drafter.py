@@ -22,6 +22,7 @@ from hf_spec.methods.propd.online_tree import ONLINE, HitRates, OnlineTrees
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.policy.tree_source import drafted_depth, tree_source
+from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
 
 #: Value of ``drafter`` for the adapter's own heads.
@@ -188,7 +189,7 @@ def make_drafter(model: Any, options: ProPDOptions) -> Drafter:
 def _check_exits(drafter: Drafter, layer: int) -> None:
     """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned."""
     exits = 1 if drafter.probe_inputs is None else drafter.probe_inputs.exits
-    layers = drafter.model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = num_layers(drafter.model)
     if layers - exits < layer:
         raise ValueError(
             f"the drafter's adapter averages the last {exits} of {layers} layers, and "

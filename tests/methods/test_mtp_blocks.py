@@ -1,0 +1,249 @@
+"""Layers for multi-token prediction that are no decoder layer of their model's, by plain formulas
+on the tensors as released checkpoints call them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from conftest import prompt
+from random_mtp import random_layers
+from released_mtp import released
+from running import drafting
+from safetensors.torch import load_file, save_file
+from test_mtp import BUILT, CLOSE, advance, chain, drafter_of, model_of
+from torch import Tensor
+from torch.nn import functional
+
+import hf_spec
+from hf_spec.drafting.grow import Frontier
+from hf_spec.methods.mtp.weights import SINGLE, mtp_layers
+
+pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
+
+#: Known tokens at each step: none, some or all of the drafts before were accepted.
+COMMITTED = [7, 8, 11, 12]
+
+# -- plain formulas ------------------------------------------------------------------------------
+
+
+def norm(value: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return value * (value.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of ``(n, heads, dim)`` each, as ``(n, heads * dim)``."""
+    count, _, dim = queries.shape
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) / dim**0.5
+    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1)
+
+
+def nemotron(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
+    """Attention without rotations, then experts: two layers of the checkpoint."""
+    eps, dim = config.layer_norm_epsilon, config.head_dim
+    joined = [norm(embeddings, of("0.enorm"), eps), norm(rows, of("0.hnorm"), eps)]
+    hidden = torch.cat(joined, -1) @ of("0.eh_proj").T
+    inputs, heads = norm(hidden, of("0.norm"), eps), config.num_attention_heads
+    queries, keys, values = (
+        (inputs @ of(f"0.mixer.{one}_proj").T).unflatten(-1, (-1, dim)) for one in "qkv"
+    )
+    keys, values = (one.repeat_interleave(heads // one.shape[1], 1) for one in (keys, values))
+    hidden = hidden + attended(queries, keys, values) @ of("0.mixer.o_proj").T
+
+    def expert(name: str, row: Tensor) -> Tensor:
+        return of(f"1.mixer.{name}.down_proj") @ (of(f"1.mixer.{name}.up_proj") @ row).relu() ** 2
+
+    found = []
+    for row in norm(hidden, of("1.norm"), eps):
+        scores = (of("1.mixer.gate") @ row).sigmoid()
+        bias = of("1.mixer.gate.e_score_correction_bias")
+        chosen = (scores + bias).topk(config.num_experts_per_tok).indices.tolist()
+        total = sum(float(scores[one]) for one in chosen) / config.routed_scaling_factor
+        parts = [scores[one] / total * expert(f"experts.{one}", row) for one in chosen]
+        found.append(torch.stack(parts).sum(0) + expert("shared_experts", row))
+    return norm(hidden + torch.stack(found), of("1.final_layernorm"), eps)
+
+
+def longcat(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
+    """Latent attention whose two latents are scaled, with interleaved rotations; a dense MLP."""
+    eps, small = config.rms_norm_eps, 1e-6
+    joined = [norm(embeddings, of("enorm.m"), eps), norm(rows, of("hnorm.m"), eps)]
+    hidden = torch.cat(joined, -1) @ of("eh_proj").T
+    inputs, width = norm(hidden, of("input_layernorm"), eps), config.hidden_size
+    turned, plain = config.qk_rope_head_dim, config.qk_nope_head_dim
+    heads = config.num_attention_heads
+    steps = torch.arange(0, turned, 2) / turned
+    angles = torch.arange(len(hidden))[:, None] * config.rope_parameters["rope_theta"] ** -steps
+    turns = torch.polar(torch.ones(()), angles)[:, None]
+
+    def rotated(value: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(value.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(-2)
+
+    def of_attention(name: str) -> Tensor:
+        return of(f"self_attn.{name}")
+
+    latent = norm(inputs @ of_attention("q_a_proj").T, of_attention("q_a_layernorm"), small)
+    queries = latent @ of_attention("q_b_proj").T * (width / config.q_lora_rank) ** 0.5
+    still, moved = queries.unflatten(-1, (heads, -1)).split([plain, turned], -1)
+    queries = torch.cat([still, rotated(moved)], -1)
+    latent, shared = (inputs @ of_attention("kv_a_proj_with_mqa").T).split(
+        [config.kv_lora_rank, turned], -1
+    )
+    latent = norm(latent, of_attention("kv_a_layernorm"), small)
+    both = latent * (width / config.kv_lora_rank) ** 0.5 @ of_attention("kv_b_proj").T
+    keys, values = both.unflatten(-1, (heads, -1)).split([plain, config.v_head_dim], -1)
+    keys = torch.cat([keys, rotated(shared[:, None]).expand(-1, heads, -1)], -1)
+    hidden = hidden + attended(queries, keys, values) @ of_attention("o_proj").T
+    inputs = norm(hidden, of("post_attention_layernorm"), eps)
+    gate, up = (inputs @ of(f"transformer_layer.mlp.{one}_proj").T for one in ("gate", "up"))
+    hidden = hidden + (functional.silu(gate) * up) @ of("transformer_layer.mlp.down_proj").T
+    return norm(hidden, of("norm"), eps)
+
+
+def outputs(name: str, tokens: Tensor, rows: Tensor) -> Tensor:
+    """``(n, hidden)`` what the layer makes of these tokens and the states before them."""
+    model = model_of(name)
+    stored = load_file(Path(model.name_or_path) / SINGLE)
+    start = "mtp.layers." if name == "nemotron_h" else "model.mtp.layers.0."
+
+    def of(tensor: str) -> Tensor:
+        whole = f"{start}{tensor}" if tensor != "norm" else "model.mtp.norm"
+        return stored.get(f"{whole}.weight", stored.get(whole))  # type: ignore[return-value]
+
+    formulas = {"nemotron_h": nemotron, "longcat_flash": longcat}[name]
+    return formulas(model.config, of, model.get_input_embeddings()(tokens), rows)
+
+
+def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
+    """``(1 + drafted, vocab)`` logits of the root and these draft tokens, each below the one before
+    it. All rows are computed anew for each.
+
+    Args:
+        ids: ``(known,)`` of which the base has states of all but the last.
+    """
+    model, found = model_of(name), list[Tensor]()
+    rows, tokens = model.model(ids[None]).last_hidden_state[0, :-1], ids[1:]
+    for token in (*drafted, None):
+        made = outputs(name, tokens, rows)
+        found.append(model.lm_head(made[-1]))
+        if token is not None:
+            tokens, rows = torch.cat([tokens, torch.tensor([token])]), torch.cat([rows, made[-1:]])
+    return torch.stack(found)
+
+
+# -- drafts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILT)
+@torch.no_grad()
+def test_chains_are_those_of_the_formulas(name: str) -> None:
+    """Also after drafts of which none, some or all were accepted, in a batch whose second row is a
+    step behind the first one."""
+    ids = prompt(COMMITTED[-1])
+    hidden = model_of(name).model(ids).last_hidden_state
+    drafter, state = drafter_of(name, 2)
+    ends = [0, *(known - 1 for known in COMMITTED)]
+    behind = [0, 3, *ends[1:]]
+    for step in range(len(COMMITTED)):
+        advance(drafter, ids, hidden, [tuple(ends[step:][:2]), tuple(behind[step:][:2])])
+        found = chain(drafter, state, 4)
+        for row, known in enumerate((ends[step + 1] + 1, behind[step + 1] + 1)):
+            drafted = found[row, :-1].argmax(-1).tolist()
+            expected = logits_of(name, ids[0, :known], drafted)
+            torch.testing.assert_close(found[row], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", BUILT)
+@torch.no_grad()
+def test_nodes_of_a_tree_are_those_of_the_formulas(name: str) -> None:
+    """Two nodes of each level, of which the second goes on."""
+    ids = prompt(9)
+    hidden = model_of(name).model(ids).last_hidden_state
+    drafter, state = drafter_of(name, 1)
+    advance(drafter, ids, hidden, [(0, 8)])
+    drafter.catch_up(state)
+    zeros = torch.zeros(1, 1, dtype=torch.long)
+    logits = drafter.level(Frontier(0, zeros, zeros.float(), zeros, zeros))
+    path = list[int]()
+    for level in range(1, 4):
+        tokens = logits[:, -1].topk(2).indices
+        parents = torch.full_like(tokens, logits.shape[1] - 1)
+        logits = drafter.level(Frontier(level, tokens, tokens.float(), tokens, parents))
+        for node, token in enumerate(tokens[0].tolist()):
+            expected = logits_of(name, ids[0], [*path, token])[-1]
+            torch.testing.assert_close(logits[0, node], expected, **CLOSE)
+        path.append(int(tokens[0, 1]))
+
+
+def test_two_pairs(tmp_path: Path) -> None:
+    """Checkpoints number the parts of all layers on."""
+    model: Any = copy.deepcopy(architectures.build("nemotron_h"))
+    model.save_pretrained(tmp_path)
+    made = random_layers(model, torch.device("cpu"), torch.float32, count=2)
+    stored = released("nemotron_h", made.layers[0])
+    for name, tensor in released("nemotron_h", made.layers[1]).items():
+        start, _, rest = name.removeprefix("mtp.layers.").partition(".")
+        stored[f"mtp.layers.{int(start) + 2}.{rest}"] = tensor
+    assert {name.split(".")[2] for name in stored} == {*"0123"}
+    tensors = load_file(tmp_path / SINGLE)
+    save_file({**tensors, **stored}, tmp_path / SINGLE, metadata={"format": "pt"})
+    model.config.name_or_path = str(tmp_path)
+    for name, tensor in mtp_layers(model).layers.state_dict().items():
+        assert torch.equal(tensor, made.layers.state_dict()[name]), name
+    plain = model.generate(prompt(9), max_new_tokens=12, do_sample=False)
+    out = model.generate(prompt(9), max_new_tokens=12, do_sample=False, **drafting("mtp"))
+    assert out.tolist() == plain.tolist()
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+@torch.no_grad()
+def test_half_precision() -> None:
+    """The gate of experts stays in float32, as the model's own."""
+    model = copy.deepcopy(model_of("nemotron_h")).to(torch.bfloat16)
+    for layer in model.model.layers:
+        if layer.block_type == "moe":
+            layer.mixer.gate.float()
+    state = mtp_layers(model).layers.state_dict()
+    gates = {name for name in state if "gate" in name}
+    assert {name for name, one in state.items() if one.dtype == torch.float32} == gates
+    assert len(gates) == 2
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mtp_layers_block_type": ["linear_attention", "full_attention"]},
+         r"mtp_layers_block_type=\['linear_attention', 'full_attention'\]: layers"),
+        ({"mtp_layers_block_type": ["moe"]}, r"mtp_layers_block_type=\['moe'\]: layers"),
+        ({"mtp_use_rope": True}, "NemotronHForCausalLM: its config says mtp_use_rope=True: layers"),
+        ({"mtp_layers_block_type": ["full_attention", "moe", "mlp"]}, "no tensor '0.mtp_block.2."),
+        ({"mtp_layers_block_type": ["moe", "full_attention"]}, "do not fit NemotronHForCausalLM"),
+    ],
+)  # fmt: skip
+def test_other_pairs_are_refused(changes: dict[str, Any], message: str) -> None:
+    model = copy.deepcopy(model_of("nemotron_h"))
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt(5), max_new_tokens=4, assistant_strategy="mtp")
+
+
+def test_a_narrower_layer_is_refused(tmp_path: Path) -> None:
+    """vLLM's `mtp_bottleneck_hidden_size`, with a projection behind the layer."""
+    model = copy.deepcopy(model_of("nemotron_h"))
+    tensors = load_file(Path(model.name_or_path) / SINGLE)
+    tensors["mtp.layers.1.he_proj.weight"] = torch.zeros(32, 16)
+    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+    model.config.name_or_path = str(tmp_path)
+    with pytest.raises(ValueError, match="unknown tensor 'mtp.layers.1.he_proj.weight'"):
+        model.generate(prompt(5), max_new_tokens=4, assistant_strategy="mtp")

@@ -1,0 +1,106 @@
+"""Random layers for multi-token prediction in checkpoints, under the names of released ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import architectures
+import torch
+from random_mtp import random_layers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf_spec.methods.mtp.weights import SINGLE
+from modeling_patches.mtp import MtpLayers
+
+#: Types whose checkpoints have such layers, and how these are called there.
+FAMILIES = {
+    "deepseek_v3": "numbered", "glm4_moe": "numbered", "glm4_moe_lite": "numbered",
+    "exaone_moe": "shared", "mellum": "shared", "qwen3_next": "shared", "qwen3_5_text": "shared",
+    "qwen3_5_moe_text": "shared", "mimo_v2_flash": "mimo", "ernie4_5_moe": "ernie",
+    "nemotron_h": "nemotron", "longcat_flash": "longcat",
+}  # fmt: skip
+NAMES = {
+    "numbered": ("model.layers.4.", "model.layers.4.", {"post_norm": "shared_head.norm"}),
+    "shared": (
+        "mtp.layers.0.", "mtp.",
+        {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
+         "post_norm": "norm"},
+    ),
+    "mimo": ("model.mtp.layers.0.", "model.mtp.layers.0.", {"post_norm": "final_layernorm"}),
+    "ernie": (
+        "model.mtp_block.0.", "model.mtp_",
+        {"eh_proj": "linear_proj.0", "enorm": "emb_norm.0", "hnorm": "hidden_norm.0"},
+    ),
+    "nemotron": (
+        "mtp.layers.", "mtp.layers.",
+        {"eh_proj": "0.eh_proj", "enorm": "0.enorm", "hnorm": "0.hnorm",
+         "post_norm": "1.final_layernorm"},
+    ),
+    "longcat": (
+        "model.mtp.layers.0.", "model.mtp.",
+        {"eh_proj": "layers.0.eh_proj", "enorm": "layers.0.enorm.m", "hnorm": "layers.0.hnorm.m",
+         "post_norm": "norm"},
+    ),
+}  # fmt: skip
+#: Parts of blocks that are called otherwise.
+RENAMED = {
+    "mimo": ("post_attention_layernorm", "pre_mlp_layernorm"),
+    "longcat": ("mlp.", "transformer_layer.mlp."),
+}
+
+
+def released(model_type: str, layer: Any) -> dict[str, Tensor]:
+    """The tensors of the first layer by their released names, experts one by one."""
+    family = FAMILIES[model_type]
+    block, others, names = NAMES[family]
+    found: dict[str, Tensor] = {}
+    for name, tensor in layer.state_dict().items():
+        part, _, rest = name.partition(".")
+        if part != "mtp_block":
+            found[f"{others}{names.get(part, part)}.{rest}"] = tensor
+            continue
+        for own, value in _experts(rest.replace(*RENAMED.get(family, ("", ""))), tensor):
+            found[block + own] = value
+    if family == "ernie":  # which has no norm behind its layer
+        del found[f"{others}post_norm.weight"]
+    return found
+
+
+def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    stem, _, last = name.rpartition(".")
+    if not stem.endswith("experts"):
+        yield name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        halves = expert[: len(expert) // 2], expert[len(expert) // 2 :]
+        parts = {"gate_proj": halves[0], "up_proj": halves[1]}
+        for key, value in (parts if last == "gate_up_proj" else {last: expert}).items():
+            yield f"{stem}.{number}.{key}.weight", value.contiguous()
+
+
+def checkpoint(model_type: str, folder: Path) -> tuple[Any, dict[str, Tensor], MtpLayers]:
+    """A tiny random model that was loaded from a folder.
+
+    Returns:
+        The model, and of its layer for multi-token prediction the tensors by their names there and
+        the layer.
+    """
+    model: Any = copy.deepcopy(architectures.build(model_type))
+    ernie = FAMILIES[model_type] == "ernie"
+    if ernie:
+        torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
+    model.save_pretrained(folder)
+    made = random_layers(model, torch.device("cpu"), torch.float32, sparse=not ernie)
+    if ernie:
+        made.layers[0].post_norm.weight = model.model.norm.weight
+    stored = released(model_type, made.layers[0])
+    if model_type == "longcat_flash":  # a copy, which is not read
+        stored["model.mtp.embed_tokens.weight"] = torch.full((64, 32), torch.nan)
+    tensors = load_file(folder / SINGLE)
+    save_file({**tensors, **stored}, folder / SINGLE, metadata={"format": "pt"})
+    model.config.name_or_path = model.name_or_path = str(folder)
+    return model, stored, made
