@@ -8,12 +8,16 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_spec.methods.registry import methods
+from modeling_patches.tested_versions import NEWEST_TESTED
 
 #: Of the models; prompts have the tests' smaller one. The last three stand for images and such.
 VOCAB = 64
@@ -206,8 +210,16 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def config_class(model_type: str) -> Any:
+    """The config class of a type; the test is skipped if Transformers is too old to have it."""
+    newest = Version(NEWEST_TESTED["transformers"])
+    if model_type not in CONFIG_MAPPING and Version(transformers.__version__) < newest:
+        pytest.skip(f"Transformers {transformers.__version__} has no {model_type}")
+    return CONFIG_MAPPING[model_type]
+
+
 def tiny_config(model_type: str) -> Any:
-    return tiny_of(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
+    return tiny_of(config_class(model_type), OVERRIDES.get(model_type, {}))
 
 
 def tiny_of(kind: Any, given: dict[str, Any], sizes: dict[str, Any] = FIELDS) -> Any:

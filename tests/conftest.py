@@ -16,9 +16,10 @@ from typing import Any
 import models_page
 import pytest
 import torch
+from architectures import config_class
 from covering import EVERY_CASE
 from running import drafting
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
@@ -210,7 +211,7 @@ _shared: list[PreTrainedModel] = []
 @cache
 def _build(architecture: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     model_type, fields = ARCHITECTURES[architecture]
-    config = AutoConfig.for_model(model_type, **fields)
+    config = config_class(model_type)(**fields)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     generator = torch.Generator().manual_seed(1)

@@ -11,11 +11,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from architectures import FIELDS, OVERRIDES, randomise_all, tiny_of
+from architectures import FIELDS, OVERRIDES, config_class, randomise_all, tiny_of
 from conftest import prompt
 from torch import Tensor
 from transformers import AutoModelForMultimodalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 #: What may stand in a prompt beside text: the last ids.
 HEAR, END, START, IMAGE, VIDEO, AUDIO = range(58, 64)
@@ -236,7 +235,7 @@ def build(model_type: str) -> Any:
     """A random model; tests must leave it as they found it."""
     torch.manual_seed(0)
     fields = KINDS[model_type].fields if model_type in KINDS else {}
-    config = tiny_of(CONFIG_MAPPING[model_type], fields, _SIZES)
+    config = tiny_of(config_class(model_type), fields, _SIZES)
     model: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     randomise_all(model)
     model.generation_config.suppress_tokens = [HEAR, END, START, IMAGE, VIDEO, AUDIO]

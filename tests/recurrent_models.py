@@ -6,8 +6,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from architectures import config_class
 from conftest import VOCAB
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -114,7 +115,7 @@ def recurrent(kind: str, **fields: Any) -> PreTrainedModel:
     the way to a token matter.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**_COMMON, **CONFIGS[kind], **fields})
+    config = config_class(kind)(**{**_COMMON, **CONFIGS[kind], **fields})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
