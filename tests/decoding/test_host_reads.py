@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from conftest import ragged
-from running import as_if
+from covering import covering
+from running import as_if, family
 from test_compiled import CAPTURED, adapt, generate
 
 from hf_spec.policy.step_policy import StepPolicy
@@ -49,13 +51,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 READS_OF = {"draft_model": 2}
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark", "eagle3",
-        "mtp", "draft_model",
-    ],
+    ("name", "compiled"),
+    covering(
+        product(
+            (
+                "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark",
+                "eagle3", "mtp", "draft_model",
+            ),
+            (False, True),
+        ),
+        # Code takes its time.
+        lambda name, compiled: [(family(name) if compiled else name, compiled)],
+    ),
 )  # fmt: skip
 def test_one_read_per_step(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool
@@ -122,8 +130,10 @@ PROCESSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("case", PROCESSED)
+@pytest.mark.parametrize(
+    ("case", "batch"),
+    covering(product(PROCESSED, (1, 8)), lambda case, batch: [case, (PROCESSED[case][0], batch)]),
+)
 def test_one_read_per_sampled_or_processed_step(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
 ) -> None:

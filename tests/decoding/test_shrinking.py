@@ -322,24 +322,22 @@ def test_steps_are_those_of_a_batch_that_stays(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
     """Same drafts, same calls of processors: what is kept per row has followed its row."""
-    model = fresh("llama_tied")
-    for spec in (strategy(name, variant), retrieving(name, variant)):
-        found = []
-        for share in (1 / 8, 2.0):
-            monkeypatch.setattr(batch, "SHARE", share)
-            forget(model)  # how far predictions can be trusted
-            shown = Shown()
-            with adapted(model, name, variant), forwards(model) as sizes:
-                out = model.generate(**staggered(8), **spec, **GREEDY, logits_processor=[shown])
-            assert (sizes[-1] == 8) == (share == 2.0)
-            stats = hf_spec.last_stats(model).to_dict()
-            del stats["details"]["policy"]  # seconds
-            stats = {key: value for key, value in stats.items() if not key.endswith("seconds")}
-            new = int((out[:, max(LENGTHS) :] != PAD).sum())
-            assert stats["num_generated_tokens"] == new
-            assert stats["num_row_steps"] < 8 * stats["num_steps"]
-            found.append((stats, shown.ids))
-        assert found[0] == found[1]
+    model, spec, found = fresh("llama_tied"), retrieving(name, variant), []
+    for share in (1 / 8, 2.0):
+        monkeypatch.setattr(batch, "SHARE", share)
+        forget(model)  # how far predictions can be trusted
+        shown = Shown()
+        with adapted(model, name, variant), forwards(model) as sizes:
+            out = model.generate(**staggered(8), **spec, **GREEDY, logits_processor=[shown])
+        assert (sizes[-1] == 8) == (share == 2.0)
+        stats = hf_spec.last_stats(model).to_dict()
+        del stats["details"]["policy"]  # seconds
+        stats = {key: value for key, value in stats.items() if not key.endswith("seconds")}
+        new = int((out[:, max(LENGTHS) :] != PAD).sum())
+        assert stats["num_generated_tokens"] == new
+        assert stats["num_row_steps"] < 8 * stats["num_steps"]
+        found.append((stats, shown.ids))
+    assert found[0] == found[1]
 
 
 def test_a_drafter_is_told(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,6 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
     ("chosen", "tried", "options"),
     [
         ("auto", {True, False}, {"tree": "sparse"}),
-        ("auto", {True, False}, {}),
         ("auto", {True, False}, {"lookup": True}),
         ("always", {True}, {}),
     ],

@@ -261,14 +261,11 @@ def test_drafts_of_layer_skip_teach_it(model: Any) -> None:
     assert tempering(model).updates > 0
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_noise_raises_acceptance(
-    model: Any, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_the_noise_raises_acceptance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model without one of its MLPs samples nearly as the whole one does, and what the whole one
     samples from so flat a distribution is hardly ever the likeliest token."""
     draft_everything(monkeypatch)
-    options = {**skipping(), "max_draft": 6}
+    options, rows = {**skipping(), "max_draft": 6}, 3
     texts = call(model, "layer_skip", SAMPLED, rows, **options).tolist()
     knowing = hf_spec.last_stats(model).mean_accepted_tokens
     memory.forget(model)
