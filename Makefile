@@ -41,7 +41,8 @@ demo: $(STAMP)
 	@echo 'hf-spec demo: loading PyTorch and Transformers, which takes a few seconds'
 	@$(BIN)/hf-spec demo $(ARGS)
 
-PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
+# As many processes as the machine has CPUs, eight at the most.
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)

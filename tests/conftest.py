@@ -263,6 +263,27 @@ def mtp_as_shipped(random_mtp: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_read", read.__wrapped__)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_size() -> Iterator[None]:
+    """Compiled steps are padded to 16 nodes or more, so that code is captured for one size of
+    trees, not for five: that is what tests of compiled calls take their time for."""
+    from hf_spec.core.buckets import bucket
+
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("hf_spec.model.compiled", "hf_spec.drafting.autoregressive"):
+            patch.setattr(f"{user}.bucket", lambda count: count and max(16, bucket(count)))
+        yield
+
+
+@pytest.fixture
+def sizes_as_shipped(one_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this padding."""
+    from hf_spec.core.buckets import bucket
+
+    for user in ("hf_spec.model.compiled", "hf_spec.drafting.autoregressive"):
+        monkeypatch.setattr(f"{user}.bucket", bucket)
+
+
 _plain: dict[Any, torch.Tensor] = {}
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from architectures import LAYERS, build, random_model, tiny_config
 from conftest import prompt, ragged
-from running import drafting
-from transformers import CompileConfig, DynamicCache
+from running import CAPTURED, drafting
+from transformers import DynamicCache
 
 from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.cache_name import CACHE
@@ -79,10 +79,7 @@ def test_captured_steps(kind: str) -> None:
         config = tiny_config(kind)
         config.mlp_layer_types = ["dense"] * LAYERS
         model = random_model(config)
-    captured = {
-        "cache_implementation": "static", "compile_config": CompileConfig(backend="eager"),
-    }  # fmt: skip
-    out = model.generate(**batch, **GREEDY, **LOOKUP, **captured, return_dict_in_generate=True)
+    out = model.generate(**batch, **GREEDY, **LOOKUP, **CAPTURED, return_dict_in_generate=True)
     assert out.sequences.tolist() == model.generate(**batch, **GREEDY).tolist()
     graphs = out.spec_stats.details["compiled"]
     assert graphs["kept"] and not graphs["refused"], graphs

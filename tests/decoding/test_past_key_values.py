@@ -16,10 +16,10 @@ import pytest
 import torch
 from conftest import EOS, PAD, STRATEGIES, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
-from running import drafting
+from running import CAPTURED, drafting
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.tree_cache import TreeCache
@@ -410,10 +410,7 @@ def test_copies_go_on(tiny: Tiny, architecture: str, copied: Any) -> None:
 def test_a_copy_of_a_compiled_call_does_not_hold_the_model(shallow: Tiny) -> None:
     """Nor slots that are not in use: a pickle is as large as the states."""
     model = shallow()
-    compiled = {
-        "cache_implementation": "static", "compile_config": CompileConfig(backend="eager"),
-        "return_dict_in_generate": True, **drafting("prompt_lookup"), **GREEDY,
-    }  # fmt: skip
+    compiled = {**CAPTURED, **drafting("prompt_lookup"), **GREEDY, "return_dict_in_generate": True}
     out = model.generate(prompt(), **compiled)
     assert out[CACHE].capacity == 256
     data = pickle.dumps(out[CACHE])

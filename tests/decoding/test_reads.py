@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from running import CAPTURED
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.core.verify import StepResult
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
@@ -82,8 +83,7 @@ def test_committed_states(
     recorder = Recorder(monkeypatch, Reads("committed", LAYERS))
     how: dict[str, Any] = {"max_new_tokens": 20, "assistant_strategy": "prompt_lookup"}
     if compiled:
-        config = CompileConfig(backend="eager")
-        how |= {"cache_implementation": "static", "compile_config": config}
+        how |= CAPTURED
     for batch in (1, 3):
         ids, mask = prompts(batch)
         for chunk in [None] if compiled else [None, 8]:

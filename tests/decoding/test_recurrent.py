@@ -35,7 +35,7 @@ from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.support import empty_cache
 
-NEW = 40
+NEW = 24
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
 #: Everything drafted is accepted, so that an error of drafting shows as a rejection.

@@ -134,6 +134,7 @@ def test_tempering_learns_from_samples(model: Any) -> None:
     assert any(one.updates for one in found)
 
 
+@pytest.mark.usefixtures("sizes_as_shipped")
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_compiled_levels(
     fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import plainly, prompt, ragged
 from covering import covering
-from running import drafting, no_forward
-from transformers import CompileConfig, PreTrainedModel
+from running import CAPTURED, drafting, no_forward
+from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.drafting.grow import Frontier
@@ -130,8 +130,7 @@ def test_finished_sequences_leave_the_batch(tiny: Tiny) -> None:
 def test_compiled_and_continued(tiny: Tiny) -> None:
     model = tiny("llama_tied")
     spec = {**drafts(), "assistant_model": tiny("llama")}
-    compiled = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
-    first = model.generate(**ragged(), **GREEDY, **spec, **compiled, return_dict_in_generate=True)
+    first = model.generate(**ragged(), **GREEDY, **spec, **CAPTURED, return_dict_in_generate=True)
     assert first.sequences.tolist() == plainly(model, **ragged(), **GREEDY).tolist()
     ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
     mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2, dtype=torch.long)], dim=1)

@@ -20,11 +20,11 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import prompt, ragged
-from running import drafting, running
+from running import CAPTURED, drafting, running
 from tiny_checkpoint import save_checkpoint
 from torch import Tensor
 from trained import answers
-from transformers import CompileConfig, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import cli
@@ -248,8 +248,7 @@ def test_compiled_steps_have_merged_weights(tiny: Tiny) -> None:
     def call() -> Any:
         output = model.generate(
             **ragged(), max_new_tokens=16, do_sample=False, return_dict_in_generate=True,
-            cache_implementation="static", compile_config=CompileConfig(backend="eager"),
-            **drafting("layer_skip", **FIXED),
+            **CAPTURED, **drafting("layer_skip", **FIXED),
         )  # fmt: skip
         assert torch.equal(output.sequences, plain)
         return output.spec_stats
