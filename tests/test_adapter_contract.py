@@ -33,7 +33,7 @@ from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
 Fresh = Callable[..., PreTrainedModel]
-GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 METHODS = {name: method for name, method in methods().items() if method.adapter_config}
 #: Fields of configs, by method and name.
 CONFIGS = {
@@ -147,7 +147,7 @@ def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
     for one, dtype in ((wrapped, "float32"), (model, "bfloat16"), (loaded, "bfloat16")):
         kinds = {w.dtype for w in active(one, name).weights().values() if w.is_floating_point()}
         assert kinds == {getattr(torch, dtype)}
-        assert one.generate(**ragged(), **GREEDY, **drafting(name)).shape == (3, 12 + 16)
+        assert one.generate(**ragged(), **GREEDY, **drafting(name)).shape == (3, 12 + 10)
     loss = wrapped(**batch())["loss"]
     assert loss.dtype == torch.float32 and loss.isfinite()
     loss.backward()
