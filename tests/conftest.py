@@ -399,6 +399,14 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model and its tokenizer; read it only."""
+    from tiny_checkpoint import save_checkpoint
+
+    return save_checkpoint(tmp_path_factory.mktemp("base") / "m")
+
+
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``trained("bita")``: the folder of an adapter, see `trained.TRAININGS`; read it only."""
     from trained import trained_in

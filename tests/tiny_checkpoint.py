@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 PAD, EOS, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
@@ -50,6 +55,12 @@ def save_checkpoint(folder: Path, chat: bool = True, layers: int = 2) -> Path:
     make_model(layers=layers).save_pretrained(folder)
     make_tokenizer(chat).save_pretrained(folder)
     return folder
+
+
+def load_checkpoint(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.pad_token_id = 0
+    return model
 
 
 def write_prompts(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -16,8 +16,8 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from peft import PeftModel, get_peft_model
 from running import configured
-from tiny_checkpoint import save_checkpoint
-from transformers import AutoModelForCausalLM, GenerationMixin
+from tiny_checkpoint import load_checkpoint
+from transformers import GenerationMixin
 
 import hf_spec
 from hf_spec import cli
@@ -30,17 +30,6 @@ from hf_spec.hub.folder import check_complete, save_spec_config, save_weightless
 from hf_spec.hub.push import push
 
 OPTIONS = {"draft_exit": "fixed", "max_draft": 3, "drafting": "always"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("base") / "m")
-
-
-def load(checkpoint: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> dict[str, Any]:
@@ -68,7 +57,7 @@ def saved(checkpoint: Path) -> Path:
     """A complete adapter folder."""
     folder = checkpoint.parent / "skip"
     config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[])
-    save_weightless(load(checkpoint), config, folder)
+    save_weightless(load_checkpoint(checkpoint), config, folder)
     save_spec_config(folder, "layer_skip", OPTIONS)
     (folder / "results.json").write_text(json.dumps(results()))
     write_card(folder)
@@ -90,7 +79,7 @@ def edit(path: Path, **fields: Any) -> None:
 
 def test_peft_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> None:
     """A folder that PEFT wrote is complete; options that were tuned since stay."""
-    model = get_peft_model(load(checkpoint), hf_spec.LayerSkipConfig(skip_attention=[1]))
+    model = get_peft_model(load_checkpoint(checkpoint), hf_spec.LayerSkipConfig(skip_attention=[1]))
     model.save_pretrained(tmp_path)
     check_complete(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path)
@@ -107,7 +96,7 @@ def test_peft_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> Non
 
 def test_transformers_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> None:
     """It writes the base's generation config first, which is kept and completed."""
-    model = load(checkpoint)
+    model = load_checkpoint(checkpoint)
     model.add_adapter(hf_spec.LayerSkipConfig(skip_attention=[1]))
     model.save_pretrained(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path)
@@ -246,7 +235,7 @@ def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("modules_cache")
 def test_custom_generate(adapter: Path, checkpoint: Path, decoded: list[str]) -> None:
-    model = load(checkpoint)
+    model = load_checkpoint(checkpoint)
     ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
     options = {"max_new_tokens": 12, "do_sample": False}
     plain = model.generate(ids, **options)
@@ -481,9 +470,9 @@ def test_load_by_id_and_branch(
         (root / "refs" / name).write_text(commit)
     pinned = {} if revision is None else {"revision": revision}
     ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
-    plain = load(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
+    plain = load_checkpoint(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
     config = hf_spec.SpecConfig.from_pretrained("org/skip", **pinned)
-    by_name, by_peft = load(checkpoint), load(checkpoint)
+    by_name, by_peft = load_checkpoint(checkpoint), load_checkpoint(checkpoint)
     by_name.load_adapter("org/skip", adapter_kwargs=pinned)
     by_peft = PeftModel.from_pretrained(by_peft, "org/skip", **pinned)
     for model in (by_name, by_peft):

@@ -14,8 +14,7 @@ import torch
 from covering import covering
 from running import configured
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import save_checkpoint
-from transformers import AutoModelForCausalLM
+from tiny_checkpoint import load_checkpoint
 
 import hf_spec
 from hf_spec import cli
@@ -26,17 +25,6 @@ from hf_spec.methods.registry import methods
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
 PUBLISHED = methods()["medusa"].published
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("base") / "m")
-
-
-def load(checkpoint: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 State = dict[str, torch.Tensor]
@@ -105,7 +93,7 @@ def test_published_layouts(
         state = {name: tensor.t().contiguous() for name, tensor in state.items()}
     path = write(state, tmp_path / f"medusa_lm_head{suffix}")
 
-    model = load(checkpoint)
+    model = load_checkpoint(checkpoint)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     output = import_adapter(path, "medusa", model, tmp_path / "adapter", {"tree": "chain"})
     check_complete(output)
@@ -124,7 +112,7 @@ def test_published_layouts(
     for name, tensor in stacked(medusa_heads(layers, own), layers, own).items():
         assert torch.equal(found[name], tensor.half().float())
     ids = torch.tensor([[5, 9, 17, 40]])
-    plain = load(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
+    plain = load_checkpoint(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
     ours = model.generate(ids, max_new_tokens=12, do_sample=False, **configured(config))
     assert ours.tolist() == plain.tolist()
 
@@ -264,7 +252,7 @@ def renamed(name: str) -> Any:
 def test_files_that_hold_no_whole_heads(
     checkpoint: Path, tmp_path: Path, change: Any, message: str
 ) -> None:
-    state, model = medusa_heads(), load(checkpoint)
+    state, model = medusa_heads(), load_checkpoint(checkpoint)
     change(state)
     path = write(state, tmp_path / "heads.pt")
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from running import drafting
-from tiny_checkpoint import save_checkpoint, write_prompts
+from tiny_checkpoint import load_checkpoint, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM
 
 import hf_spec
@@ -54,8 +54,7 @@ def tune(root: Path, *more: str) -> int:
 
 
 def load(root: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32).eval()
-    model.generation_config.pad_token_id = 0
+    model = load_checkpoint(root / "m")
     model.generation_config.eos_token_id = None
     model.load_adapter(root / "a")
     return model

@@ -11,8 +11,13 @@ import pytest
 import torch
 from peft import PeftModel
 from running import configured
-from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
-from transformers import AutoModelForCausalLM
+from tiny_checkpoint import (
+    load_checkpoint,
+    make_model,
+    make_tokenizer,
+    save_checkpoint,
+    write_prompts,
+)
 
 import hf_spec
 from hf_spec import cli
@@ -50,12 +55,6 @@ def search(root: Path, *more: str, model: str = "m", output: str = "skip") -> in
     )  # fmt: skip
 
 
-def load(root: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32)
-    model.generation_config.pad_token_id = 0
-    return model.eval()
-
-
 # -- the command -------------------------------------------------------------------------------
 
 
@@ -68,7 +67,7 @@ def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_folder_works_in_every_way(made: Path) -> None:
     ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
-    model = load(made)
+    model = load_checkpoint(made / "m")
     plain = model.generate(ids, max_new_tokens=20, do_sample=False)
     config = hf_spec.SpecConfig.from_pretrained(made / "skip")
     assert config.assistant_strategy == "layer_skip" and config.assistant_kwargs["max_draft"] == 4
@@ -85,7 +84,7 @@ def test_the_folder_works_in_every_way(made: Path) -> None:
     assert adapter.skip_mlp == data["best"]["skip_mlp"]
     assert adapter.base_facts["num_hidden_layers"] == 2
 
-    wrapped = PeftModel.from_pretrained(load(made), made / "skip")
+    wrapped = PeftModel.from_pretrained(load_checkpoint(made / "m"), made / "skip")
     assert torch.equal(wrapped.generate(ids, **configured(config), **options), plain)
 
 
