@@ -266,7 +266,8 @@ def mtp_as_shipped(random_mtp: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_size() -> Iterator[None]:
     """Compiled steps are padded to 16 nodes or more, so that code is captured for one size of
-    trees, not for five: that is what tests of compiled calls take their time for."""
+    trees, not for five: that is what tests of compiled calls take their time for. Plain steps of
+    models with recurrent layers run without padding: see `sizes_as_shipped`."""
     from hf_spec.core.buckets import bucket
 
     with pytest.MonkeyPatch.context() as patch:

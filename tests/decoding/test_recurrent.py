@@ -138,10 +138,12 @@ def test_learned_states_beside_recurrent_ones() -> None:
     check("falcon_h1", model, **drafting("bita"))
 
 
+@pytest.mark.usefixtures("sizes_as_shipped")
 @pytest.mark.parametrize("kind", ["mamba", "lfm3", "jamba"])
 def test_compiled(kind: str) -> None:
     model, settings = shared_recurrent(kind), {**GREEDY, "max_new_tokens": 16}
-    few = drafting("prompt_lookup", max_depth=2)  # trees of few sizes, each of which is a graph
+    # Trees of few sizes, each of which is a graph.
+    few = drafting("prompt_lookup", max_depth=2, max_nodes=3)
     found = model.generate(**ragged(), **settings, **few, **CAPTURED).tolist()
     assert found == [row[: 12 + 16] for row in plain(kind, 3)]
     stats = hf_spec.last_stats(model)
@@ -153,6 +155,7 @@ def test_compiled(kind: str) -> None:
         assert not refused and stats.details["compiled"]["made"]
 
 
+@pytest.mark.usefixtures("sizes_as_shipped")
 @pytest.mark.parametrize("kind", ["minimax", "zaya"])
 def test_compiled_where_a_forward_of_ours_updates_the_state(kind: str) -> None:
     model, settings = recurrent(kind), {**GREEDY, "max_new_tokens": 8}
@@ -163,6 +166,7 @@ def test_compiled_where_a_forward_of_ours_updates_the_state(kind: str) -> None:
     assert stats is not None and not stats.details["compiled"]["refused"]
 
 
+@pytest.mark.usefixtures("sizes_as_shipped")
 @pytest.mark.parametrize("name", ["space", "layer_skip"])
 def test_compiled_with_probes_and_skipped_layers(name: str) -> None:
     fields, options = STRATEGIES[name]

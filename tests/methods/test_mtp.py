@@ -13,10 +13,10 @@ import pytest
 import torch
 from covering import covering
 from released_mtp import FAMILIES, checkpoint
-from running import drafting
+from running import CAPTURED, drafting
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.core.verify import HostResult, StepResult
@@ -27,7 +27,12 @@ from modeling_patches.cache_name import CACHE
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/drafters/mtp"
-NAMES = ["qwen3", "qwen3_next", "qwen3_5_text", "mellum", "deepseek_v3", "glm4_moe_2"]
+#: Checkpoints, and what is special about their layers.
+LAYERS = {
+    "qwen3": "attention", "qwen3_next": "recurrent", "qwen3_5_text": "recurrent",
+    "mellum": "attention", "deepseek_v3": "latent attention", "glm4_moe_2": "two for prediction",
+}  # fmt: skip
+NAMES = [*LAYERS]
 #: Types whose layer is no decoder layer of theirs.
 BUILT = ["nemotron_h", "longcat_flash"]
 #: Sums in other orders, over some hundred products.
@@ -181,8 +186,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exactly": (drafting("mtp", num_draft_tokens=5, width=2, max_depth=2), {}),
     "auto": ({"assistant_strategy": "mtp"}, {}),
     "compiled": (
-        drafting("mtp"),
-        {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")},
+        drafting("mtp", max_depth=2, width=2),  # few sizes of trees, each of which is a graph
+        CAPTURED,
     ),
     "sampled": (drafting("mtp"), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
 }
@@ -193,9 +198,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     covering(
         [(name, setting, given) for name in (*NAMES, *BUILT) for setting in SETTINGS
          for given in GIVEN
-         if (setting, given) != ("sampled", "batch")]  # which draws in another order
+         if (setting, given) != ("sampled", "batch")],  # which draws in another order
+        lambda name, setting, given: [
+            (name, given), (setting, given), (LAYERS.get(name, name), setting),
+        ],
     ),
 )  # fmt: skip
+@pytest.mark.usefixtures("sizes_as_shipped")
 def test_output_is_that_of_plain_generation(name: str, setting: str, given: str) -> None:
     inputs = GIVEN[given]
     model, (spec, settings) = model_of(name), SETTINGS[setting]
