@@ -12,6 +12,8 @@ from filelock import FileLock
 from tiny_checkpoint import make_model
 from transformers import TrainerCallback
 
+import hf_spec
+
 SETTINGS: dict[str, Any] = {
     "max_steps": 6, "eval_steps": 3, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
     "per_device_train_batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
@@ -74,6 +76,17 @@ def trained_in(root: Path, name: str) -> Path:
             assert same(model.state_dict(), before) == (name != "full"), "only its base changes"
             assert all(parameter.requires_grad for parameter in model.parameters())
     return folder
+
+
+def decodes_exactly(folder: Path) -> bool:
+    """Whether the tiny model's output with an adapter folder is that of plain generation."""
+    model = make_model()
+    model.load_adapter(str(folder))
+    ids = torch.tensor([answers()[0]["prompt_ids"]])
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    config = hf_spec.SpecConfig.from_pretrained(folder)
+    ours = model.generate(ids, generation_config=config, max_new_tokens=12, do_sample=False)
+    return bool(ours.tolist() == plain.tolist())
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

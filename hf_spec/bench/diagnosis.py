@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt, encode, encode_prompts
 from hf_spec.bench.results import ALL
@@ -167,7 +168,8 @@ def _shifted(config: Any, shift: int, most: int) -> Iterator[list[int] | None]:
 
 
 def _may_get_head(adapter: ActiveAdapter | None) -> bool:
-    return adapter is not None and getattr(adapter.config, "markov_rank", None) == 0
+    config = None if adapter is None else adapter.config
+    return isinstance(config, PredictingConfig) and not config.markov_rank
 
 
 def _findings(

@@ -98,7 +98,7 @@ def train(
             raise ValueError(
                 f"--adapter {str(adapter)!r} is of {its!r}: give 'hf-spec train {its}'"
             )
-        adapter_config, gets_head = start.continued(adapter, config)
+        adapter_config, gets_head = start.continued(chosen, adapter, config)
         if gets_head and "learning_rate" in arguments:
             raise ValueError("--learning-rate: a Markov head's is --markov-learning-rate")
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)

@@ -42,10 +42,11 @@ def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
     return config
 
 
-def continued(folder: Path, fields: dict[str, Any]) -> tuple[Any, bool]:
+def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any, bool]:
     """The config of a training that goes on from a trained adapter.
 
     Args:
+        method: the method.
         folder: the adapter folder.
         fields: changed fields of its config: `OF_TRAINING`, learning rates, and ``markov_rank`` if
             it has no Markov head yet.
@@ -54,10 +55,15 @@ def continued(folder: Path, fields: dict[str, Any]) -> tuple[Any, bool]:
         The config, and whether the adapter gets a Markov head, which then is all that is trained.
 
     Raises:
-        ValueError: another field is changed, the adapter has no weights, or it was trained together
-            with its base model.
+        ValueError: another field is changed, the adapter is of another type or has no weights, or
+            it was trained together with its base model.
     """
     config: Any = PeftConfig.from_pretrained(str(folder))
+    if type(config) is not method.adapter_config:
+        raise ValueError(
+            f"{str(folder)!r} is an adapter of type {config.peft_type}: {method.name!r} goes on "
+            f"from its own, of type {method.peft_type}"
+        )
     if config.trains_base:
         raise ValueError(
             f"training the adapter {str(folder)!r} trains its base model, too: train it anew, on "

@@ -287,7 +287,7 @@ def _train(
             if start is None:
                 adapter_config, gets_head = new_config(method, model, config), False
             else:
-                adapter_config, gets_head = continued(start, config)
+                adapter_config, gets_head = continued(method, start, config)
             args = spec_arguments(method, folder, adapter_config, **arguments)
             training_rows, held_out_rows = split(rows, args.held_out)
             check_lengths(training_rows, args.max_length)

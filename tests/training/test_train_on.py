@@ -11,9 +11,8 @@ import pytest
 import torch
 from peft import PeftConfig
 from tiny_checkpoint import make_model
-from trained import SETTINGS, TRAININGS, Trained, answers, weights
+from trained import SETTINGS, TRAININGS, Trained, answers, decodes_exactly, weights
 
-import hf_spec
 from hf_spec.training.train import train
 
 #: Heads, mask tokens with updates, layers, blocks with transitions, updates of the base.
@@ -48,13 +47,7 @@ def test_weights_are_those_that_training_begins_with(
     assert sum(not torch.equal(moved[key], old[key]) for key in learned) >= len(learned) - 1
     assert record["trainable_parameters"] == fresh["trainable_parameters"]
 
-    model = make_model()
-    model.load_adapter(str(tmp_path / "b"))
-    ids = torch.tensor([answers()[0]["prompt_ids"]])
-    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
-    config = hf_spec.SpecConfig.from_pretrained(tmp_path / "b")
-    ours = model.generate(ids, generation_config=config, max_new_tokens=12, do_sample=False)
-    assert ours.tolist() == plain.tolist()
+    assert decodes_exactly(tmp_path / "b")
 
 
 def test_what_the_adapter_has_learned_stays_its_own(trained: Trained, tmp_path: Path) -> None:
@@ -68,6 +61,8 @@ def test_what_the_adapter_has_learned_stays_its_own(trained: Trained, tmp_path: 
         go_on("medusa", num_heads=3)
     with pytest.raises(ValueError, match="markov_rank=8: .* has a Markov head of rank 4"):
         go_on("dspark", markov_rank=8)
+    with pytest.raises(ValueError, match="BITA: 'medusa' goes on from its own, of type MEDUSA"):
+        train(make_model(), answers(), "medusa", tmp_path / "x", start=trained("bita"))
     with pytest.raises(ValueError, match="of type DFLASH, cannot get a Markov head later"):
         go_on("dflash", markov_rank=8)
     assert not (tmp_path / "x").exists()
