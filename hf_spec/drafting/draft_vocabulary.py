@@ -92,6 +92,12 @@ class DraftVocabulary:
         return self._weight is not None
 
     @property
+    def is_of_base(self) -> bool:
+        """Whether its output embeddings are the model's, and these are not trained."""
+        head = self.model.get_output_embeddings()
+        return not (self.is_own or any(one.requires_grad for one in head.parameters()))
+
+    @property
     def tokens(self) -> Tensor:
         """``(size,)`` int64 ids, on the device of the output embeddings."""
         return self._rows().tokens
@@ -145,7 +151,8 @@ class DraftVocabulary:
             if self._weight is not None:
                 return _Rows(tokens.to(self._weight.device), self._weight.detach(), None)
             weight, bias = output_weight(self.model), output_bias(self.model)
-            if weight is not None and is_plain(weight) and not is_updated(head):
+            whole = weight is not None and is_plain(weight) and len(weight) == known
+            if weight is not None and whole and not is_updated(head):
                 tokens = tokens.to(weight.device)
                 rows = weight.detach()[tokens]
             else:

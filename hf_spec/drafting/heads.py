@@ -24,7 +24,8 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.losses import future_losses, wanted_mean
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.losses import drafted_logits, future_losses, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.weights import output_bias, output_dtype, output_features, output_weight
@@ -157,8 +158,7 @@ def heads_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
     trained without the model's scaling or soft cap of logits.
 
     Returns:
-        ``loss``, a scalar; ``logits``, ``(batch, anchors, heads, vocab)``; ``labels``, ``(batch,
-        anchors, heads)``.
+        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
     hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
     return loss_of_states(model, adapter, hidden, batch)
@@ -175,9 +175,9 @@ def loss_of_states(
     anchors = batch.anchors.to(hidden.device)
     states = head_states(weights, states_at(hidden, anchors))
 
-    def predict(states: Tensor) -> Tensor:
+    def predict(states: Tensor, head: Head | None) -> Tensor:
         if config.projection == "shared":
-            return model_logits(model, states.to(hidden))
+            return model_logits(model, states.to(hidden), head=head)
         each = states.unflatten(1, (-1, config.num_heads))
         return _projected(model, weights[PROJECTION], each).flatten(1, 2)
 
@@ -188,14 +188,16 @@ def loss_of_states(
         with torch.no_grad():
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
-            own = model_logits(model, states_at(hidden, later.flatten(1)))
+            at = states_at(hidden, later.flatten(1))
+            vocabulary = DraftVocabulary.of(weights, model)
+            own = drafted_logits(vocabulary, lambda head: model_logits(model, at, head=head))
             own = own.unflatten(1, wanted.shape[1:])
             if config.projection == "own":
                 known = own[..., : weights[PROJECTION].shape[1]]
                 own = of_tokens(model, known, torch.finfo(known.dtype).min)
-    losses, logits = future_losses(
+    losses, logits, labels = future_losses(
         model, weights, predict, states, batch.input_ids, anchors, wanted, own
     )
-    per_head = wanted_mean(losses, wanted, 1)  # (batch, heads)
+    per_head = wanted_mean(losses, labels, 1)  # (batch, heads)
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
-    return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
+    return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": labels}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary, places_of
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.model.sequences import IGNORED
 
 #: Share of the loss without the previous token, if there is also a loss given that token.
 PLAIN_SHARE = 0.3
+#: Target that is never drafted: it trains nothing, and counts as a miss in evaluation.
+NEVER = -1
 
 
 def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None) -> Tensor:
@@ -21,13 +25,14 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
 
     Args:
         logits: ``(..., vocab)`` predictions.
-        wanted: ``(...)`` target tokens, `IGNORED` where there is none.
+        wanted: ``(...)`` target tokens; `NEVER` or `IGNORED` where nothing is wanted.
         own: ``(..., vocab)`` the model's own logits there: the loss is the KL divergence from them.
             None for cross-entropy.
     """
     flat = logits.flatten(0, -2)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     tokens = wanted.flatten()
+    tokens = tokens.masked_fill(tokens < 0, IGNORED)
     if own is None:
         losses = functional.cross_entropy(flat, tokens, reduction="none", ignore_index=IGNORED)
     else:
@@ -42,14 +47,16 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
 def future_losses(
     model: Any,
     weights: Mapping[str, Tensor],
-    predict: Callable[[Tensor], Tensor],
+    predict: Callable[[Tensor, DraftVocabulary | None], Tensor],
     states: Tensor,
     input_ids: Tensor,
     anchors: Tensor,
     wanted: Tensor,
     own: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of predictions at anchors, and the predictions that decoding would use.
+
+    With a draft vocabulary, the predictions are distributions over its tokens.
 
     With a Markov head, the loss of a prediction is computed given the token before its target. A
     share of `PLAIN_SHARE` is computed without that token, to train the shortlists.
@@ -58,12 +65,16 @@ def future_losses(
         model: the base model.
         weights: the adapter's parameters.
         predict: logits ``(batch, n, vocab)`` from states ``(batch, n, hidden)``, n being all
-            distances of all anchors.
+            distances of all anchors, and from what replaces the output embeddings, if anything.
         states: ``(batch, anchors, distances, hidden)``, before the Markov head.
         input_ids: ``(batch, seq)``
         anchors: ``(batch, anchors)`` columns t; distance d, from 1, predicts token t + d + 1.
         wanted: ``(batch, anchors, distances)`` these tokens, `IGNORED` where there is none.
-        own: the model's own logits there, for distillation.
+        own: the model's own logits there, for distillation, see :func:`drafted_logits`.
+
+    Returns:
+        ``(batch, anchors, distances)`` losses; ``(batch, anchors, distances, tokens)`` logits; and
+        the targets as their indices, `NEVER` for others.
     """
     steps = torch.arange(1, wanted.shape[2] + 1, device=states.device)
     ids, at = input_ids.to(states.device), anchors.to(states.device)[:, :, None] + steps
@@ -71,12 +82,46 @@ def future_losses(
     markov_head = MarkovHead.of(weights, model)
     if markov_head is not None:
         states = markov_head.given_root(states, before[:, :, 0])
-    logits = predict(states.flatten(1, 2)).unflatten(1, wanted.shape[1:])
+    vocabulary = DraftVocabulary.of(weights, model)
+    wanted = drafted_targets(None if vocabulary is None else vocabulary.tokens, wanted)
+    logits = drafted_logits(vocabulary, partial(predict, states.flatten(1, 2)))
+    logits = logits.unflatten(1, wanted.shape[1:])
     losses = prediction_losses(logits, wanted, own)
     if markov_head is None:
-        return losses, logits
-    given = logits + markov_head.logits(before, states).to(logits)
-    return PLAIN_SHARE * losses + prediction_losses(given, wanted, own), given
+        return losses, logits, wanted
+    bias = drafted_logits(vocabulary, partial(markov_head.logits, before, states))
+    given = logits + bias.to(logits)
+    return PLAIN_SHARE * losses + prediction_losses(given, wanted, own), given, wanted
+
+
+def drafted_targets(tokens: Tensor | None, wanted: Tensor) -> Tensor:
+    """Targets as indices in a draft vocabulary, `NEVER` for other tokens.
+
+    Args:
+        tokens: ``(n,)`` ids that can be drafted, ascending; None for all.
+        wanted: ``(...)`` target tokens, `IGNORED` where there is none.
+    """
+    if tokens is None:
+        return wanted
+    found, known = places_of(wanted, tokens.to(wanted.device))
+    return torch.where(known | (wanted == IGNORED), torch.where(known, found, wanted), NEVER)
+
+
+def drafted_logits(
+    vocabulary: DraftVocabulary | None, predict: Callable[[DraftVocabulary | None], Tensor]
+) -> Tensor:
+    """Logits ``(..., tokens)`` of a draft vocabulary's tokens; None for all.
+
+    Args:
+        vocabulary: see above.
+        predict: logits by its output embeddings; by the model's for None.
+    """
+    if vocabulary is None:
+        return predict(None)
+    if vocabulary.is_of_base:
+        return predict(vocabulary)
+    logits = predict(None)
+    return logits[..., vocabulary.tokens.to(logits.device)]
 
 
 def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -86,4 +131,4 @@ def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> T
         losses, wanted: tensors of the same shape.
         dim: the dimensions to average over.
     """
-    return losses.sum(dim) / (wanted != IGNORED).sum(dim).clamp(min=1)
+    return losses.sum(dim) / (wanted >= 0).sum(dim).clamp(min=1)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.predicting import MARKOV_HEAD
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.made_once import made_once
 from hf_spec.model.hidden_states import linear_logits
 from modeling_patches.weights import input_features, placement
@@ -83,17 +84,23 @@ class MarkovHead:
         moved = torch.einsum("...dr,dhr->...dh", functional.silu(inner), output)
         return states + moved.to(states)
 
-    def logits(self, previous: Tensor, states: Tensor) -> Tensor:
-        """The bias of all tokens.
+    def logits(
+        self, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None = None
+    ) -> Tensor:
+        """The bias of all tokens, or of those of a vocabulary.
 
         Args:
             previous: ``(...)`` previous tokens.
             states: ``(..., hidden)`` that give the logits to which the bias is added.
+            vocabulary: see above.
 
         Returns:
             ``(..., vocab)``
         """
-        return linear_logits(self.model, self.change(previous, states))
+        change = self.change(previous, states)
+        if vocabulary is not None:
+            return vocabulary.linear(change)
+        return linear_logits(self.model, change)
 
     def change(self, previous: Tensor, states: Tensor) -> Tensor:
         """What is added to the states, ``(..., hidden)``; see :meth:`logits`."""

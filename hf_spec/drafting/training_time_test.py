@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.autoregressive import DraftNetwork
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.losses import drafted_targets, prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.modules import num_layers
@@ -96,8 +96,7 @@ def chain_loss(
         kind: one of :data:`LOSSES`, see :func:`target_losses`.
 
     Returns:
-        ``loss``, a scalar; ``logits``, ``(batch, anchors, steps, vocab)``, -inf for tokens that are
-        never drafted; ``labels``, ``(batch, anchors, steps)``.
+        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
     last = num_layers(model)
     read = token_hidden(model, batch.input_ids, batch.attention_mask, (*layers, last))
@@ -117,12 +116,8 @@ def chain_loss(
         targets = own if ids is None else own[..., ids.to(own.device)]
     losses = target_losses(drafted, targets, wanted, kind)
     shares = decay ** torch.arange(steps, device=losses.device)
-    logits = drafted
-    if ids is not None:
-        logits = torch.full_like(own, -torch.inf, dtype=drafted.dtype)
-        logits = logits.index_copy(-1, ids.to(logits.device), drafted)
     means = (wanted_mean(losses, wanted, 1) * shares).sum(-1)
-    return {"loss": means.mean(), "logits": logits, "labels": wanted}
+    return {"loss": means.mean(), "logits": drafted, "labels": drafted_targets(ids, wanted)}
 
 
 def target_losses(logits: Tensor, targets: Tensor, wanted: Tensor, kind: str) -> Tensor:

@@ -125,8 +125,7 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     """Cross-entropy of the future tokens, averaged per sequence and then over sequences.
 
     Returns:
-        ``loss``, a scalar; ``logits``, ``(batch, anchors, M, vocab)``; ``labels``, ``(batch,
-        anchors, M)``.
+        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
     weights = adapter.weights()
     inputs = probe_inputs(model, weights)
@@ -135,12 +134,12 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
         model, batch.input_ids, batch.attention_mask, batch.anchors, group, inputs
     ).probe_hidden
     wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
-    losses, logits = future_losses(
+    losses, logits, labels = future_losses(
         model, weights, partial(output_logits, model), hidden, batch.input_ids, batch.anchors,
         wanted,
     )  # fmt: skip
-    means = wanted_mean(losses, wanted, (1, 2))
-    return {"loss": means.mean(), "logits": logits, "labels": wanted}
+    means = wanted_mean(losses, labels, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": labels}
 
 
 #: Default number of draft tokens per mask token.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_spec.model.sequences import IGNORED
 
@@ -52,6 +54,12 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def lengths(self) -> list[int]:
+        """Tokens of each example."""
+        longest = self.max_length or sys.maxsize
+        rows = ((row["prompt_ids"], row["answer_ids"]) for row in self.rows)
+        return [min(len(prompt) + len(answer), longest) for prompt, answer in rows]
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``input_ids`` and ``labels`` (seq,), ``anchors`` (at most num_anchors,)."""
         row = self.rows[index]
@@ -64,17 +72,38 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         places = torch.arange(first, last + 1) if last >= first else torch.empty(0).long()
         if len(places) > self.num_anchors:
             if self.random:
-                chosen = torch.randperm(len(places), generator=self._generator(index))
+                chosen = torch.randperm(len(places), generator=self.generator(index))
                 places = places[chosen[: self.num_anchors].sort().values]
             else:
                 steps = torch.arange(self.num_anchors) * len(places) // self.num_anchors
                 places = places[steps]
         return {"input_ids": ids, "labels": labels, "anchors": places}
 
-    def _generator(self, index: int) -> torch.Generator:
+    def generator(self, index: int) -> torch.Generator:
+        """Random numbers of an example in this epoch; of index -1 for their order."""
         # Consecutive seeds give unrelated streams of torch's generator.
         number = ((self.seed * 1_000_003) + self.epoch) * 1_000_003 + index
         return torch.Generator().manual_seed(number % 2**63)
+
+
+class SimilarLengths(LengthGroupedSampler):
+    """Draws batches of examples of similar length, in which there is little padding.
+
+    Unlike those of its base, they are a function of seed and epoch, so that a training that was
+    interrupted goes on with the same ones.
+
+    Args:
+        batch_size: examples per step, those of all processes.
+        dataset: the examples.
+    """
+
+    def __init__(self, batch_size: int, dataset: AnswerDataset):
+        super().__init__(batch_size, lengths=dataset.lengths())
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = self._dataset.generator(-1)
+        return super().__iter__()
 
 
 class NewAnchors(TrainerCallback):

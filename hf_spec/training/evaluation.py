@@ -101,8 +101,9 @@ def top_k_counts(outputs: tuple[torch.Tensor, ...], _: Any = None) -> Any:
     """Count how often the right token is among the k likeliest, for each k in `RANKS`.
 
     Args:
-        outputs: logits ``(batch, anchors, distances, vocab)`` and the right tokens ``(batch,
-            anchors, distances)``, `IGNORED` where there is none; empty for a loss without logits.
+        outputs: logits ``(batch, anchors, distances, tokens)`` and the indices of the right ones
+            ``(batch, anchors, distances)``, `IGNORED` where there is none, and another number below
+            0 for one without a logit; empty for a loss without logits.
 
     Returns:
         ``(batch, 1 + len(RANKS), distances)``: number of labels, then of hits with each k.

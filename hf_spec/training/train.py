@@ -192,6 +192,7 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
         "greater_is_better": True,
         "report_to": [],
         "remove_unused_columns": False,
+        "train_sampling_strategy": "group_by_length",  # little padding
         "seed": 0,
         "use_cpu": not torch.accelerator.is_available(),
         "ddp_find_unused_parameters": False,

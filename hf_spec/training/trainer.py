@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
+from hf_spec.training.anchors import SimilarLengths
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.training.evaluation import EvalDecoding, decoding_metrics, top_k_counts, top_k_metrics
 from hf_spec.training.report import Report
@@ -123,6 +124,13 @@ class SpecTrainer(Trainer):
                     group["params"] = [p for p in group["params"] if p not in chosen]
                     optimizer.add_param_group({**group, "params": moved, "lr": rate})
         return optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        args = self.args
+        if args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return SimilarLengths(batch_size, self.train_dataset)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the Trainer's schedule, or the same over time."""

@@ -11,9 +11,9 @@ import torch
 from adapter_oracle import Embeddings
 from torch import Tensor
 
-from hf_spec.adapters.predicting import MARKOV_HEAD
+from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.losses import PLAIN_SHARE, future_losses
+from hf_spec.drafting.losses import NEVER, PLAIN_SHARE, future_losses
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
 from hf_spec.model.sequences import IGNORED
@@ -210,11 +210,14 @@ def test_the_likeliest_given_what_came(with_markov_head: bool) -> None:
 # -- the loss ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("drafted", ["all", "some", "some, trained"])
 @pytest.mark.parametrize("distilled", [False, True])
 @with_and_without
-def test_losses_of_single_predictions(with_markov_head: bool, distilled: bool) -> None:
+def test_losses_of_single_predictions(
+    with_markov_head: bool, distilled: bool, drafted: str
+) -> None:
     """At the anchor a the model itself gives token a + 1; distance d asks for a + 1 + d, given
-    a + d, the one before it."""
+    a + d, the one before it. With a draft vocabulary all distributions are those of its tokens."""
     case, length, vocab = Example(9), 8, 9
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocab, (BATCH, length), generator=generator)
@@ -227,9 +230,22 @@ def test_losses_of_single_predictions(with_markov_head: bool, distilled: bool) -
         at = int(anchors[row, n]) + 1 + distance
         if at < length:
             wanted[row, n, distance - 1] = ids[row, at]
-    weights = case.weights if with_markov_head else {}
+    tokens = torch.arange(vocab) if drafted == "all" else torch.tensor([0, 2, 3, 5, 7])
+    weights = dict(case.weights) if with_markov_head else {}
+    if drafted != "all":
+        weights[VOCABULARY] = tokens
+    case.base.out.requires_grad_(drafted == "some, trained")
+    own = own[..., tokens]
+    heads = list[Any]()
+
+    def predict(states: Tensor, head: Any) -> Tensor:
+        heads.append(head)
+        found: Tensor = (head or case.base.out)(states)
+        return found
+
     rest = (ids, anchors, wanted, own if distilled else None)
-    losses, made = future_losses(case.base, weights, case.base.out, states, *rest)
+    losses, made, labels = future_losses(case.base, weights, predict, states, *rest)
+    assert [head is None for head in heads] == [drafted != "some"]
 
     def loss(scores: Tensor, token: int, target: Tensor) -> Tensor:
         if not distilled:
@@ -240,20 +256,26 @@ def test_losses_of_single_predictions(with_markov_head: bool, distilled: bool) -
     for row, n, distance in product(range(BATCH), range(2), range(1, DISTANCES + 1)):
         at = (row, n, distance - 1)
         token, state, start = int(wanted[at]), states[at], int(anchors[row, n])
-        if token == IGNORED:
+        if token == IGNORED or token not in tokens:
             assert losses[at] == 0
+            assert labels[at] == (IGNORED if token == IGNORED else NEVER)
             continue
+        place = tokens.tolist().index(token)
+        assert labels[at] == place
         if with_markov_head:
             state = state + case.change(distance, int(ids[row, start + 1]), state)
-        scores = case.base.out(state)
-        expected = loss(scores, token, own[at])
+        scores = case.base.out(state)[tokens]
+        expected = loss(scores, place, own[at])
         if with_markov_head:
             change = case.change(0, int(ids[row, start + distance]), state)
-            scores = scores + case.base.out.weight @ change
-            expected = PLAIN_SHARE * expected + loss(scores, token, own[at])
+            scores = scores + (case.base.out.weight @ change)[tokens]
+            expected = PLAIN_SHARE * expected + loss(scores, place, own[at])
         torch.testing.assert_close(losses[at], expected)
         torch.testing.assert_close(made[at], scores)
-    assert (wanted == IGNORED).any() and (wanted != IGNORED).sum() > 6
+    assert (wanted == IGNORED).any() and (labels >= 0).sum() > 3
+    if drafted == "some, trained":
+        losses.sum().backward()
+        assert case.base.out.weight.grad.any()
 
 
 def test_gradients_reach_the_markov_head() -> None:
@@ -263,7 +285,10 @@ def test_gradients_reach_the_markov_head() -> None:
     wanted = torch.tensor([[[2, 3, IGNORED]], [[4, IGNORED, IGNORED]]])
     ids, anchors = torch.arange(16).view(2, 8) % 9, torch.tensor([[1], [2]])
     states = case.states[:, None]
-    losses, _ = future_losses(case.base, case.weights, case.base.out, states, ids, anchors, wanted)
+    losses, *_ = future_losses(
+        case.base, case.weights, lambda states, _: case.base.out(states), states, ids, anchors,
+        wanted,
+    )  # fmt: skip
     losses.sum().backward()
     for weight in case.weights.values():
         assert weight.grad is not None

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 
 import hf_spec
-from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
+from hf_spec.training.anchors import AnswerDataset, NewAnchors, SimilarLengths, collate
 
 ROWS = [
     {"prompt_ids": list(range(100, 104)), "answer_ids": list(range(10, 40))},
@@ -52,6 +52,24 @@ def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
     assert even[0]["anchors"].tolist() == [3, 7, 12, 17, 22, 27]
     even.set_epoch(5)
     assert even[0]["anchors"].tolist() == [3, 7, 12, 17, 22, 27]
+
+
+def test_batches_of_similar_length() -> None:
+    """Each example once per epoch, in an order that seed and epoch alone decide."""
+    counts = [1 + (7 * n) % 64 for n in range(64)]
+    rows = [{"prompt_ids": [100], "answer_ids": [10] * count} for count in counts]
+    data = AnswerDataset(rows, max_length=50, seed=3)
+    sampler = SimilarLengths(4, data)
+    first = list(sampler)
+    assert sorted(first) == list(range(64)) and list(sampler) == first
+    assert list(SimilarLengths(4, AnswerDataset(rows, max_length=50, seed=3))) == first
+    assert list(SimilarLengths(4, AnswerDataset(rows, max_length=50, seed=4))) != first
+    batches = [[min(counts[n] + 1, 50) for n in first[at : at + 4]] for at in range(0, 64, 4)]
+    # Random batches: about 30.
+    assert sum(max(batch) - min(batch) for batch in batches) / len(batches) < 15
+    data.set_epoch(1)
+    second = list(sampler)
+    assert second != first and sorted(second) == sorted(first)
 
 
 def test_all_places_are_drawn_equally_often() -> None:

@@ -169,6 +169,7 @@ def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.Monk
         base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8, markov_rank=0,
         draft_vocab_size=0,
     )  # fmt: skip
+    options += ["--train-sampling-strategy", "random"]
     assert cli.main(["train", "bita", *options, "--output", str(tmp_path / "two")]) == 0
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
 

@@ -12,11 +12,11 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.block_diffusion.network import BlockNetwork
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
-from hf_spec.drafting.draft_vocabulary import DraftVocabulary, places_of
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.losses import drafted_logits, drafted_targets, prediction_losses, wanted_mean
 from hf_spec.drafting.transitions import Transitions
 from hf_spec.model.hidden_states import model_logits, states_at
-from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.weights import placement
 
 
@@ -28,8 +28,7 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
     draft vocabulary are not trained.
 
     Returns:
-        ``loss``, a scalar; ``logits``, ``(batch, anchors, distances, vocab)``; ``labels``,
-        ``(batch, anchors, distances)``.
+        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
     config, weights = adapter.config, adapter.weights()
     network = BlockNetwork(adapter.module, model)
@@ -53,21 +52,15 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
         before = ids.gather(1, later.flatten(1)).view_as(later)
         logits = transitions.along(logits, before, states)
 
-    own, aims = None, wanted
-    if vocabulary is not None:
-        tokens = vocabulary.tokens.to(device)
-        found, known = places_of(wanted, tokens)
-        aims = found.masked_fill(~known, IGNORED)
+    own = None
     if config.loss == "distillation":
         with torch.no_grad():
             hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
-            own = model_logits(model, states_at(hidden, later.flatten(1)))
+            at = states_at(hidden, later.flatten(1))
+            own = drafted_logits(vocabulary, lambda head: model_logits(model, at, head=head))
             own = own.unflatten(1, later.shape[1:]).to(device)
-            own = own if vocabulary is None else own[..., tokens]
-    losses = prediction_losses(logits, aims, own)
+    wanted = drafted_targets(None if vocabulary is None else vocabulary.tokens, wanted)
+    losses = prediction_losses(logits, wanted, own)
     shares = config.decay ** torch.arange(1, distances + 1, device=device)
-    loss = (wanted_mean(losses, aims, 1) * shares).sum(-1).mean()
-    return {
-        "loss": loss, "labels": wanted,
-        "logits": logits if vocabulary is None else vocabulary.of_all(logits),
-    }  # fmt: skip
+    loss = (wanted_mean(losses, wanted, 1) * shares).sum(-1).mean()
+    return {"loss": loss, "logits": logits, "labels": wanted}

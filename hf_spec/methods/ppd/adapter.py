@@ -12,7 +12,7 @@ Learned weights, heads and prefixes are in other files, which are not read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,8 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.drafting.losses import future_losses, wanted_mean
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.losses import drafted_logits, future_losses, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import future_labels, probe_sequences
@@ -291,8 +292,7 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     cross-entropy of the sequence's token.
 
     Returns:
-        ``loss``, a scalar; ``logits``, ``(batch, anchors, m, vocab)``; ``labels``, ``(batch,
-        anchors, m)``.
+        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
     input_ids, labels, anchors, attention_mask = batch
     prompts = PromptTokens(adapter)
@@ -310,15 +310,17 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     if config.loss == "distillation":
         at = (anchors[:, :, None] + offsets).clamp(max=labels.shape[1] - 1)
         with torch.no_grad():
-            own = model_logits(model, states_at(states.token_hidden, at.flatten(1)))
+            later = states_at(states.token_hidden, at.flatten(1))
+            vocabulary = DraftVocabulary.of(prompts.weights, model)
+            own = drafted_logits(vocabulary, lambda head: model_logits(model, later, head=head))
             own = own.unflatten(1, wanted.shape[1:])
-    losses, logits = future_losses(
-        model, prompts.weights, partial(prompts.logits, model), made, input_ids, anchors, wanted,
-        own,
+    losses, logits, labels = future_losses(
+        model, prompts.weights, lambda states, head: prompts.logits(model, states, head=head), made,
+        input_ids, anchors, wanted, own,
     )  # fmt: skip
     share = config.decay ** (offsets - 1).to(losses.dtype)
-    means = wanted_mean(losses * share, wanted, (1, 2))
-    return {"loss": means.mean(), "logits": logits, "labels": wanted}
+    means = wanted_mean(losses * share, labels, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": labels}
 
 
 EMBEDDINGS = "prompt_embeddings"

@@ -7,7 +7,6 @@ active, every call of the model uses its updates, as with LoRA.
 
 import hashlib
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -201,8 +200,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     y_m, which is in both sums of eq. (3), counts once.
 
     Returns:
-        ``loss``, a scalar; unless no sequence has mask tokens, their ``logits``, ``(batch, anchors,
-        k, vocab)``, and ``labels``, ``(batch, anchors, k)``.
+        ``loss``, a scalar; unless no sequence has mask tokens, ``logits`` and ``labels``, see
+        :func:`future_losses`.
     """
     input_ids, labels, anchors, attention_mask = batch
     config: Any = adapter.config
@@ -227,12 +226,12 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     output: dict[str, Tensor] = {}
     mask_losses = hidden.token_hidden.new_zeros(wanted.shape, dtype=precision)
     if wanted.shape[1]:
-        mask_losses, logits = future_losses(
-            model, adapter.weights(), partial(model_logits, model), hidden.probe_hidden, input_ids,
-            anchors, wanted,
+        mask_losses, logits, wanted = future_losses(
+            model, adapter.weights(), lambda states, head: model_logits(model, states, head=head),
+            hidden.probe_hidden, input_ids, anchors, wanted,
         )  # fmt: skip
         output = {"logits": logits, "labels": wanted}
-    sums, counts = mask_losses.sum(-1), (wanted != IGNORED).sum(-1)  # (batch, anchors)
+    sums, counts = mask_losses.sum(-1), (wanted >= 0).sum(-1)  # (batch, anchors)
     ar_loss = sums.new_zeros(len(wanted))
     if not frozen:
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(device)
