@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.bench.contenders import Contender, ours
@@ -20,9 +18,7 @@ from hf_spec.core.memory import forget
 from hf_spec.core.stats import SpecStats
 from hf_spec.data import plain_text
 from hf_spec.decoding.auto import Choice
-from hf_spec.drafting.options import STRICT
 from hf_spec.methods.registry import get_method
-from hf_spec.model.packed_weights import packable
 from modeling_patches.modules import num_layers
 
 #: By how much tau has to be larger under another condition to be worth a line.
@@ -39,7 +35,6 @@ class Diagnosis:
         strategy: the strategy.
         tau: emitted tokens per step and sequence where every step drafts.
         speedup: over plain ``generate``, as the strategy runs by default.
-        packed: the same with ``pack_weights=True``; None where nothing is packed.
         positions: share of drafts that are accepted at each position, of those that reach it.
         tasks: tau by task.
         conditions: tau under other conditions that the drafts depend on.
@@ -51,7 +46,6 @@ class Diagnosis:
     speedup: float
     positions: list[float]
     tasks: dict[str, float]
-    packed: float | None = None
     conditions: dict[str, float] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
 
@@ -79,12 +73,8 @@ def diagnose(
         options["lookup"] = False
     drafting = Contender("drafting", ours(choice.strategy, options))
     default = Contender("default", ours(choice.strategy, dict(choice.options)))
-    contenders = [drafting, default]
-    if _may_pack(model, choice):
-        packed = {**choice.options, "pack_weights": True}
-        contenders.append(Contender("packed", ours(choice.strategy, packed)))
     found = run(
-        model, tokenizer, prompts, contenders,
+        model, tokenizer, prompts, [drafting, default],
         max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
     rows = {(row["strategy"], row["task"]): row for row in found.runs()}
@@ -94,7 +84,6 @@ def diagnose(
         overall["stats"]["acceptance_per_position"],
         {task: row["tau"] for (name, task), row in rows.items()
          if name == "drafting" and task != ALL},
-        rows["packed", ALL]["speedup"] if ("packed", ALL) in rows else None,
     )  # fmt: skip
     adapter = None if method.peft_type is None else find_active(model, method.peft_type)
     if adapter is not None or method.included is not None:  # lookups learn from nothing else
@@ -103,13 +92,6 @@ def diagnose(
         )
     result.findings = list(_findings(result, tokenizer, adapter, trained))
     return result
-
-
-def _may_pack(model: Any, choice: Choice) -> bool:
-    """Whether packed weights can be tried: with room for several copies, and by option."""
-    large = [module.weight.nbytes for module in model.modules() if packable(module)]
-    asked = "pack_weights" in choice.options or choice.options.get("exact") == STRICT
-    return not asked and 0 < 3 * sum(large) < psutil.virtual_memory().available
 
 
 def _conditions(
@@ -225,13 +207,7 @@ def _findings(
             f"Tasks differ: tau {found.tasks[high]:.2f} on {high}, {found.tasks[low]:.2f} on "
             f"{low}. Text like that of {low} gains least."
         )
-    if found.packed is not None and found.packed > 1.05 * found.speedup:
-        yield (
-            f"With pack_weights=True it runs at {found.packed:.2f}x instead of "
-            f"{found.speedup:.2f}x plain generate, for a copy of the large weights in memory: "
-            'assistant_kwargs={"pack_weights": True}.'
-        )
-    if found.tau > 1.3 and max(found.speedup, found.packed or 0.0) < 1.05:
+    if found.tau > 1.3 and found.speedup < 1.05:
         yield (
             "Drafts are accepted, but steps with drafts take longer than they save here: a small "
             "model, many rows or a busy machine. hf-spec tune measures steps for this device."

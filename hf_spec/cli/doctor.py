@@ -160,7 +160,6 @@ def _measured(
     measured = {
         "tau": f"{made.tau:.2f} tokens per step where every step drafts, without lookups",
         "speedup": f"{made.speedup:.2f}x plain generate, on defaults",
-        **({} if made.packed is None else {"packed weights": f"{made.packed:.2f}x plain generate"}),
         "positions": " ".join(
             f"{place}: {bar(share)} {share:.0%}" for place, share in enumerate(made.positions, 1)
         ),

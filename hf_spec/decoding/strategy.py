@@ -140,6 +140,9 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
     Raises:
         ValueError: they are asked for, and there are none, or compiled code has its own.
     """
+    if options.pack_weights == AUTO:
+        unfit = graphs is not None or options.exact == STRICT
+        return None if unfit else packed_weights(model, unasked=True)
     if not options.pack_weights:
         return None
     if graphs is not None and graphs.frozen:

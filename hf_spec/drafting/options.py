@@ -56,7 +56,8 @@ class DraftOptions:
             in every dtype; models that this is not possible with are refused.
         pack_weights: whether forwards use copies of the model's large weights that oneDNN arranges
             for products of few tokens, on a CPU; they are made once and take as much memory as
-            these weights.
+            these weights. ``auto``: in steps that are not compiled, in float32, if they fit into a
+            quarter of the free memory.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
@@ -69,7 +70,7 @@ class DraftOptions:
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     exact: str = AUTO
-    pack_weights: bool = False
+    pack_weights: bool | str = AUTO
 
     def __post_init__(self) -> None:
         check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=(AUTO, "always"))
@@ -79,10 +80,10 @@ class DraftOptions:
                 f"exact={STRICT!r} with acceptance={self.acceptance!r}: only 'match' accepts the "
                 "tokens that plain generation would choose. Leave one of the two out."
             )
-        if not isinstance(self.lookup, bool) and self.lookup != AUTO:
-            raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
-        check_choices(self, pack_weights=(True, False))
-        if self.exact == STRICT and self.pack_weights:
+        for name in ("lookup", "pack_weights"):
+            if not isinstance(value := getattr(self, name), bool) and value != AUTO:
+                raise ValueError(f"{name}={value!r}: must be 'auto', True or False.")
+        if self.exact == STRICT and self.pack_weights is True:
             raise ValueError(
                 f"exact={STRICT!r} with pack_weights=True: products of packed weights round "
                 "differently. Leave one of the two out."

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,6 +24,8 @@ from modeling_patches.per_call import Changes, plain
 SMALLEST = 2**19
 #: Least and most tokens of a product, those of all rows: with others, PyTorch's own is as fast.
 LEAST_TOKENS, MOST_TOKENS = 2, 64
+#: Share of the free memory that copies take unasked.
+MOST_OF_MEMORY = 0.25
 #: Number of tokens that weights are arranged for.
 _TOKENS = 8
 #: Where a model's copies are kept.
@@ -85,14 +88,20 @@ class PackedWeights:
 
 
 @locked
-def packed_weights(model: nn.Module) -> PackedWeights | None:
+def packed_weights(model: nn.Module, unasked: bool = False) -> PackedWeights | None:
     """The packed copies of a model's large weights, made anew if these have changed.
+
+    Args:
+        unasked: make them only where they are known to pay and memory is plentiful: in float32, in
+            at most `MOST_OF_MEMORY` of what is free.
 
     Returns:
         None if there are none that oneDNN packs on this machine.
     """
     kept, linears = memory(model), [module for module in model.modules() if packable(module)]
     found: PackedWeights | None = kept.get(_KEPT)
+    if unasked and not (linears and _pays(linears) and (found or _fits(linears))):
+        return None
     if found is None or found.linears != linears or not found.current:
         kept[_KEPT] = found = None  # frees the memory first
         if linears:
@@ -111,6 +120,16 @@ def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
     if weight.dtype in (torch.bfloat16, torch.float16):
         return has_instructions(weight.dtype) is True
     return weight.dtype == torch.float32
+
+
+def _pays(linears: list[nn.Linear]) -> bool:
+    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX")  # where it was measured
+    return fast and all(linear.weight.dtype == torch.float32 for linear in linears)
+
+
+def _fits(linears: list[nn.Linear]) -> bool:
+    each = {linear.weight.data_ptr(): linear.weight.nbytes for linear in linears}
+    return sum(each.values()) <= MOST_OF_MEMORY * psutil.virtual_memory().available
 
 
 def _product(linear: nn.Linear, copy: _Copy, inputs: Tensor) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,34 @@ def test_refused(fresh: Callable[..., Any]) -> None:
     compiled = {"cache_implementation": "static", "compile_config": config}
     with pytest.raises(ValueError, match="pack_weights=True with Inductor's option freezing"):
         generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True}, **compiled)
+
+
+def test_by_itself(
+    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, with room, in steps that are neither compiled nor strict."""
+    inputs, spec = prompt(), {"assistant_strategy": "prompt_lookup"}
+    always = {"drafting": "always"}
+
+    def packs(model: Any = None, **more: Any) -> bool:
+        used.clear()
+        generate(model or fresh("llama"), inputs, **spec, **{"assistant_kwargs": always, **more})
+        return bool(used)
+
+    assert packs()
+    assert not packs(assistant_kwargs={**always, "pack_weights": False})
+    assert not packs(assistant_kwargs={**always, "exact": "strict"})
+    assert not packs(**CAPTURED)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert not packs(fresh("llama").to(torch.bfloat16))
+    model, small = fresh("llama"), SimpleNamespace(available=1000)
+    assert packs(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing.psutil, "virtual_memory", lambda: small)
+        assert not packs() and packs(model)  # copies that are there are used
+        assert packs(assistant_kwargs=PACKED)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert not packs()
 
 
 def test_16_bit_needs_instructions(
