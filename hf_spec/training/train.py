@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from hf_spec.files import write_atomically
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
-from hf_spec.training.base_weights import save_model
+from hf_spec.training.base_weights import bit_sums, save_model
 from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.kept_states import kept_states
 from hf_spec.training.report import expected
@@ -340,27 +339,6 @@ def _train(
             write_atomically(output / RECORD, json.dumps(record, indent=1))
         trainer.accelerator.wait_for_everyone()
     return record
-
-
-def bit_sums(parameters: Iterable[torch.Tensor]) -> str:
-    """A hash of parameters bit by bit; that of a base model must survive training."""
-    digest = hashlib.sha256()
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for part in (part for parameter in parameters for part in _parts(parameter)):
-        bits = part.detach().contiguous().view(kinds[part.element_size()])
-        # A change of single bits is unlikely to keep both sums.
-        flat = bits.flatten().long()
-        digest.update(f"{int(flat.sum())} {int((flat[::2]).sum())}".encode())
-    return digest.hexdigest()
-
-
-def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that make up a tensor subclass of a quantizer; otherwise the tensor."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 def _record(

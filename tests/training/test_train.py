@@ -32,11 +32,11 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
+from hf_spec.training.base_weights import bit_sums
 from hf_spec.training.evaluation import EvalDecoding
 from hf_spec.training.train import (
     SpecArguments,
     added_fields,
-    bit_sums,
     check_lengths,
     config_fields,
     spec_arguments,
