@@ -103,8 +103,9 @@ def test_decoding_predicts_what_training_judges(
         drafter = method.make_drafter(model, method.parse_options({}))
         (served,) = drafter.future_logits(ids, torch.tensor([5]))
     if size:
-        other = torch.ones(judged.shape[-1], dtype=torch.bool)
-        other[1:60:3] = False
-        judged = judged.masked_fill(other, -torch.inf)
+        assert judged.shape[-1] == size, "those of its tokens only"
+        everything = torch.full_like(served[0], -torch.inf)
+        everything[..., 1:60:3] = judged
+        judged = everything
     # fp32 with other reduction orders.
     torch.testing.assert_close(served[0].softmax(-1), judged.softmax(-1), rtol=1e-4, atol=1e-5)
