@@ -151,7 +151,8 @@ class DraftVocabulary:
             if self._weight is not None:
                 return _Rows(tokens.to(self._weight.device), self._weight.detach(), None)
             weight, bias = output_weight(self.model), output_bias(self.model)
-            whole = weight is not None and is_plain(weight) and len(weight) == known
+            # Where weights are sharded, some are empty between forwards.
+            whole = weight is not None and is_plain(weight) and len(weight) >= known
             if weight is not None and whole and not is_updated(head):
                 tokens = tokens.to(weight.device)
                 rows = weight.detach()[tokens]
