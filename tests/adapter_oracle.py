@@ -48,7 +48,7 @@ def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> d
     for tensor in weights.values():
         if not tensor.is_floating_point():
             continue
-        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor.dtype)
+        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor)
     return weights
 
 

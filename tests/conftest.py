@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Every combination of parameters, not only every pair of them.",
     )
-
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="Where models and inputs are made: cuda, mps, ... (default: cpu).",
+    )
     parser.addoption(
         "--environments",
         action="store_true",
@@ -167,8 +171,25 @@ def take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") != "cpu":
+        torch.set_default_device(config.getoption("--device"))
+        for name in ("rand", "randn", "randint", "randperm"):
+            setattr(torch, name, on_every_device(getattr(torch, name)))
     if config.getoption("--every-case"):
         os.environ[EVERY_CASE] = "1"
+
+
+def on_every_device(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Random numbers of a generator on the CPU are the same wherever they are needed."""
+
+    @wraps(draw)
+    def drawn(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        if generator is None or generator.device.type != "cpu" or "device" in kwargs:
+            return draw(*args, generator=generator, **kwargs)
+        made = draw(*args, generator=generator, device="cpu", **kwargs)
+        return made.to(torch.get_default_device())
+
+    return drawn
 
 
 #: The file whose tests run.
@@ -212,16 +233,17 @@ _shared: list[PreTrainedModel] = []
 def _build(architecture: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     model_type, fields = ARCHITECTURES[architecture]
     config = config_class(model_type)(**fields)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        # Biases and norms start at 0 and 1: make them matter, too.
-        if parameter.ndim == 1:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    with torch.device("cpu"):  # the same numbers on every device
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            # Biases and norms start at 0 and 1: make them matter, too.
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     model.generation_config.eos_token_id = None  # outputs run to their full length ...
     model.generation_config.pad_token_id = PAD  # ... unless a test says otherwise
-    _shared.append(model.eval().to(dtype))
+    _shared.append(model.eval().to(torch.get_default_device(), dtype))
     return model
 
 

@@ -429,7 +429,7 @@ def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: s
     drawn = out[:, ids.shape[1] : ids.shape[1] + 3]
     place = torch.tensor([ALLOWED.index(t) if t in ALLOWED else -1 for t in range(VOCAB)])[drawn]
     assert (place >= 0).all()
-    counts = torch.bincount(place @ torch.tensor([16, 4, 1]), minlength=64).double()
+    counts = torch.bincount((place * torch.tensor([16, 4, 1])).sum(1), minlength=64).double()
     stats = hf_spec.last_stats(model)
     assert stats.num_generated_tokens > stats.num_row_steps  # drafts took part
     return chi_square(counts, expected)
