@@ -139,7 +139,7 @@ def decode(
         acceptance.noise.give_back(sequences.emitted[0])
     stats.details = steps.details()
     if graphs is not None:
-        graphs.spare(handover.release())
+        graphs.spare([*handover.release(), *drafter.release()])
     watch.step(last=True)
     plain = policy.setting.times.plain_seconds()
     if plain is not None and stats.num_steps > 1:

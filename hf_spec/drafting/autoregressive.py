@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from hf_spec.cache.attention import zeros
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
@@ -132,11 +133,15 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        self.cache = DraftCache(self.network.num_layers, state.batch_size, state.root.device)
-        self._committed.cache = self.cache
-        self._graphs = state.target.graphs if self.network.compiles else None
-        if self._graphs is not None:
-            self._graphs.hold(self.network.own)
+        graphs = self._graphs = state.target.graphs if self.network.compiles else None
+        if graphs is not None:
+            graphs.hold(self.network.own)
+        self.cache = self._committed.cache = DraftCache(
+            self.network.num_layers, state.batch_size, state.root.device,
+            zeros if graphs is None else graphs.allocate,
+        )  # fmt: skip
+        if graphs is not None:  # code is for sizes: as many slots as the target's, at the same time
+            self.cache.states.reserve(state.cache.capacity)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         if hidden is not None:
@@ -248,7 +253,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         logits, after = graphs.run(
             ("draft", cache.layout), function, buffers + [one.contiguous() for one in small],
             lambda: self._run_level(cache, block, first, hidden),
-            lambda found: [one[:, :count] for one in found],
+            lambda found: [one[:, :count] for one in found], static=len(buffers),
         )  # fmt: skip
         return logits, after
 
@@ -256,6 +261,11 @@ class AutoregressiveDrafter(ForwardDrafter):
         assert self.cache is not None
         self.cache.rollback()
         self._block = self._level = None
+
+    def release(self) -> list[Tensor]:
+        if self._graphs is None or self.cache is None:
+            return []
+        return self.cache.states.release()
 
     # -- stock assisted decoding -------------------------------------------------------------
 

@@ -137,6 +137,10 @@ class Drafter(CandidateGenerator):
     def warm(self, state: DecodeState) -> None:
         """Compile what :meth:`propose` runs on hidden states."""
 
+    def release(self) -> list[Tensor]:
+        """The buffers that compiled code of later calls may use, once the call is over."""
+        return []
+
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
         return {}
