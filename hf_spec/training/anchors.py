@@ -64,18 +64,18 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         """``input_ids`` and ``labels`` (seq,), ``anchors`` (at most num_anchors,)."""
         row = self.rows[index]
         prompt, answer = list(row["prompt_ids"]), list(row["answer_ids"])
-        ids = torch.tensor((prompt + answer)[: self.max_length])
+        ids = torch.tensor((prompt + answer)[: self.max_length], device="cpu")
         labels = ids.clone()
         labels[: len(prompt)] = IGNORED
         # The token after an anchor is certain; probes predict those that follow it.
         first, last = max(len(prompt) - 1, 0), len(ids) - 3
-        places = torch.arange(first, last + 1) if last >= first else torch.empty(0).long()
+        places = torch.arange(first, max(last + 1, first), device="cpu")
         if len(places) > self.num_anchors:
             if self.random:
-                chosen = torch.randperm(len(places), generator=self.generator(index))
+                chosen = torch.randperm(len(places), generator=self.generator(index), device="cpu")
                 places = places[chosen[: self.num_anchors].sort().values]
             else:
-                steps = torch.arange(self.num_anchors) * len(places) // self.num_anchors
+                steps = torch.arange(self.num_anchors, device="cpu") * len(places) // self.num_anchors
                 places = places[steps]
         return {"input_ids": ids, "labels": labels, "anchors": places}
 
@@ -127,11 +127,12 @@ def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     longest = max(len(example["input_ids"]) for example in examples)
     most = max(max(len(example["anchors"]) for example in examples), 1)
     batch: dict[str, Any] = {
-        "input_ids": torch.zeros(len(examples), longest, dtype=torch.long),
-        "labels": torch.full((len(examples), longest), IGNORED),
-        "attention_mask": torch.zeros(len(examples), longest, dtype=torch.long),
-        "anchors": torch.zeros(len(examples), most, dtype=torch.long),
-    }
+        name: torch.full((len(examples), width), fill, device="cpu")
+        for name, width, fill in (
+            ("input_ids", longest, 0), ("labels", longest, IGNORED),
+            ("attention_mask", longest, 0), ("anchors", most, 0),
+        )
+    }  # fmt: skip
     for row, example in enumerate(examples):
         length, count = len(example["input_ids"]), len(example["anchors"])
         batch["input_ids"][row, :length] = example["input_ids"]

@@ -277,7 +277,7 @@ def _tokens(offsets: Tensor, vocab: int) -> Tensor:
         raise ValueError(
             f"'d2t' is {offsets.dtype} of shape {tuple(offsets.shape)}, not a list of whole numbers"
         )
-    ids = offsets.long() + torch.arange(len(offsets))
+    ids = offsets.long() + torch.arange(len(offsets), device=offsets.device)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids.diff() < 1).any()):
         raise ValueError(
             f"'d2t' names tokens {int(ids.min())} to {int(ids.max())}: they must ascend, and stay "

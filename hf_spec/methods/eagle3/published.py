@@ -210,7 +210,7 @@ def _put_vocabulary(config: Mapping[str, Any], known: int, found: dict[str, Tens
     elif shift.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"'d2t' is of type {shift.dtype}: offsets are whole numbers")
     else:
-        ids = shift.long().flatten() + torch.arange(shift.numel())
+        ids = shift.long().flatten() + torch.arange(shift.numel(), device=shift.device)
     if len(ids) != size:
         raise ValueError(f"'d2t' or 't2d' names {len(ids)} tokens, 'lm_head.weight' has {size}")
     ids, order = ids.sort()
