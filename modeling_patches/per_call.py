@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -258,8 +259,8 @@ class _Method:
             return self.eager
         if self.own is not None:
             return self.own
-        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
-        return method
+        # Not its __get__, which torch.compile before 2.12 does not trace.
+        return partial(getattr(type(self.module), self.name), self.module)
 
     #: For `inspect.signature`, which tells what a forward takes.
     __wrapped__ = plain
