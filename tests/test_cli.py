@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import logging
 import os
 import sys
@@ -137,14 +138,17 @@ def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:
     return folder
 
 
-def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_bench_writes_what_it_has(
+    checkpoint, prompts, tmp_path, monkeypatch, capsys, number
+):
     original, calls = session.Session.generate, 0
 
     def interrupt(self, *args, **kwargs):
         nonlocal calls
         calls += 1
         if calls in (1, 7):  # at once; after two warm-up calls, one whole batch, one call
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(session.Session, "generate", interrupt)

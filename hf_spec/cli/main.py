@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -85,6 +89,19 @@ def root(
     """
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM, which batch systems send, is an interrupt: what has been done is written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command.
 
@@ -95,7 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code. Bad input writes one line to stderr and returns a nonzero code.
     """
     try:
-        code = app(arguments, prog_name="hf-spec", standalone_mode=False)
+        with _interruptible():
+            code = app(arguments, prog_name="hf-spec", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         print("hf-spec: interrupted", file=sys.stderr)
         return INTERRUPTED
