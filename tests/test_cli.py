@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import logging
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path

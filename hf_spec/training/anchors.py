@@ -75,8 +75,8 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
                 chosen = torch.randperm(len(places), generator=self.generator(index), device="cpu")
                 places = places[chosen[: self.num_anchors].sort().values]
             else:
-                steps = torch.arange(self.num_anchors, device="cpu") * len(places) // self.num_anchors
-                places = places[steps]
+                steps = torch.arange(self.num_anchors, device="cpu") * len(places)
+                places = places[steps // self.num_anchors]
         return {"input_ids": ids, "labels": labels, "anchors": places}
 
     def generator(self, index: int) -> torch.Generator:

@@ -50,7 +50,7 @@ def speculators_files(
         ids = tensors.pop(VOCABULARY).cpu()
         tensors[HEAD] = vocabulary.weight
         tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+        tensors["t2d"] = torch.isin(torch.arange(vocab, device=ids.device), ids)
     selects, convolves = config.markov_head == SELECTOR, bool(config.conv_kernel_size)
     if convolves != (selects and bool(config.markov_rank)):
         raise ValueError(
