@@ -13,7 +13,7 @@ from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.support import kv_shape
-from modeling_patches.weights import input_features, output_features
+from modeling_patches.weights import input_features, output_features, placement
 
 #: Fields that ``hf-spec train`` sets by default.
 TRAINED = {"markov_rank": 128}
@@ -138,6 +138,20 @@ class FrontConfig(PredictingConfig):
         assert self.num_layers and self.num_kv_heads and self.head_dim
         shape = (self.num_layers, self.num_kv_heads, slots, self.head_dim)
         return {f"{name}_{part}": torch.randn(shape) * std for part in ("keys", "values")}
+
+
+def text_embeddings(model: Any, count: int) -> Tensor:
+    """Input embeddings of random tokens, ``(count, hidden)``: where probes begin.
+
+    Smaller vectors are enlarged by normalization layers, and so are their gradients: low-rank
+    updates beside them then learn from noise first.
+    """
+    (tokens, width), device = input_features(model), placement(model).device
+    ids = torch.randint(tokens, (count,))
+    if ids.is_meta or device.type == "meta":  # only shapes are needed
+        return torch.empty(count, width)
+    with torch.no_grad():
+        return model.get_input_embeddings()(ids.to(device)).float()
 
 
 def of_tokens(model: Any, logits: Tensor, missing: float) -> Tensor:

@@ -419,3 +419,11 @@ def test_the_default_targets_are_recorded(
     assert again.peft_config["default"].target_modules == names
     weights = [find_active(one, "SPACE").weights() for one in (model, again)]
     assert weights[0].keys() == weights[1].keys()
+
+
+def test_mask_tokens_begin_as_embeddings_of_tokens(fresh: Any) -> None:
+    model = fresh()
+    model.add_adapter(space.SpaceConfig())
+    masks = find_active(model, "SPACE").weights()["masks"].detach()
+    embeddings = model.get_input_embeddings().weight.detach()
+    assert all(bool((embeddings == mask).all(1).any()) for mask in masks)

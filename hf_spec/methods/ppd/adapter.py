@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import FrontConfig, of_tokens
+from hf_spec.adapters.predicting import FrontConfig, of_tokens, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
@@ -32,7 +32,7 @@ from hf_spec.model.hidden_states import Head, model_logits, output_logits, state
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import future_labels, probe_sequences
 from modeling_patches.modules import num_layers
-from modeling_patches.weights import input_features, output_features, placement
+from modeling_patches.weights import output_features
 
 MASKS = ("ensemble", "decoder", "encoder")
 AGGREGATIONS = ("average", "learned")
@@ -153,7 +153,7 @@ class PPDAdapter(Adapter):
     def __init__(self, config: PPDConfig, model: Any) -> None:
         super().__init__(config, model)
         distances, ept = config.num_prompt_tokens, config.num_ept
-        tensors = {"prompts": _text_embeddings(model, distances * ept)}
+        tensors = {"prompts": text_embeddings(model, distances * ept)}
         if config.ept_aggregation == "learned":
             tensors["weights"] = torch.full((distances, ept), 1 / ept)
         if config.num_prefix_tokens:
@@ -171,16 +171,6 @@ class PPDAdapter(Adapter):
                 tensors["head_up"] = torch.zeros(hidden, rank)
             tensors["head_bias"] = torch.zeros(hidden)
         self.hold({**tensors, **config.fresh_shared(model, distances)})
-
-
-def _text_embeddings(model: Any, count: int) -> Tensor:
-    """Input embeddings of random tokens, ``(count, hidden)``."""
-    (tokens, width), device = input_features(model), placement(model).device
-    ids = torch.randint(tokens, (count,))
-    if ids.is_meta or device.type == "meta":  # only shapes are needed
-        return torch.randn(count, width) * INIT_STD
-    with torch.no_grad():
-        return model.get_input_embeddings()(ids.to(device)).float()
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.low_rank import DOWN, UP, LowRankAdapter, check_settings
-from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.adapters.predicting import PredictingConfig, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_FUTURE
@@ -140,10 +140,6 @@ class SpaceConfig(PredictingConfig):
             check_unquantized(model, "update='full'", "update='lora' or 'none'")
 
 
-#: Standard deviation of initial mask tokens ("normal distribution", section 4.1).
-INIT_STD = 0.02
-
-
 class SpaceAdapter(LowRankAdapter):
     """Mask tokens and low-rank updates, which are part of the model unless gated.
 
@@ -154,7 +150,7 @@ class SpaceAdapter(LowRankAdapter):
         super().__init__(config, model)
         if config.masks == "learned":
             count = 1 if config.shared_mask else config.num_mask_tokens
-            self.hold({"masks": torch.randn(count, input_features(model)[1]) * INIT_STD})
+            self.hold({"masks": text_embeddings(model, count)})
         self.hold_factors(config.modules(model), config.rank, config.alpha)
         self.hold(config.fresh_shared(model, config.num_mask_tokens))
 
