@@ -54,6 +54,16 @@ def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
     assert even[0]["anchors"].tolist() == [3, 7, 12, 17, 22, 27]
 
 
+@pytest.mark.parametrize("random", [True, False])
+def test_data_are_on_the_cpu_whatever_the_default_device(random: bool) -> None:
+    data = AnswerDataset(ROWS, num_anchors=6, random=random)
+    expected = collate([data[0], data[1]])
+    with torch.device("meta"):  # tensors without data
+        found = collate([data[0], data[1]])
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor)
+
+
 def test_batches_of_similar_length() -> None:
     """Each example once per epoch, in an order that seed and epoch alone decide."""
     counts = [1 + (7 * n) % 64 for n in range(64)]
