@@ -99,7 +99,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def main(arguments: list[str] | None = None) -> int:
