@@ -259,8 +259,11 @@ class _Method:
             return self.eager
         if self.own is not None:
             return self.own
-        # Not its __get__, which torch.compile before 2.12 does not trace.
-        return partial(getattr(type(self.module), self.name), self.module)
+        function = getattr(type(self.module), self.name)
+        if torch.compiler.is_compiling():  # PyTorch 2.11 does not trace `__get__`
+            return partial(function, self.module)
+        method: Callable[..., Any] = function.__get__(self.module)
+        return method
 
     #: For `inspect.signature`, which tells what a forward takes.
     __wrapped__ = plain
