@@ -148,9 +148,9 @@ def test_interrupted_bench_writes_what_it_has(
         nonlocal calls
         calls += 1
         if calls in (1, 7):  # at once; after two warm-up calls, one whole batch, one call
-            if terminated:
-                signal.raise_signal(signal.SIGTERM)
-            raise KeyboardInterrupt
+            if not terminated:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(session.Session, "generate", interrupt)
