@@ -75,6 +75,9 @@ class CompiledTarget(Target):
         named, others = self.variables(tree.num_probes > 0)
         start = sent([first] if first else [], cache.lengths.device)
         small = [cache.lengths, *parts, *named.values(), start]
+        # In code for each layer's buffer, which takes longer to compile than the forward, or after
+        # it, at once for all.
+        moves = not graphs.in_parts
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
@@ -93,7 +96,7 @@ class CompiledTarget(Target):
             if not match:
                 return (*found, *kept)
             result = verify.match(rows, verify.likeliest(output.logits))
-            if result.path.shape[1] > 1:  # else the root, which is in place
+            if moves and result.path.shape[1] > 1:  # else the root, which is in place
                 traced.states.move(lengths, result.path)
             accepted = result.path, result.counts, result.tokens, result.num_probes
             return (*found, *accepted, result.last, result.bonus, *kept)
@@ -126,6 +129,8 @@ class CompiledTarget(Target):
         result = None
         if match and found:
             result = StepResult(*found[:4]).with_ends(*found[4:6])
+            if not moves and result.path.shape[1] > 1:
+                cache.states.move(cache.lengths, result.path)
         kept = found[6:] if match else found
         if kept and cache.recurrent is not None:
             cache.recurrent.set_kept(kept)

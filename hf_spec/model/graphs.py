@@ -30,6 +30,7 @@ from transformers import CompileConfig
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
+from hf_spec.model.repeats import compile_once
 from modeling_patches.contents import contents
 from modeling_patches.per_call import foreign_hooks
 from modeling_patches.weights import placement
@@ -99,14 +100,14 @@ class Graphs:
         self.model = model
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
-        self._options = _options(config)
+        self._options, self._backend = _options(config), config.backend
         self.frozen = config.backend == "inductor" and bool(
-            self._options["options"].get("freezing", torch._inductor.config.freezing)
+            self._options.get("freezing", torch._inductor.config.freezing)
         )
         self._identity = _content if self.frozen else _identity
         self._tensors = frozenset(map(self._identity, _tensors(model)))
         options = repr(sorted(self._options.items(), key=repr))
-        self._kind = kind, _state(model), options, self.frozen
+        self._kind = kind, _state(model), config.backend, options, self.frozen
         # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
         self._shares_memory = placement(model).device.type != "cpu"
         self.made = 0
@@ -141,6 +142,12 @@ class Graphs:
         """The code for this key; None if there is none, or if it is for other weights."""
         graph = self._kept.graphs.get(self._key(name, inputs))
         return graph if graph is not None and graph.baked <= self._tensors else None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether code for a model's layers is made once, not as part of one code for all."""
+        # With the weights inside, no layer equals another; CUDA graphs save most as one.
+        return self._backend in ("eager", "inductor") and not (self.frozen or self._shares_memory)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
@@ -235,15 +242,24 @@ class Graphs:
                 )
         values = [node.meta.get("val") for node in captured.graph.nodes]
         dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
-        code, backend = captured, self._options["backend"]
-        if backend != "eager":  # "eager" runs the captured graph as it is
-            for tensor in inputs[:static]:
-                torch._dynamo.mark_static_address(tensor, guard=False)
-            options = {**self._options["options"], "guard_filter_fn": _no_guards}
-            code = torch.compile(
-                captured, fullgraph=True, dynamic=False, backend=backend, options=options
-            )
+        code = compile_once(captured, self._part) if self.in_parts else None
+        code = code or self._whole(captured, inputs[:static])
         return Graph(code, frozenset(baked & self._tensors), tolerance(dtypes))
+
+    def _part(self, part: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
+        if self._backend == "eager":
+            return part
+        return torch._inductor.compile(part, list(inputs), options=self._options)
+
+    def _whole(self, captured: torch.fx.GraphModule, static: Sequence[Tensor]) -> Function:
+        if self._backend == "eager":  # runs the captured graph as it is
+            return captured
+        for tensor in static:
+            torch._dynamo.mark_static_address(tensor, guard=False)
+        options = {**self._options, "guard_filter_fn": _no_guards}
+        return torch.compile(
+            captured, fullgraph=True, dynamic=False, backend=self._backend, options=options
+        )
 
     def _warn(self, why: str) -> None:
         if why not in self._kept.warned:
@@ -255,11 +271,11 @@ class Graphs:
 
 
 def _options(config: CompileConfig) -> dict[str, Any]:
-    """The arguments of ``torch.compile``, with its mode as options."""
+    """The options of ``torch.compile``, its mode among them."""
     options = dict(config.options or {})
     if config.backend == "inductor" and config.mode is not None:
         options = {**torch._inductor.list_mode_options(config.mode), **options}
-    return {"backend": config.backend, "options": options}
+    return options
 
 
 @contextmanager

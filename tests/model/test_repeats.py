@@ -1,0 +1,116 @@
+"""Captured graphs whose layers are alike: same results, each different part compiled once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hf_spec.model.repeats import compile_once
+
+LAYERS, WIDTH = 7, 4
+
+
+class Layer(nn.Module):
+    """Enough operations to count as a layer, with a write into its part of a cache."""
+
+    def __init__(self, power: float = 2.0):
+        super().__init__()
+        self.weight, self.power = nn.Parameter(torch.randn(WIDTH, WIDTH)), power
+
+    def forward(self, x: Tensor, cache: Tensor, at: Tensor) -> Tensor:
+        cache[at] = x.nan_to_num()
+        seen = (cache @ self.weight).softmax(0).cumsum(0).tanh() + 1
+        return (x + seen.pow(self.power).mean(0).abs().sqrt().log1p().sin().cos()).relu()
+
+
+def captured(layers: list[Layer], views: bool = True) -> tuple[Any, list[Tensor], Any]:
+    """A function of a sequence of layers, its inputs, and its graph."""
+
+    def function(x: Tensor, at: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+        x, kept = x * 2, []
+        for layer, cache in zip(layers, caches):
+            x = layer(x, cache, at)
+            kept.append(x)
+        return x.exp(), kept[1], caches[2][:2] + 0
+
+    storage = torch.randn(LAYERS, 6, WIDTH)
+    caches = list(storage) if views else [part.clone() for part in storage]
+    inputs = [torch.randn(2, WIDTH), torch.tensor([1, 4]), *caches]
+    with torch.no_grad():
+        graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    return function, inputs, graph
+
+
+def copies(inputs: list[Tensor]) -> list[Tensor]:
+    """The same with memory of its own, where caches are views of one tensor."""
+    return [*(x.clone() for x in inputs[:2]), *torch.stack(inputs[2:])]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("views", [True, False])
+def test_equal_parts_are_compiled_once(views: bool) -> None:
+    function, inputs, graph = captured([Layer() for _ in range(LAYERS)], views)
+    given = []
+
+    def compile_part(part: Any, inputs: Any) -> Any:
+        given.append((part, [x._is_view() for x in inputs]))
+        return part
+
+    code = compile_once(graph, compile_part)
+    assert code is not None and not given
+    for _ in range(2):  # the second time with caches that the first has written into
+        expected, other = copies(inputs), copies(inputs)
+        torch.testing.assert_close(code(*other), function(*expected), rtol=0, atol=0)
+        torch.testing.assert_close(other, expected, rtol=0, atol=0)
+        inputs = other
+    operations = [
+        sum(node.op == "call_function" for node in part.graph.nodes) for part, _ in given
+    ]
+    whole = sum(node.op == "call_function" for node in graph.graph.nodes)
+    # The layer whose result is wanted is one more part.
+    assert len(given) <= 4 and sum(operations) < whole
+    assert not any(any(is_view) for _, is_view in given)
+
+
+@torch.no_grad()
+def test_layers_that_differ_in_a_number() -> None:
+    """Every third layer is another; the period is then three layers."""
+    layers = [Layer(3.0 if index % 3 == 2 else 2.0) for index in range(LAYERS)]
+    function, inputs, graph = captured(layers)
+    code = compile_once(graph, lambda part, _: part)
+    assert code is not None
+    expected, other = copies(inputs), copies(inputs)
+    results = function(*expected), code(*other)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(other, expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_nothing_recurs() -> None:
+    layers = [Layer(float(index + 2)) for index in range(LAYERS)]
+    _, _, graph = captured(layers)
+    before = str(graph.graph)
+    assert compile_once(graph, lambda part, _: part) is None
+    assert str(graph.graph) == before
+
+
+@torch.no_grad()
+def test_inputs_that_overlap() -> None:
+    """A part that writes into memory which it also reads by another input stays in the whole."""
+    layers = [Layer() for _ in range(LAYERS)]
+
+    def function(x: Tensor, at: Tensor, cache: Tensor) -> Tensor:
+        shifted = cache[1:]
+        for layer in layers:
+            x = layer(x, cache, at) + shifted[0]
+        return x
+
+    inputs = [torch.randn(2, WIDTH), torch.tensor([1, 4]), torch.randn(6, WIDTH)]
+    graph: Any = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    before = str(graph.graph)
+    assert compile_once(graph, lambda part, _: part) is None
+    assert str(graph.graph) == before
