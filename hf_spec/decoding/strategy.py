@@ -141,7 +141,7 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
         ValueError: they are asked for, and there are none, or compiled code has its own.
     """
     if options.pack_weights == AUTO:
-        unfit = graphs is not None or options.exact == STRICT
+        unfit = options.exact == STRICT or (graphs is not None and graphs.frozen)
         return None if unfit else packed_weights(model, unasked=True)
     if not options.pack_weights:
         return None

@@ -56,8 +56,7 @@ class DraftOptions:
             in every dtype; models that this is not possible with are refused.
         pack_weights: whether forwards use copies of the model's large weights that oneDNN arranges
             for products of few tokens, on a CPU; they are made once and take as much memory as
-            these weights. ``auto``: in steps that are not compiled, in float32, if they fit into a
-            quarter of the free memory.
+            these weights. ``auto``: in float32, if they fit into a quarter of the free memory.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE

@@ -15,6 +15,7 @@ from test_compiled import CAPTURED, generate
 from transformers import CompileConfig
 
 from hf_spec.model import packed_weights as packing
+from hf_spec.model.graphs import Graphs
 
 PACKED = {"pack_weights": True, "drafting": "always"}
 
@@ -136,7 +137,7 @@ def test_refused(fresh: Callable[..., Any]) -> None:
 def test_by_itself(
     fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, with room, in steps that are neither compiled nor strict."""
+    """In float32, with room, in steps that are not strict and have no weights of their own."""
     inputs, spec = prompt(), {"assistant_strategy": "prompt_lookup"}
     always = {"drafting": "always"}
 
@@ -148,7 +149,11 @@ def test_by_itself(
     assert packs()
     assert not packs(assistant_kwargs={**always, "pack_weights": False})
     assert not packs(assistant_kwargs={**always, "exact": "strict"})
-    assert not packs(**CAPTURED)
+    assert packs(**CAPTURED)
+    with monkeypatch.context() as patch:
+        patch.setattr(Graphs, "_compile", None)  # code would take a C++ compiler
+        config = CompileConfig(mode=None, options={"freezing": True})
+        assert not packs(cache_implementation="static", compile_config=config)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert not packs(fresh("llama").to(torch.bfloat16))
     model, small = fresh("llama"), SimpleNamespace(available=1000)
