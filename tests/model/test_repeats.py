@@ -67,9 +67,7 @@ def test_equal_parts_are_compiled_once(views: bool) -> None:
         torch.testing.assert_close(code(*other), function(*expected), rtol=0, atol=0)
         torch.testing.assert_close(other, expected, rtol=0, atol=0)
         inputs = other
-    operations = [
-        sum(node.op == "call_function" for node in part.graph.nodes) for part, _ in given
-    ]
+    operations = [sum(node.op == "call_function" for node in part.graph.nodes) for part, _ in given]
     whole = sum(node.op == "call_function" for node in graph.graph.nodes)
     # The layer whose result is wanted is one more part.
     assert len(given) <= 4 and sum(operations) < whole
