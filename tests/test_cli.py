@@ -243,10 +243,11 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
 
 
 def test_progress_without_a_terminal(monkeypatch, capsys):
-    """A line from time to time, with what is left by the pace so far."""
+    """A line from time to time, with what is left by the pace so far, without preparations."""
     now = 100.0
     monkeypatch.setattr(common.time, "monotonic", lambda: now)
     with common.progress_bar("answers") as update:
+        now += 1000.0
         for done in range(5):
             update(done, 10, note=f"{done} tokens/s" if done else "")
             now += 20.0
@@ -254,6 +255,11 @@ def test_progress_without_a_terminal(monkeypatch, capsys):
         "answers: 2 of 10, 2 tokens/s, about 3 min left",
         "answers: 4 of 10, 4 tokens/s, about 2 min left",
     ]
+    with common.progress_bar("search") as update:  # some were there before
+        for done in (6, 7, 8):
+            update(done, 10)
+            now += 20.0
+    assert capsys.readouterr().err.splitlines() == ["search: 8 of 10, about 40 s left"]
 
 
 def test_what_packages_log_without_a_terminal(capsys):

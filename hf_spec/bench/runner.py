@@ -104,6 +104,7 @@ def run(
     with Session.open(model, tokenizer, options, contenders) as session:
         try:
             session.warm_up(plan, token_ids)
+            progress(0, calls)
             for turn, (size, taking_part, indices) in enumerate(plan):
                 outcome: dict[str, Measurement] = {}
                 start = turn % len(taking_part)

@@ -89,14 +89,14 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
     Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
-    replaces the title. Without a terminal it prints a line from time to time, and at once notes
-    that come without numbers.
+    replaces the title. Without a terminal it prints a line from time to time, with the time left by
+    the pace since the first number, and at once notes that come without numbers.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
-    began = told = time.monotonic()
+    told, first = time.monotonic(), (0.0, -1)  # the time and number of the first report
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
     console, note = Console(stderr=True), TextColumn("{task.fields[note]}")
     with Progress(
@@ -105,14 +105,18 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         task = bar.add_task(title, total=None, note="")
 
         def update(done: int | None = None, total: int | None = None, **shown: Any) -> None:
-            nonlocal told
+            nonlocal told, first
             bar.update(task, completed=done, total=total, **shown)
             now = time.monotonic()
             if not console.is_terminal and done is None and shown.get("note"):
                 console.print(f"{title}: {shown['note']}", soft_wrap=True)
-            if not console.is_terminal and done and total and now - told > TELL_EVERY:
+            if done is None or total is None:
+                return
+            if first[1] < 0:
+                told, first = now, (now, done)
+            elif not console.is_terminal and done > first[1] and now - told > TELL_EVERY:
                 told = now
-                left = duration((now - began) * (total - done) / done)
+                left = duration((now - first[0]) * (total - done) / (done - first[1]))
                 parts = (f"{done} of {total}", shown.get("note"), f"about {left} left")
                 console.print(f"{title}: {', '.join(filter(None, parts))}", soft_wrap=True)
 

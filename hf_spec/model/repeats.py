@@ -8,6 +8,7 @@ of the same operations on tensors of the same layouts share their code.
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
+from torch.multiprocessing.reductions import StorageWeakRef
 
 #: Fewest operations that count as a layer.
 SHORTEST = 16
@@ -35,8 +37,8 @@ def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..
         compile_part: is called when the code first runs, for each different part.
 
     Returns:
-        A function of the graph's inputs; None if nothing recurs, or if parts would read what they
-        write through another input.
+        A function of the graph's inputs; None if nothing recurs, if parts would read what they
+        write through another input, or if they have inputs that are no tensors.
     """
     captured = fx.GraphModule(captured, copy.deepcopy(captured.graph))
     for node in captured.graph.nodes:
@@ -56,7 +58,7 @@ def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..
     for node in cut.graph.nodes:
         if node.op == "call_module":
             body = cut.get_submodule(node.target)
-            if _overlap(body):
+            if not _separate(body):
                 return None
             kind = _operations(body), _layouts(body)
             code = codes.setdefault(kind, _Code(body, compile_part))
@@ -74,11 +76,9 @@ class _Code:
 
     def __call__(self, *inputs: Tensor) -> Any:
         if self._code is None:
-            # Code for views would begin with their base.
+            # Code made for views would begin with their base.
             alone = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                if x._is_view()
-                else x
                 for x in inputs
             ]
             self._code = self._compile_part(self._body, alone)
@@ -111,11 +111,7 @@ def _recurring(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
 
 def _returns_its_first(node: fx.Node) -> bool:
     """Whether an operation's result is its first argument, which it may have written into."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    inplace = target._schema.is_mutable and target._schema.name.endswith("_")
-    return inplace or target is torch.ops.aten.alias.default
+    return re.fullmatch(r"aten\.(alias|\w+_)\.\w+", str(node.target)) is not None
 
 
 def _signature(node: fx.Node) -> Hashable:
@@ -138,16 +134,19 @@ def _layouts(body: fx.GraphModule) -> Hashable:
     return tuple(map(_layout, _inputs(body)))
 
 
-def _overlap(body: fx.GraphModule) -> bool:
-    """Whether inputs share memory; different layers' parts of one buffer do not."""
-    ends: dict[int, int] = {}
-    for tensor in sorted((node.meta["val"] for node in _inputs(body)), key=Tensor.storage_offset):
-        place = tensor.untyped_storage()._cdata
+def _separate(body: fx.GraphModule) -> bool:
+    """Whether inputs are tensors that share no memory, as different layers' parts of a buffer."""
+    ends: dict[StorageWeakRef, int] = {}
+    inputs = [node.meta.get("val") for node in _inputs(body)]
+    if not all(isinstance(value, Tensor) for value in inputs):
+        return False
+    for tensor in sorted(inputs, key=Tensor.storage_offset):
+        place = StorageWeakRef(tensor.untyped_storage())
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
         if tensor.storage_offset() < ends.get(place, 0):
-            return True
+            return False
         ends[place] = tensor.storage_offset() + last + 1
-    return False
+    return True
 
 
 def _operations(body: fx.GraphModule) -> Hashable:

@@ -112,3 +112,20 @@ def test_inputs_that_overlap() -> None:
     before = str(graph.graph)
     assert compile_once(graph, lambda part, _: part) is None
     assert str(graph.graph) == before
+
+
+@torch.no_grad()
+def test_constants_that_are_no_tensors() -> None:
+    """As the bodies of control flow, which operations take as arguments."""
+    _, _, graph = captured([Layer() for _ in range(LAYERS)])
+    graph.body = torch.fx.symbolic_trace(nn.Identity())
+    last = graph.graph.output_node()
+    with graph.graph.inserting_before(last):
+        body = graph.graph.get_attr("body")
+        applied = graph.graph.call_function(apply, (body, last.args[0][0]))
+    last.args = ((applied, *last.args[0][1:]),)
+    assert compile_once(graph, lambda part, _: part) is None
+
+
+def apply(body: Any, x: Tensor) -> Any:
+    return body(x)
