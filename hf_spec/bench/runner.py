@@ -53,7 +53,8 @@ def run(
         compiled: a backend of ``torch.compile``, with which contenders take part a second time,
             with a static cache and compiled steps; None for none. Calls that compile are repeated
             and counted apart.
-        progress: called as ``progress(done, total)`` with numbers of calls.
+        progress: called as ``progress(done, total)`` with numbers of calls, at first with 0 after
+            the calls that prepare.
 
     Raises:
         ValueError: a strategy does not support this model or these options.

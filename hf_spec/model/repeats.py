@@ -57,7 +57,7 @@ def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..
     codes: dict[Hashable, _Code] = {}
     for node in cut.graph.nodes:
         if node.op == "call_module":
-            body = cut.get_submodule(node.target)
+            body: Any = cut.get_submodule(node.target)
             if not _separate(body):
                 return None
             kind = _operations(body), _layouts(body)
@@ -137,10 +137,10 @@ def _layouts(body: fx.GraphModule) -> Hashable:
 def _separate(body: fx.GraphModule) -> bool:
     """Whether inputs are tensors that share no memory, as different layers' parts of a buffer."""
     ends: dict[StorageWeakRef, int] = {}
-    inputs = [node.meta.get("val") for node in _inputs(body)]
+    inputs: list[Any] = [node.meta.get("val") for node in _inputs(body)]
     if not all(isinstance(value, Tensor) for value in inputs):
         return False
-    for tensor in sorted(inputs, key=Tensor.storage_offset):
+    for tensor in sorted(inputs, key=lambda tensor: tensor.storage_offset()):
         place = StorageWeakRef(tensor.untyped_storage())
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
         if tensor.storage_offset() < ends.get(place, 0):
@@ -155,7 +155,7 @@ def _operations(body: fx.GraphModule) -> Hashable:
     return tuple(
         (
             node.op, node.target if node.op == "call_function" else None,
-            repr(map_arg((node.args, node.kwargs), lambda node: order[node])),
+            repr(map_arg((node.args, node.kwargs), lambda node: f"%{order[node]}")),
         )
         for node in body.graph.nodes
     )  # fmt: skip

@@ -140,7 +140,7 @@ def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, 
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     warm_up = names
     assert turns == [warm_up, names, names[1:] + names[:1], names[2:] + names[:2], names]
-    assert calls == [(i, 12) for i in range(1, 13)]
+    assert calls == [(i, 12) for i in range(13)]
     found = [(row["diverged"], row["identical"]) for row in map(result.overall, names)]
     assert found == [(0, 4), (4, 0), (0, 4)]
 
