@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -242,14 +243,11 @@ class Graphs:
                 )
         values = [node.meta.get("val") for node in captured.graph.nodes]
         dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
-        code = compile_once(captured, self._part) if self.in_parts else None
+        code = None
+        if self.in_parts:  # by a function without the model, which kept code must not hold
+            code = compile_once(captured, partial(_compile_part, self._backend, self._options))
         code = code or self._whole(captured, inputs[:static])
         return Graph(code, frozenset(baked & self._tensors), tolerance(dtypes))
-
-    def _part(self, part: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
-        if self._backend == "eager":
-            return part
-        return torch._inductor.compile(part, list(inputs), options=self._options)
 
     def _whole(self, captured: torch.fx.GraphModule, static: Sequence[Tensor]) -> Function:
         if self._backend == "eager":  # runs the captured graph as it is
@@ -276,6 +274,14 @@ def _options(config: CompileConfig) -> dict[str, Any]:
     if config.backend == "inductor" and config.mode is not None:
         options = {**torch._inductor.list_mode_options(config.mode), **options}
     return options
+
+
+def _compile_part(
+    backend: str, options: dict[str, Any], part: torch.fx.GraphModule, inputs: Sequence[Tensor]
+) -> Function:
+    if backend == "eager":
+        return part
+    return torch._inductor.compile(part, list(inputs), options=options)
 
 
 @contextmanager

@@ -316,6 +316,11 @@ def test_with_a_compiler(shallow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     second = generate(model, prompt(), **kwargs)
     assert torch.equal(second.sequences, plain)
     assert compiled(second)["made"] == 0 and len(parts) == before
+    freed = weakref.ref(model)
+    parts.clear()
+    del model, first, second
+    gc.collect()
+    assert freed() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -443,7 +448,7 @@ def test_buffers_are_used_again(shallow: Any, monkeypatch: Any, name: str) -> No
 
 
 def test_a_model_is_freed(shallow: Any) -> None:
-    model = adapt(shallow(), "space")
+    model = adapt(shallow(layers=3), "space")  # so many that one recurs
     generate(model, prompt(), **strategy("space"), **CAPTURED)
     seen = weakref.ref(model)
     del model
