@@ -32,13 +32,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import measured
-from cuda import numbers
 from pages import Row, agreement, by_column, by_strategy, by_task, environment
 from real_models import folder_of
 from transformers import AutoConfig
 
 from hf_spec.bench.contenders import STOCK, parse_names, read_adapters
 from hf_spec.bench.prompts import Prompt, context_limit, read_prompts, spread
+from hf_spec.cli.options import whole_numbers
 from hf_spec.core.checks import duration, first_line
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import read_json
@@ -297,8 +297,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     add("--only", help=f"of {','.join(groups)}, with commas (default: all)")
     add("--limit", type=int, default=48, help="prompts of each step (default: %(default)s)")
     add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
-    add("--batch-sizes", type=numbers, default="1,4,8,16", help="default: %(default)s")
-    add("--contexts", type=numbers, default="512,2048,6144", help="default: %(default)s")
+    add("--batch-sizes", default="1,4,8,16", help="default: %(default)s")
+    add("--contexts", default="512,2048,6144", help="default: %(default)s")
     add("--dtype", default=NATIVE, help="as of hf-spec bench (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="default: %(default)s")
     add("--vllm-python", help="interpreter of an environment with vLLM")
@@ -312,6 +312,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--only {unknown[0]}: choose from {', '.join(groups)}")
         if "vllm" in args.only and not args.vllm_python:
             raise ValueError("--only vllm needs --vllm-python")
+        args.batch_sizes = whole_numbers("--batch-sizes", args.batch_sizes)
+        args.contexts = whole_numbers("--contexts", args.contexts)
         own = [one.strategy for one in read_adapters(args.adapter)]
         names = parse_names(args.strategies or ",".join(["prompt_lookup", *own]))
         stock = [f"{STOCK}prompt_lookup"]

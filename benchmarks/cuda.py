@@ -42,6 +42,7 @@ from hf_spec.bench.environment import environment_of
 from hf_spec.bench.report import new_table
 from hf_spec.bench.results import PHASES
 from hf_spec.cache.convert import pack
+from hf_spec.cli.options import whole_numbers
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import Stopwatch, synchronize
 from hf_spec.core.token_tree import TokenTree
@@ -379,13 +380,6 @@ def print_results(results: Row, console: Console) -> None:
             console.print("not measured, or not compiled:", json.dumps(row), soft_wrap=True)
 
 
-def numbers(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 on, with commas")
-    return list(dict.fromkeys(map(int, parts)))
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
@@ -402,7 +396,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--tokens", "1,2,4,8,16,32,64", "tokens of a forward"),
         ("--candidates", "7,15", "candidates of a strategy's step"),
     ):
-        add(name, type=numbers, default=default, help=f"{what} (default: {default})")
+        add(name, default=default, help=f"{what} (default: {default})")
     add("--strategies", default=",".join(methods()), help="default: %(default)s; '' for none")
     add("--repeats", type=int, default=20, help="timings of a forward (default: %(default)s)")
     add("--calls", type=int, default=3, help="timed calls of each way (default: %(default)s)")
@@ -418,6 +412,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.shape = (args.shape or ("1b" if on_gpu else "tiny")).split(",")
         if unknown := set(args.shape) - set(SHAPES):
             raise ValueError(f"--shape {', '.join(unknown)}: choose from {', '.join(SHAPES)}")
+        for name in ("contexts", "batch_sizes", "tokens", "candidates"):
+            setattr(args, name, whole_numbers(f"--{name.replace('_', '-')}", getattr(args, name)))
         args.dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
         for name, least in (("repeats", 2), ("calls", 1), ("new_tokens", 16)):
             if getattr(args, name) < least:

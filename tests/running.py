@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig
 
 from hf_spec.core import transfer
@@ -17,6 +19,17 @@ from modeling_patches.per_call import Changes
 
 #: Compiled steps whose code is what was captured.
 CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+
+
+def experts_are_captured() -> bool:
+    """Whether this PyTorch captures the grouped product of experts in float32: 2.13 does not."""
+    with FakeTensorMode(), warnings.catch_warnings(action="ignore"):
+        rows, experts = torch.zeros(4, 8), torch.zeros(2, 8, 16)
+        try:
+            torch.nn.functional.grouped_mm(rows, experts, offs=torch.tensor([2, 4]).int())
+        except RuntimeError:
+            return False
+    return True
 
 
 def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_every_strategy_runs(cuda: Any, tmp_path: Path, monkeypatch: pytest.Monk
     ("arguments", "message"),
     [
         (["--shape", "70b"], "--shape 70b: choose from tiny, 22m, 1b, 8b"),
-        (["--contexts", "0"], "give numbers from 1 on"),
+        (["--contexts", "0"], "must be numbers from 1"),
         (["--repeats", "1"], "--repeats must be at least 2"),
         (["--backend", "none"], "torch.compile does not know it"),
     ],
