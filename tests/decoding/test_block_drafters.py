@@ -24,7 +24,7 @@ from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
 Fresh = Callable[..., PreTrainedModel]
-GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 CONFIGS = {
     "plain": ("dflash", {"num_layers": 2, "block_size": 5}),
     "anchor": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "gated"}),

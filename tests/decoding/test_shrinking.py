@@ -35,7 +35,7 @@ from hf_spec.policy.step_policy import Plan, StepPolicy
 Tiny = Callable[..., PreTrainedModel]
 
 LENGTHS = (12, 5, 9, 11, 3, 7, 12, 8, 4, 10, 6, 12, 5, 9, 11, 2)
-NEW = 24
+NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
 

@@ -45,7 +45,7 @@ def bits(one: Any, other: Any) -> bool:
 
 def compare(model: Any, name: str, inputs: dict[str, Any], **settings: Any) -> Any:
     """Run a strategy and compare all bits; returns its output."""
-    given = {"output_logits": True, "eos_token_id": None, "max_new_tokens": 24, **settings}
+    given = {"output_logits": True, "eos_token_id": None, "max_new_tokens": 16, **settings}
     outputs = []
     for strategy in ({}, strict(name)):
         torch.manual_seed(0)
