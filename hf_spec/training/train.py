@@ -320,7 +320,7 @@ def _train(
             callbacks=[NewAnchors(), *callbacks],
             dry_run=dry_run,
         )
-        with kept_states(trainer, folder, [training_rows, held_out_rows], before):
+        with kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]
