@@ -39,8 +39,7 @@ def load_into(
     origin = _origin(model_id, kwargs)
     if not _is_ours(origin, self.peft_config.get(adapter_name)):
         return original(self, model_id, adapter_name, *args, **kwargs)
-    origin.weights()
-    with unchanged_on_error(unwrapped(self)), readable(model_id):
+    with unchanged_on_error(unwrapped(self)), readable(origin.weights()):
         result = original(self, model_id, adapter_name, *args, **kwargs)
     _note(self, adapter_name, origin)
     return result

@@ -172,7 +172,8 @@ def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     decoding it drafts with the adapter's strategy.
     """
     from hf_spec.bench.contenders import read_adapters
-    from hf_spec.hub.folder import CONFIG, read_json
+    from hf_spec.files import read_json
+    from hf_spec.hub.folder import CONFIG
 
     dtype, config = str(model.dtype).removeprefix("torch."), Path(path, CONFIG)
     adapters = read_adapters([path]) if config.is_file() else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.files import write_atomically
+from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.loading import is_path
 from hf_spec.policy.saved import LEARNED_FILE, read_entries
@@ -147,23 +146,6 @@ def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
     method = get_method(strategy)
     method.parse_options(options)
     return method, options
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no JSON object; the message names it.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object")
-    return data
 
 
 def check_complete(folder: Path) -> None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from hf_spec.core.checks import first_line
-from hf_spec.files import write_atomically
+from hf_spec.files import read_json, write_atomically
 from hf_spec.hub.card import render_card
 from hf_spec.hub.folder import (
     CARD,
@@ -19,7 +19,6 @@ from hf_spec.hub.folder import (
     UNSAFE,
     check_complete,
     is_repository,
-    read_json,
     write_shim,
 )
 from hf_spec.policy.saved import LEARNED_FILE

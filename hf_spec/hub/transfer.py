@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,16 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import check_numbers, complaints
+from hf_spec.adapters.checkpoint import INDEX, check_numbers, complaints, opened, shards
 from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import first_line
-from hf_spec.files import write_atomically
+from hf_spec.files import read_json, write_atomically
 from hf_spec.hub.card import write_card
-from hf_spec.hub.folder import CONFIG, attached, is_repository, read_json, save_adapter, staging
+from hf_spec.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
 from hf_spec.methods.registry import Export, Method, Published, methods
 from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement
 
-#: Suffix of files that map tensors to checkpoint files.
-INDEX = ".index.json"
 SAFE = ".safetensors"
 #: File that describes what a checkpoint holds.
 MODEL_CONFIG = "config.json"
@@ -37,8 +35,6 @@ MODEL_CONFIG = "config.json"
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 #: Keys under which training programs keep tensors by name, beside other things.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-#: What to do about a file that cannot be read.
-AGAIN = "copy it again (of a Git LFS pointer, `git lfs pull` gets the file)"
 
 
 def importable(name: str) -> tuple[Method, Published]:
@@ -137,23 +133,11 @@ def find_published(place: str, published: Published) -> Path:
 def tensor_names(path: Path) -> list[str]:
     """Names of all tensors of a checkpoint; raises the errors of :func:`read_published`."""
     if path.suffix == SAFE:
-        with _opened(path) as file:
+        with opened(path) as file:
             return list(file.keys())
     if path.name.endswith(INDEX):
-        return list(_places(path))
+        return list(shards(path))
     return list(read_published(path, lambda name: True))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is no safetensors file: {error}; {AGAIN}") from error
 
 
 def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -175,15 +159,16 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
         parts = [read_published(path.parent / name, wants) for name in _shards(path, wants)]
         return {name: tensor for part in parts for name, tensor in part.items()}
     if path.suffix == SAFE:
-        with _opened(path) as file:
+        with opened(path) as file:
             return {name: file.get_tensor(name) for name in list(file.keys()) if wants(name)}
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling wrong bytes can raise anything
         raise ValueError(
             f"{str(path)!r} is no file of tensors by name, was cut off, or holds something else "
-            f"besides, which is not read since it could run code; {AGAIN}, or have it saved as "
-            "safetensors by whoever made it"
+            "besides, which is not read since it could run code; copy it again (of a Git LFS "
+            "pointer, `git lfs pull` gets the file), or have it saved as safetensors by whoever "
+            "made it"
         ) from error
     for _ in WRAPPERS:  # one may be inside another
         inner = data if isinstance(data, dict) else {}
@@ -197,19 +182,7 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
 
 def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
     """The files that an index names for the tensors that are wanted."""
-    names = sorted({str(file) for name, file in _places(path).items() if wants(name)})
-    for name in names:
-        if Path(name).name != name or name.endswith(INDEX):
-            raise ValueError(f"{str(path)!r} names {name!r}, which is no file beside it")
-    return names
-
-
-def _places(path: Path) -> dict[str, Any]:
-    """The file of each tensor, by an index."""
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict):
-        raise ValueError(f"{str(path)!r} has no weight_map")
-    return places
+    return sorted({file for name, file in shards(path).items() if wants(name)})
 
 
 def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:

@@ -27,8 +27,7 @@ from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_same_settings
 from hf_spec.data import Prompt, read
 from hf_spec.decoding.auto import LOOKUPS, choose
-from hf_spec.files import write_atomically
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json, write_atomically
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
 
 if TYPE_CHECKING:
