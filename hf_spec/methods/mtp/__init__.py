@@ -1,14 +1,15 @@
 """``mtp``: draft with the layers for multi-token prediction of the model's own checkpoint."""
 
+from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.methods.mtp.adapter import MtpAdapter, MtpConfig, loss
-from hf_spec.methods.mtp.drafter import MtpDrafter, MtpOptions
+from hf_spec.methods.mtp.drafter import MtpDrafter
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="mtp",
     summary="the checkpoint's own layers for multi-token prediction, as they are or fine-tuned",
-    options=MtpOptions,
+    options=GrowOptions,
     drafter=MtpDrafter,
     adapter_config=MtpConfig,
     adapter_module=MtpAdapter,

@@ -7,7 +7,6 @@ Prediction" (2024).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,23 +20,14 @@ from hf_spec.model.hidden_states import Reads
 from hf_spec.policy.draft_exit import learned
 
 
-@dataclass(frozen=True)
-class MtpOptions(GrowOptions):
-    """Options of ``mtp``: those of all strategies that grow a tree level by level.
-
-    Attributes:
-        width: draft tokens of a level that are continued, the likeliest ones.
-    """
-
-
 class MtpDrafter(AutoregressiveDrafter):
     """The model's own layers, on its final states, predict one token after the other; those of an
     active adapter, which has fine-tuned them, if there is one."""
 
     network: MtpNetwork
-    options: MtpOptions
+    options: GrowOptions
 
-    def __init__(self, model: Any, options: MtpOptions):
+    def __init__(self, model: Any, options: GrowOptions):
         adapter = find_active(model, "MTP")
         layers = mtp_layers(model) if adapter is None else adapter.module.placed()
         key = "mtp", None if adapter is None else adapter.name, key_of(options)
