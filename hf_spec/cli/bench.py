@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, Notes, check_writable, progress_bar, stop_without
+from hf_spec.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
 from hf_spec.model.loading import NATIVE, load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
@@ -141,7 +141,7 @@ def bench(
     environment = environment_of(loaded, model, source)
     with (
         progress_bar("benchmark") as progress,
-        Notes(progress, "hf_spec.bench.session", "hf_spec.model.graphs"),
+        notes(progress, "hf_spec.bench.session", "hf_spec.model.graphs"),
     ):
         result = run(
             loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),

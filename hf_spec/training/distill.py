@@ -322,16 +322,11 @@ def fastest(
     drafting = Contender(choice.strategy, ours(choice.strategy, options))
     if settings.do_sample:
         return drafting
-    limit = {"max_new_tokens": min(settings.max_new_tokens, TRIAL)}
-    speeds = {}
-    with Session.open(
-        model, tokenizer, {**settings.generate_kwargs, **limit}, [drafting]
-    ) as session:
-        for one in (PLAIN, drafting):
-            session.generate(one, prompts, max_new_tokens=2)  # the first call is slower
-            seconds, answers, *_ = session.generate(one, prompts)
-            speeds[one.name] = sum(map(len, answers)) / seconds
-    return drafting if speeds[drafting.name] > speeds[PLAIN.name] else PLAIN
+    length = min(settings.max_new_tokens, TRIAL)
+    limited = {**settings.generate_kwargs, "max_new_tokens": length}
+    with Session.open(model, tokenizer, limited, [drafting]) as session:
+        plain, drafted = session.speeds((PLAIN, drafting), [prompts])
+    return drafting if drafted > plain else PLAIN
 
 
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
