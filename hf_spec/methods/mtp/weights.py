@@ -94,7 +94,8 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
             f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, "
             f"{_what_it_has(model, files)}. Choose another strategy."
         )
-    plain = {one: path for one, path in files.items() if not _is_scales(one, files)}
+    scales = {one + SCALES for one in files}
+    plain = {one: path for one, path in files.items() if one not in scales}
     num_parts = recipe_of(model).num_parts
     sources, unknown = _sources(plain, layout, below, num_parts)
     with ExitStack() as stack:
@@ -199,11 +200,6 @@ def _final_norms(model: Any, count: int) -> dict[str, Tensor]:
     return {f"{index}.post_norm.{name}": own[name] for index in range(count) for name in own}
 
 
-def _is_scales(name: str, files: Mapping[str, Path]) -> bool:
-    """Whether a tensor holds the scales of another one."""
-    return name.endswith(SCALES) and name.removesuffix(SCALES) in files
-
-
 class _Stored:
     """Tensors of a checkpoint.
 
@@ -257,7 +253,7 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
     Args:
         below: number of the model's layers.
     """
-    place = checkpoint_of(model)
+    place = str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
     if not place:
         raise ValueError(
             f"assistant_strategy='mtp': {type(model).__name__} was not loaded from a checkpoint, "
@@ -284,11 +280,6 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
             f"{place!r} has no {min(missing)!r}, which {INDEX} names: download it again."
         )
     return place, {name: path for name, file in wanted.items() if (path := paths[file])}
-
-
-def checkpoint_of(model: Any) -> str:
-    """The folder or repository that a model was loaded from; empty for none."""
-    return str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
 
 
 def _file(origin: Origin, *names: str) -> Path | None:
