@@ -198,16 +198,13 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
     method, published = importable(method_name)
     assert method.adapter_config is not None
     try:
-        tensors = _dequantized(read_published(path, _with_scales(published.wants)))
+        # With the scales of those that are stored as 8-bit floats.
+        found = read_published(path, lambda name: published.wants(name.removesuffix(SCALES)))
+        tensors = _dequantized(found)
         fields, tensors = published.convert(tensors, config_beside(path))
         return method.adapter_config(**fields, inference_mode=True), tensors
     except ValueError as error:
         raise ValueError(f"cannot import {str(path)!r}: {error}") from error
-
-
-def _with_scales(wants: Callable[[str], bool]) -> Callable[[str], bool]:
-    """The tensors that are wanted, and the scales of those that are stored as 8-bit floats."""
-    return lambda name: wants(name.removesuffix(SCALES))
 
 
 def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

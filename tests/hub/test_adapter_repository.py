@@ -101,7 +101,9 @@ def test_transformers_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path
     model.save_pretrained(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path)
     assert config.assistant_strategy == "layer_skip" and config.pad_token_id == 0
-    assert shim(tmp_path / "custom_generate" / "generate.py")["STRATEGY"] == "layer_skip"
+    assert (
+        shim(tmp_path / "custom_generate" / "generate.py")["SETTINGS"]["strategy"] == "layer_skip"
+    )
 
 
 def test_nothing_half_written_stays(tmp_path: Path) -> None:
@@ -269,8 +271,8 @@ def shim(path: Path) -> dict[str, Any]:
 
 def test_a_pushed_shim_names_its_repository(adapter: Path) -> None:
     folder_module.write_shim(adapter, "org/a-b.c_d")
-    scope = shim(adapter / "custom_generate" / "generate.py")
-    assert (scope["OPTIONS"], scope["REPOSITORY"]) == (OPTIONS, "org/a-b.c_d")
+    made = shim(adapter / "custom_generate" / "generate.py")["SETTINGS"]
+    assert (made["options"], made["repository"]) == (OPTIONS, "org/a-b.c_d")
     check_complete(adapter)  # as it comes back from the Hub
     path = adapter / "custom_generate" / "generate.py"
     path.write_text(path.read_text().replace("'org/a-b", "evil('org/a-b"))
@@ -379,7 +381,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "custom_generate/generate.py", "results.json", "search.png",
     }  # fmt: skip
-    assert b"= 'org/skip'" in files["custom_generate/generate.py"]
+    assert b"'repository': 'org/skip'" in files["custom_generate/generate.py"]
     card = files["README.md"].decode()
     assert 'model.load_adapter("org/skip")' in card and "base_model: org/base" in card
     assert str(adapter.parent) not in card
