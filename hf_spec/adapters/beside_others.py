@@ -177,7 +177,7 @@ def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _active(base: Any, peft_type: Any) -> list[str]:
     """The active adapters of a type on a base model."""
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
-    layer: Any = layer_of(base, tuner_class.prefix)
+    layer = layer_of(base, tuner_class.prefix)
     if layer is None and tuner_class.tuner_layer_cls is not SpecAdapterLayer:
         layers = (one for one in base.modules() if isinstance(one, tuner_class.tuner_layer_cls))
         layer = next(layers, None)
@@ -187,7 +187,7 @@ def _active(base: Any, peft_type: Any) -> list[str]:
 def _choose(base: Any, peft_type: Any, names: list[str], inference_mode: bool = False) -> None:
     """Set the active adapters of a type on a base model; those of other types stay."""
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
-    own: Any = layer_of(base, tuner_class.prefix)
+    own = layer_of(base, tuner_class.prefix)
     if own is not None:
         own.set_adapter(names, inference_mode)
     else:

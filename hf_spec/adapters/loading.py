@@ -133,7 +133,5 @@ def _is_ours(origin: Origin | None, config: Any) -> bool:
 
 
 def _note(model: Any, name: str, origin: Origin) -> None:
-    config: Any = model.peft_config[name]
-    layer = layer_of(unwrapped(model), f"{config.type_name.lower()}_")
-    assert layer is not None
-    layer.adapters[name].origin = origin
+    prefix = f"{model.peft_config[name].type_name.lower()}_"
+    layer_of(unwrapped(model), prefix).adapters[name].origin = origin

@@ -169,13 +169,12 @@ class SpecTuner(BaseTuner):
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Choose the active adapter of this type; adapters of other types stay as they are."""
         # PEFT's would also turn off the modules and tokens that a LoRA has trained.
-        layer: Any = self._own_layer
-        layer.set_adapter(adapter_name, inference_mode)
+        self._own_layer.set_adapter(adapter_name, inference_mode)
         self.active_adapter = adapter_name
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter of this type; see `set_adapter`."""
-        layer: Any = self._own_layer
+        layer = self._own_layer
         if adapter_name not in layer.adapters:
             raise ValueError(f"Adapter {adapter_name} does not exist")
         if adapter_name in layer.merged_adapters:
@@ -196,10 +195,8 @@ class SpecTuner(BaseTuner):
         super().unmerge_adapter()
 
     @property
-    def _own_layer(self) -> SpecAdapterLayer:
-        layer = layer_of(self.model, self.prefix)
-        assert layer is not None
-        return layer
+    def _own_layer(self) -> Any:
+        return layer_of(self.model, self.prefix)
 
     def _unload_and_optionally_merge(
         self,
