@@ -157,7 +157,7 @@ def adapted(model: Any, **fields: Any) -> Any:
 
 
 def drafter_of(model: Any) -> Any:
-    return get_method("ppd").drafter(model, get_method("ppd").parse_options({}))
+    return get_method("ppd").make_drafter(model, get_method("ppd").parse_options({}))
 
 
 def texts_of(model: Any, count: int, new: int = 30) -> list[tuple[list[int], list[int]]]:
@@ -261,7 +261,7 @@ def test_the_tree_of_this_device_comes_first(
     options = get_method("ppd").parse_options({"tree": "dynamic"})
 
     def states() -> TreeStates:
-        return get_method("ppd").drafter(loaded(fresh, folder), options).source._states
+        return get_method("ppd").make_drafter(loaded(fresh, folder), options).source._states
 
     here = states()
     chain = [

@@ -276,8 +276,7 @@ class Eagle3Adapter(Adapter):
         if self.config.fc_norm:
             parts = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
-        fused: Tensor = self.fc(states)
-        return fused
+        return self.fc(states)
 
     def forward(
         self, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any

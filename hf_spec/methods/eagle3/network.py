@@ -53,8 +53,7 @@ class Eagle3Network:
     def embedded(self, tokens: Tensor) -> Tensor:
         """``(batch, n, hidden)`` input embeddings of tokens ``(batch, n)``."""
         own = getattr(self.adapter, "embed_tokens", None)
-        made: Tensor = (self.model.get_input_embeddings() if own is None else own)(tokens)
-        return made
+        return (self.model.get_input_embeddings() if own is None else own)(tokens)
 
     def features(self, states: Tensor) -> Tensor:
         return self.adapter.fused(states)
@@ -81,8 +80,7 @@ class Eagle3Network:
         return torch.full((batch, count), token, device=hidden.device), hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.adapter.lm_head(states)
-        return logits
+        return self.adapter.lm_head(states)
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:

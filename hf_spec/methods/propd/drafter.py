@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter, require_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.checks import check_count
 from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
@@ -160,9 +160,8 @@ class ProPDDrafter(HeadDrafter):
     trees = {**HeadDrafter.trees, ONLINE: None}
 
 
-def make_drafter(model: Any, options: ProPDOptions) -> Drafter:
+def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> Drafter:
     """The drafter of the heads, or of another strategy, with early pruning."""
-    adapter = require_active(model, "PROPD", "propd")
     weights, config = adapter.weights(), adapter.config
     drafter: Drafter
     if options.drafter == HEADS:
