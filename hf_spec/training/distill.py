@@ -342,5 +342,4 @@ def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
             if name[0] != "_" and name != "transformers_version"
         },
     }
-    known: dict[str, Any] = json.loads(json.dumps(facts))
-    return known
+    return json.loads(json.dumps(facts))
