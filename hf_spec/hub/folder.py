@@ -61,14 +61,11 @@ def save_adapter(
         strategy, options: what ``generation_config.json`` shall say.
         state: the model's state dict, where its own tensors are sharded.
     """
-    _save_weights(model, folder, state)
+    with staging(folder) as temporary:
+        model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
+        for path in (CARD, GENERATION, SHIM):  # which PEFT writes, too
+            (temporary / path).unlink(missing_ok=True)
     save_spec_config(folder, strategy, options)
-
-
-def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
-    """Write an adapter of this config that needs no training; the model is unchanged afterwards."""
-    with attached(model, adapter_config) as peft_model:
-        _save_weights(peft_model, folder)
 
 
 @contextmanager
@@ -80,7 +77,7 @@ def attached(
 
     Args:
         model: the base model.
-        adapter_config: the adapter's config.
+        adapter_config: the adapter's config; None for that of ``trained``.
         in_float32: whether an adapter of a 16-bit model is kept in float32, as PEFT does for
             training.
         on_meta: whether the adapter has no weights yet.
@@ -106,31 +103,17 @@ def attached(
             parameter.requires_grad_(before)
 
 
-def _save_weights(model: Any, folder: Path, state: dict[str, Any] | None = None) -> None:
-    """Write what PEFT writes of an adapter; card and strategy are not its business here."""
-    with staging(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
-        for path in (CARD, GENERATION, SHIM):
-            (temporary / path).unlink(missing_ok=True)
-
-
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
     """Write ``generation_config.json``, and the shim with the same strategy and options."""
     config = hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options)
-    with staging(folder) as temporary:
-        config.save_pretrained(temporary)
+    write_atomically(folder / GENERATION, config.to_json_string())
     write_shim(folder)
 
 
-def write_shim(folder: Path, repository: str | None = None) -> None:
-    """Write ``custom_generate/generate.py`` with the strategy and options of the folder.
-
-    Args:
-        folder: the adapter folder.
-        repository: the repository on the Hub that the shim loads the adapter from; None for none.
-    """
+def write_shim(folder: Path) -> None:
+    """Write ``custom_generate/generate.py`` with the strategy and options of the folder."""
     method, options = read_spec_config(folder)
-    write_atomically(folder / SHIM, shim_text(method.name, options, method.peft_type, repository))
+    write_atomically(folder / SHIM, shim_text(method.name, options, method.peft_type))
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -297,22 +296,15 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     Raises:
         ValueError: the folder has no adapter, or its type cannot be written in this format.
     """
-    from peft import PeftModel
     from safetensors.torch import save_file
 
     form_of = exporter(folder, form)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
-        peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
-    config: Any = peft_model.active_peft_config
-    try:
-        adapter = require_active(model, config.type_name, config.type_name.lower())
-        description, tensors = form_of.make(model, adapter)
+    with attached(model, None, trained=folder) as peft_model:
+        name = peft_model.active_peft_config.type_name
+        description, tensors = form_of.make(model, require_active(model, name, name.lower()))
         with staging(output) as temporary:
             # safetensors does not store views of a shared tensor.
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             save_file(plain, temporary / form_of.weights, metadata={"format": "pt"})
             write_atomically(temporary / form_of.config, json.dumps(description, indent=2))
-    finally:
-        peft_model.unload()
     return output
