@@ -40,8 +40,7 @@ from hf_spec.bench.contenders import STOCK, parse_names, read_adapters
 from hf_spec.bench.prompts import Prompt, context_limit, read_prompts, spread
 from hf_spec.cli.options import whole_numbers
 from hf_spec.core.checks import duration, first_line
-from hf_spec.files import write_atomically
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json, write_atomically
 from hf_spec.model.loading import NATIVE, native_dtype
 
 #: Sampling of the tables; None is greedy decoding.

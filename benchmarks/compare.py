@@ -19,7 +19,7 @@ from hf_spec.bench.report import new_table
 from hf_spec.bench.report import show as show_table
 from hf_spec.bench.results import interval
 from hf_spec.core.checks import first_line
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json
 
 #: Tokens, forwards and seconds of a prompt or batch, then the same of its baseline.
 Sums = tuple[float, ...]

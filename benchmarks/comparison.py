@@ -19,8 +19,7 @@ from typing import Any
 
 import measured
 
-from hf_spec.files import write_atomically
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import methods
 
 #: Draft tokens of a step.

@@ -22,7 +22,7 @@ from hf_spec.bench.environment import environment_of
 from hf_spec.bench.prompts import read_prompts, spread
 from hf_spec.bench.report import write_results
 from hf_spec.bench.runner import run
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json
 from hf_spec.model.loading import load_model
 from hf_spec.search.layers import STRATEGY, TRIAL_OPTIONS, Choice, skippable
 

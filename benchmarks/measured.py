@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_spec.files import write_atomically
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json, write_atomically
 
 #: What was measured, beside ``results.json``: the arguments of ``hf-spec bench``.
 ARGUMENTS = "arguments.json"

@@ -21,7 +21,7 @@ import measured
 from compare import main as compare
 from transformers import AutoConfig
 
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json
 
 #: The papers' adapters: each distance predicted for itself, over the whole vocabulary.
 PAPER = "--markov-rank 0 --draft-vocab-size 0"

@@ -39,8 +39,7 @@ from hf_spec.bench.environment import environment_of
 from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.bench.session import Session
 from hf_spec.core.checks import first_line
-from hf_spec.files import write_atomically
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json, write_atomically
 from hf_spec.model.loading import load_adapters, load_model
 
 WORKER = Path(__file__).with_name("vllm_worker.py")

@@ -1,12 +1,15 @@
-"""Files are written in one step: whoever reads one sees the old content or the new."""
+"""Files are written in one step, so that whoever reads one sees the old content or the new; JSON
+files are read with errors that name them."""
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -25,6 +28,23 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a text file, with one line break at its end, in one step."""
     with replacing(path) as temporary:
         temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no JSON object; the message names it.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object")
+    return data
 
 
 @contextmanager

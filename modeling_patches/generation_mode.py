@@ -16,6 +16,8 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation import utils as generation_utils
 
+from modeling_patches.around import around
+
 logger = logging.getLogger(__name__)
 
 #: Called as ``validate(model, generation_config, mode_kwargs)`` before inputs are prepared.
@@ -62,7 +64,7 @@ def register(
     def is_chosen(config: Any) -> bool:
         return getattr(config, switch, None) is not None
 
-    @_around(GenerationConfig, "__init__")
+    @around(GenerationConfig, "__init__")
     def init(original: Any, self: GenerationConfig, **kwargs: Any) -> None:
         # Transformers drops unknown fields of a saved configuration that was derived from a
         # model's. The attributes would get lost when a model is saved and loaded.
@@ -71,23 +73,19 @@ def register(
         for name, value in given.items():
             setattr(self, name, value)
 
-    @_around(GenerationConfig, "get_generation_mode")
+    @around(GenerationConfig, "get_generation_mode")
     def get_generation_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return mode if is_chosen(self) else original(self, *args, **kwargs)
 
-    original_load = GenerationConfig.from_pretrained.__func__
-
-    @functools.wraps(original_load)
-    def from_pretrained(cls: Any, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original_load(cls, pretrained_model_name, *args, **kwargs)
+    @around(GenerationConfig, "from_pretrained")
+    def from_pretrained(original: Any, cls: Any, place: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(cls, place, *args, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with unused keywords
         if is_chosen(config):
-            loaded(config, str(pretrained_model_name))
+            loaded(config, str(place))
         return found
 
-    GenerationConfig.from_pretrained = classmethod(from_pretrained)
-
-    @_around(mixin, "_validate_generation_mode")
+    @around(mixin, "_validate_generation_mode")
     def validate_generation_mode(
         original: Any, self: Any, generation_mode: Any, config: Any, mode_kwargs: Any
     ) -> None:
@@ -99,7 +97,7 @@ def register(
                 _warn_of_unused(unused[0], switch)
             original(self, generation_mode, config, mode_kwargs)
 
-    @_around(mixin, "generate_batch")
+    @around(mixin, "generate_batch")
     def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values(), self.generation_config)
         config = next(value for value in values if isinstance(value, GenerationConfig))
@@ -110,18 +108,3 @@ def register(
                 f"tree. Call generate() without 'paged', or leave {switch} out."
             )
         return original(self, *args, **kwargs)
-
-
-def _around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replace a method by a function that gets the original one as its first argument."""
-
-    def replace(function: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        setattr(owner, name, method)
-
-    return replace

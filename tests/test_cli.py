@@ -266,7 +266,7 @@ def test_what_packages_log_without_a_terminal(capsys):
     """At once, as what they do may take minutes; not after the block."""
     logger = logging.getLogger("hf_spec.model.graphs")
     level = logger.level
-    with common.progress_bar("benchmark") as update, common.Notes(update, logger.name):
+    with common.progress_bar("benchmark") as update, common.notes(update, logger.name):
         logger.info("compiled code no. %d", 1)
     logger.info("compiled code no. 2")
     assert capsys.readouterr().err == "benchmark: compiled code no. 1\n"

@@ -28,8 +28,7 @@ class ActiveAdapter(NamedTuple):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Its parameters and buffers by name."""
-        tensors: dict[str, torch.Tensor] = self.module.tensors()
-        return tensors
+        return self.module.tensors()
 
     def file_beside(self, name: str, ask: bool = True) -> Path | None:
         """A file in the folder or repository that it was loaded from; see `Origin.file`."""
@@ -50,7 +49,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
             not been loaded.
     """
     base = unwrapped(model)
-    layer: Any = layer_of(base, f"{peft_type.lower()}_")
+    layer = layer_of(base, f"{peft_type.lower()}_")
     if layer is None or layer.disable_adapters:
         return None
     # Adapters of other types are active on the same model.

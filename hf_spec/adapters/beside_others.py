@@ -2,20 +2,19 @@
 
 They hang on the base model, whatever is around it. So a `PeftModel` of a LoRA can load them, and
 one of theirs a LoRA; each type has an active adapter of its own. PEFT and Transformers refuse some
-of this, or change adapters of other types on the way. :mod:`hf_spec.adapters.tuner` wraps their
-methods in the functions here, each of which takes the original method; models without adapters of
-hf_spec pass through unchanged.
+of this, or change adapters of other types on the way. The functions here wrap their methods, which
+have no hooks for this; models without adapters of hf_spec pass through unchanged.
 """
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PEFT_TYPE_TO_TUNER_MAPPING, functional
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftModel, functional
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers.integrations.peft import PeftAdapterMixin
 
@@ -23,186 +22,162 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, layers_of
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.repo_files import SHIM
+from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
 
 
-def add_beside(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftModel, "add_adapter")
+def add_beside(
+    original: Any, self: Any, adapter_name: str, peft_config: Any, low_cpu_mem_usage: bool = False,
+    autocast_adapter_dtype: bool = True,
+) -> None:  # fmt: skip
     """`PeftModel.add_adapter`: hf_spec's adapters and those of other types share a model.
 
     The first adapter of a type is active at once, as each type has an active adapter of its own.
     """
-
-    def add_adapter(
-        self: Any,
-        adapter_name: str,
-        peft_config: Any,
-        low_cpu_mem_usage: bool = False,
-        autocast_adapter_dtype: bool = True,
-    ) -> None:
-        found = {adapter_name: peft_config}
-        same = peft_config.peft_type == self.peft_type
-        if same or adapter_name in self.peft_config or not _has_ours(self, found):
-            original(self, adapter_name, peft_config, low_cpu_mem_usage, autocast_adapter_dtype)
-            return
-        base = unwrapped(self)
-        tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_config.peft_type]
-        active = _active(base, peft_config.peft_type)
-        trainable = {id(one) for one in base.parameters() if one.requires_grad}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")
-            with unchanged_on_error(base):
-                tuner: Any = tuner_class(
-                    base, found, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage
-                )
-        tuner._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
-        if active:  # as in PEFT, later ones are neither active nor trainable
-            _choose(base, peft_config.peft_type, active)
-            for parameter in base.parameters():
-                parameter.requires_grad_(id(parameter) in trainable)
-
-    return add_adapter
+    found = {adapter_name: peft_config}
+    same = peft_config.peft_type == self.peft_type
+    if same or adapter_name in self.peft_config or not _has_ours(self, found):
+        original(self, adapter_name, peft_config, low_cpu_mem_usage, autocast_adapter_dtype)
+        return
+    base = unwrapped(self)
+    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_config.peft_type]
+    active = _active(base, peft_config.peft_type)
+    trainable = {id(one) for one in base.parameters() if one.requires_grad}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        with unchanged_on_error(base):
+            tuner: Any = tuner_class(base, found, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage)
+    tuner._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+    if active:  # as in PEFT, later ones are neither active nor trainable
+        _choose(base, peft_config.peft_type, active)
+        for parameter in base.parameters():
+            parameter.requires_grad_(id(parameter) in trainable)
 
 
-def set_by_type(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftModel, "set_adapter")
+def set_by_type(
+    original: Any, self: Any, adapter_name: str | list[str], inference_mode: bool = False
+) -> None:
     """`PeftModel.set_adapter`: choose the active adapter of each type that is named.
 
     The adapters of types that are not named stay as they are.
     """
-
-    def set_adapter(self: Any, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        if not _has_ours(self):
-            original(self, adapter_name, inference_mode)
-            return
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        by_type: dict[Any, list[str]] = {}
-        for name in names:
-            if name not in self.peft_config:
-                raise ValueError(f"Adapter {name} not found.")
-            by_type.setdefault(self.peft_config[name].peft_type, []).append(name)
-        for peft_type, some in by_type.items():
-            if len(some) > 1:
-                raise ValueError(
-                    f"a PeftModel has one active adapter of each type, got {', '.join(some)} of "
-                    f"type {getattr(peft_type, 'value', peft_type)}: choose one of them."
-                )
-            if peft_type == self.peft_type:
-                original(self, some[0], inference_mode)
-            else:
-                _choose(unwrapped(self), peft_type, some, inference_mode)
-
-    return set_adapter
-
-
-def delete_by_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.delete_adapter`: an adapter of another type than the `PeftModel`'s."""
-
-    def delete_adapter(self: Any, adapter_name: str) -> None:
-        config = self.peft_config.get(adapter_name)
-        if config is None or config.peft_type == self.peft_type or not _has_ours(self):
-            original(self, adapter_name)
-            return
-        tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
-        del self.peft_config[adapter_name]
-        layer = layer_of(unwrapped(self), tuner_class.prefix)
-        if layer is not None:
-            layer.delete_adapter(adapter_name)
-        else:
-            functional.delete_adapter(
-                unwrapped(self), adapter_name, tuner_class.prefix, tuner_class.tuner_layer_cls
+    if not _has_ours(self):
+        original(self, adapter_name, inference_mode)
+        return
+    names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+    by_type: dict[Any, list[str]] = {}
+    for name in names:
+        if name not in self.peft_config:
+            raise ValueError(f"Adapter {name} not found.")
+        by_type.setdefault(self.peft_config[name].peft_type, []).append(name)
+    for peft_type, some in by_type.items():
+        if len(some) > 1:
+            raise ValueError(
+                f"a PeftModel has one active adapter of each type, got {', '.join(some)} of "
+                f"type {getattr(peft_type, 'value', peft_type)}: choose one of them."
             )
+        if peft_type == self.peft_type:
+            original(self, some[0], inference_mode)
+        else:
+            _choose(unwrapped(self), peft_type, some, inference_mode)
 
-    return delete_adapter
+
+@around(PeftModel, "delete_adapter")
+def delete_by_type(original: Any, self: Any, adapter_name: str) -> None:
+    """`PeftModel.delete_adapter`: an adapter of another type than the `PeftModel`'s."""
+    config = self.peft_config.get(adapter_name)
+    if config is None or config.peft_type == self.peft_type or not _has_ours(self):
+        original(self, adapter_name)
+        return
+    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    del self.peft_config[adapter_name]
+    layer = layer_of(unwrapped(self), tuner_class.prefix)
+    if layer is not None:
+        layer.delete_adapter(adapter_name)
+    else:
+        functional.delete_adapter(
+            unwrapped(self), adapter_name, tuner_class.prefix, tuner_class.tuner_layer_cls
+        )
 
 
-def save_without_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftModel, "save_pretrained")
+def save_without_embeddings(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """`PeftModel.save_pretrained`: adapters of hf_spec never include the model's embeddings, which
     PEFT adds where the vocabulary was resized.
 
     The folder of an adapter that is not named "default" gets no `custom_generate`: nothing looks
     for it there, and `push_to_hub` fails on folders in folders.
     """
-    signature = inspect.signature(original)
-
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        selected = given.arguments["selected_adapters"]
-        known = self.peft_config
-        names = list(known) if selected is None else selected
-        ours = [name for name in names if isinstance(known.get(name), SpecPeftConfig)]
-        others = [name for name in names if name not in ours]
-        wanted = given.arguments["save_embedding_layers"]
-        folder = Path(given.arguments["save_directory"])
-        shims = [folder / name / SHIM for name in ours if name != "default"]
-        new = [path for path in shims if not path.exists()]
-        for some, embeddings in ((others, wanted), (ours, False)):
-            if some:
-                given.arguments.update(selected_adapters=some, save_embedding_layers=embeddings)
-                original(*given.args, **given.kwargs)
-        for path in new:
-            if path.exists():
-                path.unlink()
-                path.parent.rmdir()
-
-    return save_pretrained
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    selected = given.arguments["selected_adapters"]
+    known = self.peft_config
+    names = list(known) if selected is None else selected
+    ours = [name for name in names if isinstance(known.get(name), SpecPeftConfig)]
+    others = [name for name in names if name not in ours]
+    wanted = given.arguments["save_embedding_layers"]
+    folder = Path(given.arguments["save_directory"])
+    shims = [folder / name / SHIM for name in ours if name != "default"]
+    new = [path for path in shims if not path.exists()]
+    for some, embeddings in ((others, wanted), (ours, False)):
+        if some:
+            given.arguments.update(selected_adapters=some, save_embedding_layers=embeddings)
+            original(*given.args, **given.kwargs)
+    for path in new:
+        if path.exists():
+            path.unlink()
+            path.parent.rmdir()
 
 
-def state_without_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftAdapterMixin, "get_adapter_state_dict")
+def state_without_embeddings(
+    original: Any, self: Any, adapter_name: str | None = None, *args: Any, **kwargs: Any
+) -> dict[str, torch.Tensor]:
     """`PreTrainedModel.get_adapter_state_dict`: see `save_without_embeddings`."""
-
-    def get_adapter_state_dict(
-        self: Any, adapter_name: str | None = None, *args: Any, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = original(self, adapter_name, *args, **kwargs)
-        name = self.active_adapters()[0] if adapter_name is None else adapter_name
-        if isinstance(self.peft_config[name], SpecPeftConfig):
-            state = {key: tensor for key, tensor in state.items() if CONTAINER in key}
-        return state
-
-    return get_adapter_state_dict
+    state: dict[str, torch.Tensor] = original(self, adapter_name, *args, **kwargs)
+    name = self.active_adapters()[0] if adapter_name is None else adapter_name
+    if isinstance(self.peft_config[name], SpecPeftConfig):
+        state = {key: tensor for key, tensor in state.items() if CONTAINER in key}
+    return state
 
 
-def set_beside_saved_modules(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftAdapterMixin, "set_adapter")
+def set_beside_saved_modules(original: Any, self: Any, adapter_name: str | list[str]) -> None:
     """`PreTrainedModel.set_adapter`: several adapters, one of which has `modules_to_save` or
     `trainable_token_indices`; their wrappers take no name but that adapter's."""
-
-    def set_adapter(self: Any, adapter_name: str | list[str]) -> None:
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        configs = getattr(self, "peft_config", {})
-        wrappers = [one for one in self.modules() if isinstance(one, AuxiliaryTrainingWrapper)]
-        if not (wrappers and names and configs.keys() >= set(names) and layers_of(self)):
-            original(self, adapter_name)
-            return
-        for module in self.modules():
-            if isinstance(module, BaseTunerLayer):
-                module.set_adapter(names)
-        for wrapper in wrappers:
-            own = wrapper.check_set_adapter(names)
-            wrapper.set_adapter([] if own is None else own)
-
-    return set_adapter
+    names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+    configs = getattr(self, "peft_config", {})
+    wrappers = [one for one in self.modules() if isinstance(one, AuxiliaryTrainingWrapper)]
+    if not (wrappers and names and configs.keys() >= set(names) and layers_of(self)):
+        original(self, adapter_name)
+        return
+    for module in self.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.set_adapter(names)
+    for wrapper in wrappers:
+        own = wrapper.check_set_adapter(names)
+        wrapper.set_adapter([] if own is None else own)
 
 
-def keep_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(BaseTuner, "_unload_and_optionally_merge")
+def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`BaseTuner.unload` and `merge_and_unload`: what they remove are not hf_spec's adapters."""
-
-    def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = original(self, *args, **kwargs)
-        layers = layers_of(model)
-        kept = {name: one.config for layer in layers for name, one in layer.adapters.items()}
-        if kept:
-            model.peft_config = kept
-            if isinstance(model, PeftAdapterMixin):
-                model._hf_peft_config_loaded = True
-        return model
-
-    return unload
+    model = original(self, *args, **kwargs)
+    layers = layers_of(model)
+    kept = {name: one.config for layer in layers for name, one in layer.adapters.items()}
+    if kept:
+        model.peft_config = kept
+        if isinstance(model, PeftAdapterMixin):
+            model._hf_peft_config_loaded = True
+    return model
 
 
 def _active(base: Any, peft_type: Any) -> list[str]:
     """The active adapters of a type on a base model."""
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
-    layer: Any = layer_of(base, tuner_class.prefix)
+    layer = layer_of(base, tuner_class.prefix)
     if layer is None and tuner_class.tuner_layer_cls is not SpecAdapterLayer:
         layers = (one for one in base.modules() if isinstance(one, tuner_class.tuner_layer_cls))
         layer = next(layers, None)
@@ -212,7 +187,7 @@ def _active(base: Any, peft_type: Any) -> list[str]:
 def _choose(base: Any, peft_type: Any, names: list[str], inference_mode: bool = False) -> None:
     """Set the active adapters of a type on a base model; those of other types stay."""
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
-    own: Any = layer_of(base, tuner_class.prefix)
+    own = layer_of(base, tuner_class.prefix)
     if own is not None:
         own.set_adapter(names, inference_mode)
     else:

@@ -1,4 +1,4 @@
-"""An adapter's weights on disk, and the checks that they pass before a model gets them.
+"""Weights on disk, and the checks that those of an adapter pass before a model gets them.
 
 Pickles can run code and are never read. This module knows no models or PEFT types.
 """
@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
+from hf_spec.core.checks import first_line
+from hf_spec.files import read_json
+
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 #: Prefix of the names of an adapter's tensors on disk.
 PEFT_PREFIX = "base_model.model."
+#: Suffix of files that name the file of each tensor.
+INDEX = ".index.json"
 #: Most complaints shown of each kind; an unrelated file has one per tensor.
 SHOWN = 3
 #: Types that loading casts.
@@ -90,17 +95,41 @@ class Origin:
 
 
 @contextmanager
-def readable(place: Any) -> Iterator[None]:
-    """Raise a ValueError within the block where safetensors cannot read the weights of `place`."""
+def readable(path: Path) -> Iterator[None]:
+    """Raise a ValueError within the block where safetensors cannot read a file."""
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:
         raise ValueError(
-            f"{WEIGHTS} of {str(place)!r} is no safetensors file, or was cut off ({error}): copy "
-            "or download it again, or save the adapter again."
+            f"{str(path)!r} is no safetensors file, or was cut off ({first_line(error)}): copy or "
+            "download it again (of a Git LFS pointer, `git lfs pull` gets the file)."
         ) from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, of which tensors are read one by one."""
+    from safetensors import safe_open
+
+    with readable(path), safe_open(path, framework="pt") as file:
+        yield file
+
+
+def shards(index: Path) -> dict[str, str]:
+    """The name of each tensor's file, by an index beside these files.
+
+    Raises:
+        ValueError: it cannot be read, or names something else.
+    """
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{str(index)!r} has no weight_map: download it again.")
+    for file in map(str, places.values()):
+        if Path(file).name != file or file.endswith(INDEX):
+            raise ValueError(f"{str(index)!r} names {file!r}, which is no file beside it.")
+    return {name: str(file) for name, file in places.items()}
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -111,7 +140,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """
     from safetensors.torch import load_file
 
-    with readable(path.parent):
+    with readable(path):
         return load_file(path)
 
 

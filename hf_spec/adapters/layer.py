@@ -151,7 +151,8 @@ def container_key(prefix: str) -> str:
     return f"type_{prefix.removesuffix('_')}"
 
 
-def layer_of(model: Any, prefix: str) -> SpecAdapterLayer | None:
+def layer_of(model: Any, prefix: str) -> Any:
+    """hf_spec's layer for a PEFT type on a base model; None if there is none."""
     container, key = getattr(model, CONTAINER, {}), container_key(prefix)
     return container[key] if key in container else None  # noqa: SIM401 (ModuleDict has no get)
 

@@ -1,6 +1,7 @@
 """The ways in which adapters are loaded, for those of hf_spec.
 
-PEFT and Transformers have no hooks for what is needed here; adapters of other types pass through:
+PEFT and Transformers have no hooks for what is needed here, so that their methods are wrapped;
+adapters of other types pass through:
 weights are read from safetensors only, a load that fails leaves the model as it was, and an adapter
 knows where it came from. `PreTrainedModel.load_adapter` goes PEFT's way, so that the weights of
 every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks them.
@@ -8,91 +9,82 @@ every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks the
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig, inject_adapter_in_model
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig, PeftModel, inject_adapter_in_model
+from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_spec.adapters.checkpoint import Origin, read_weights, readable
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import layer_of, layers_of
+from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
 
 
-def wrap_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftModel, "from_pretrained")
+def load_new(original: Any, cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`PeftModel.from_pretrained`, which attaches an adapter before it reads the weights."""
-
-    def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with unchanged_on_error(unwrapped(model)):
-            return original(cls, model, *args, **kwargs)
-
-    return from_pretrained
+    with unchanged_on_error(unwrapped(model)):
+        return original(cls, model, *args, **kwargs)
 
 
-def wrap_peft_load(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftModel, "load_adapter")
+def load_into(
+    original: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
     """`PeftModel.load_adapter`, of a new adapter or into one that is attached."""
-
-    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        origin = _origin(model_id, kwargs)
-        if not _is_ours(origin, self.peft_config.get(adapter_name)):
-            return original(self, model_id, adapter_name, *args, **kwargs)
-        origin.weights()
-        with unchanged_on_error(unwrapped(self)), readable(model_id):
-            result = original(self, model_id, adapter_name, *args, **kwargs)
-        _note(self, adapter_name, origin)
-        return result
-
-    return load_adapter
+    origin = _origin(model_id, kwargs)
+    if not _is_ours(origin, self.peft_config.get(adapter_name)):
+        return original(self, model_id, adapter_name, *args, **kwargs)
+    with unchanged_on_error(unwrapped(self)), readable(origin.weights()):
+        result = original(self, model_id, adapter_name, *args, **kwargs)
+    _note(self, adapter_name, origin)
+    return result
 
 
-def wrap_transformers_load(original: Callable[..., Any]) -> Callable[..., Any]:
+@around(PeftAdapterMixin, "load_adapter")
+def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.load_adapter`, which knows no checks of PEFT's tuners."""
-    signature = inspect.signature(original)
-
-    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        load_config = given["load_config"]
-        download = {
-            **(getattr(load_config, "download_kwargs", None) or {}),
-            **given["kwargs"],
-            **(given["adapter_kwargs"] or {}),
-        }
-        if given["local_files_only"]:
-            download["local_files_only"] = True
-        place = given["peft_model_id"] or getattr(
-            load_config, "pretrained_model_name_or_path", None
-        )
-        origin = None if place is None else _origin(place, download)
-        config, name = given["peft_config"], given["adapter_name"] or "default"
-        refused = name in getattr(self, "peft_config", {}) or given["hotswap"] is True
-        if refused or not _is_ours(origin, config):
-            return original(self, *args, **kwargs)
-        weights = given["adapter_state_dict"]
-        if weights is None and origin is not None:
-            weights = read_weights(origin.weights())
-        if config is None:
-            config = _read_config(origin)
-        config.inference_mode = not given["is_trainable"]
-        with unchanged_on_error(self):
-            inject_adapter_in_model(config, self, name)
-            # PEFT's own function fails beside a LoRA that has trained tokens.
-            tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
-            named = tuner._remap_adapter_state_dict_for_load(self, config, name, weights or {})
-            self.load_state_dict(named, strict=False)
-        self._hf_peft_config_loaded = True
-        if origin is not None:
-            _note(self, name, origin)
-        if config.inference_mode:
-            self.eval()
-        fields = [item.name for item in dataclasses.fields(LoadStateDictInfo)]
-        lists: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
-        return LoadStateDictInfo(**{field: lists.get(field, set()) for field in fields})
-
-    return load_adapter
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    load_config = given["load_config"]
+    download = {
+        **(getattr(load_config, "download_kwargs", None) or {}),
+        **given["kwargs"],
+        **(given["adapter_kwargs"] or {}),
+    }
+    if given["local_files_only"]:
+        download["local_files_only"] = True
+    place = given["peft_model_id"] or getattr(load_config, "pretrained_model_name_or_path", None)
+    origin = None if place is None else _origin(place, download)
+    config, name = given["peft_config"], given["adapter_name"] or "default"
+    refused = name in getattr(self, "peft_config", {}) or given["hotswap"] is True
+    if refused or not _is_ours(origin, config):
+        return original(self, *args, **kwargs)
+    weights = given["adapter_state_dict"]
+    if weights is None and origin is not None:
+        weights = read_weights(origin.weights())
+    if config is None:
+        config = _read_config(origin)
+    config.inference_mode = not given["is_trainable"]
+    with unchanged_on_error(self):
+        inject_adapter_in_model(config, self, name)
+        # PEFT's own function fails beside a LoRA that has trained tokens.
+        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+        named = tuner._remap_adapter_state_dict_for_load(self, config, name, weights or {})
+        self.load_state_dict(named, strict=False)
+    self._hf_peft_config_loaded = True
+    if origin is not None:
+        _note(self, name, origin)
+    if config.inference_mode:
+        self.eval()
+    fields = [item.name for item in dataclasses.fields(LoadStateDictInfo)]
+    lists: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
+    return LoadStateDictInfo(**{field: lists.get(field, set()) for field in fields})
 
 
 @contextmanager
@@ -141,7 +133,5 @@ def _is_ours(origin: Origin | None, config: Any) -> bool:
 
 
 def _note(model: Any, name: str, origin: Origin) -> None:
-    config: Any = model.peft_config[name]
-    layer = layer_of(unwrapped(model), f"{config.type_name.lower()}_")
-    assert layer is not None
-    layer.adapters[name].origin = origin
+    prefix = f"{model.peft_config[name].type_name.lower()}_"
+    layer_of(unwrapped(model), prefix).adapters[name].origin = origin

@@ -19,6 +19,8 @@ from hf_spec.core.checks import INSTALL
 from hf_spec.files import write_atomically
 
 GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
+#: The line of the shim that is filled in.
+EMPTY = "SETTINGS: dict[str, Any] = {}\n"
 
 
 def shim_text(
@@ -34,33 +36,19 @@ def shim_text(
         peft_type: type of the adapter, if there is one.
         repository: the adapter's repository on the Hub, if it has one.
     """
+    settings = {
+        "strategy": strategy, "options": options, "peft_type": peft_type, "install": INSTALL,
+        "repository": repository,
+    }  # fmt: skip
     text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
-    constants = {
-        "STRATEGY": strategy,
-        "OPTIONS": options,
-        "PEFT_TYPE": peft_type,
-        "INSTALL": INSTALL,
-        "REPOSITORY": repository,
-    }
-    for name, value in constants.items():
-        found = _constant(text, name)
-        if found is None:
-            raise RuntimeError(f"hub_cards/{SHIM} has no line for {name}")
-        text = text[: found.start(1)] + repr(value) + text[found.end(1) :]
-    return text
+    return text.replace(EMPTY, EMPTY.replace("{}", repr(settings)))
 
 
 def says_the_same(shim: str, strategy: str, options: dict[str, Any], peft_type: str | None) -> bool:
     """Whether a shim's text is that of `shim_text` for some repository."""
-    found = _constant(shim, "REPOSITORY")
-    repository = found and re.fullmatch(r"'([\w./-]+)'", found[1])
+    repository = re.search(r"'repository': '([\w./-]+)'}\n", shim)
     expected = shim_text(strategy, options, peft_type, repository[1] if repository else None)
     return shim.rstrip() == expected.rstrip()
-
-
-def _constant(text: str, name: str) -> re.Match[str] | None:
-    """The line of a shim that sets a constant; its group is the value."""
-    return re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
 
 
 def write_companions(folder: str | os.PathLike[str], config_class: Any) -> None:

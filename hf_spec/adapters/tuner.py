@@ -11,14 +11,12 @@ Importing this module takes as long as importing peft: 0.2 s in addition to the 
 transformers on the same machine. So `import hf_spec` registers eagerly.
 """
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from peft import PeftModel
 from peft.mapping import (
     PEFT_TYPE_TO_CONFIG_MAPPING,
     PEFT_TYPE_TO_PREFIX_MAPPING,
@@ -26,28 +24,14 @@ from peft.mapping import (
 )
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
-from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils import ModelOutput
 
+import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
 from hf_spec.adapters.active import ActiveAdapter, find_active
-from hf_spec.adapters.beside_others import (
-    add_beside,
-    delete_by_type,
-    keep_ours,
-    save_without_embeddings,
-    set_beside_saved_modules,
-    set_by_type,
-    state_without_embeddings,
-)
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_fit, check_numbers
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk
-from hf_spec.adapters.loading import (
-    unchanged_on_error,
-    wrap_from_pretrained,
-    wrap_peft_load,
-    wrap_transformers_load,
-)
+from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
 from modeling_patches import peft_minimum
 from modeling_patches.modules import unwrapped
@@ -185,13 +169,12 @@ class SpecTuner(BaseTuner):
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Choose the active adapter of this type; adapters of other types stay as they are."""
         # PEFT's would also turn off the modules and tokens that a LoRA has trained.
-        layer: Any = self._own_layer
-        layer.set_adapter(adapter_name, inference_mode)
+        self._own_layer.set_adapter(adapter_name, inference_mode)
         self.active_adapter = adapter_name
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter of this type; see `set_adapter`."""
-        layer: Any = self._own_layer
+        layer = self._own_layer
         if adapter_name not in layer.adapters:
             raise ValueError(f"Adapter {adapter_name} does not exist")
         if adapter_name in layer.merged_adapters:
@@ -212,10 +195,8 @@ class SpecTuner(BaseTuner):
         super().unmerge_adapter()
 
     @property
-    def _own_layer(self) -> SpecAdapterLayer:
-        layer = layer_of(self.model, self.prefix)
-        assert layer is not None
-        return layer
+    def _own_layer(self) -> Any:
+        return layer_of(self.model, self.prefix)
 
     def _unload_and_optionally_merge(
         self,
@@ -293,33 +274,7 @@ def register_type(
     PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = _Prefix(prefix)
 
 
-# ------------------------------------------------------------------------------------- the ways in
-# PEFT and Transformers have no hooks for these; other adapters pass through unchanged.
-
-
-def _enter(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the method `name` of `owner`, unless it is already wrapped."""
-    owner = next(cls for cls in owner.__mro__ if name in vars(cls))
-    found = vars(owner)[name]
-    original = getattr(found, "__func__", found)
-    if hasattr(original, "_hf_spec"):
-        return
-    replacement: Any = functools.wraps(original)(wrap(original))
-    replacement._hf_spec = True
-    setattr(owner, name, classmethod(replacement) if original is not found else replacement)
-
-
 peft_minimum.accept()
-_enter(PeftModel, "from_pretrained", wrap_from_pretrained)
-_enter(PeftModel, "load_adapter", wrap_peft_load)
-_enter(PeftModel, "add_adapter", add_beside)
-_enter(PeftModel, "set_adapter", set_by_type)
-_enter(PeftModel, "delete_adapter", delete_by_type)
-_enter(PeftModel, "save_pretrained", save_without_embeddings)
-_enter(BaseTuner, "_unload_and_optionally_merge", keep_ours)
-_enter(PeftAdapterMixin, "load_adapter", wrap_transformers_load)
-_enter(PeftAdapterMixin, "set_adapter", set_beside_saved_modules)
-_enter(PeftAdapterMixin, "get_adapter_state_dict", state_without_embeddings)
 
 
 def _path(cls: type) -> str:

@@ -48,7 +48,7 @@ def _prompt(row: Row) -> Prompt:
     question_id = given.get("question_id", row.number)
     if not isinstance(question_id, int):
         checked_text("question_id", question_id)
-    return replace(example(given), category=category, question_id=question_id)
+    return replace(example(row.fields), category=category, question_id=question_id)
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:

@@ -111,21 +111,9 @@ class BenchResult:
         """One entry per batch size, strategy and task; see :func:`rows`."""
         return rows(self.measurements)
 
-    def overall(self, strategy: str, batch_size: int | None = None) -> dict[str, Any]:
-        """The entry of a strategy over all tasks.
-
-        Args:
-            strategy: name of the contender.
-            batch_size: the batch size; None for the first one.
-
-        Raises:
-            KeyError: there is no such measurement.
-        """
-        for row in self.runs():
-            wanted = batch_size in (None, row["batch_size"])
-            if wanted and (row["strategy"], row["task"]) == (strategy, ALL):
-                return row
-        raise KeyError(f"no measurement of {strategy!r} with batch size {batch_size}")
+    def overall(self, strategy: str) -> dict[str, Any]:
+        """The entry of a contender, by its name, over all tasks, at the last batch size."""
+        return {row["strategy"]: row for row in self.runs() if row["task"] == ALL}[strategy]
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, Notes, check_writable, progress_bar, stop_without
+from hf_spec.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
 from hf_spec.model.loading import NATIVE, load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
@@ -141,7 +141,7 @@ def bench(
     environment = environment_of(loaded, model, source)
     with (
         progress_bar("benchmark") as progress,
-        Notes(progress, "hf_spec.bench.session", "hf_spec.model.graphs"),
+        notes(progress, "hf_spec.bench.session", "hf_spec.model.graphs"),
     ):
         result = run(
             loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),
@@ -172,7 +172,8 @@ def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     decoding it drafts with the adapter's strategy.
     """
     from hf_spec.bench.contenders import read_adapters
-    from hf_spec.hub.folder import CONFIG, read_json
+    from hf_spec.files import read_json
+    from hf_spec.hub.folder import CONFIG
 
     dtype, config = str(model.dtype).removeprefix("torch."), Path(path, CONFIG)
     adapters = read_adapters([path]) if config.is_file() else []

@@ -123,31 +123,20 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
         yield update
 
 
-class Notes(logging.Handler):
-    """Shows what packages log as notes of a :func:`progress_bar`, while it is entered.
-
-    Args:
-        update: of the progress bar.
-        *names: of the loggers, of which all messages from INFO on are shown.
-    """
-
-    def __init__(self, update: Callable[..., None], *names: str):
-        super().__init__(logging.INFO)
-        self._update = update
-        self._loggers = {name: logging.getLogger(name) for name in names}
-        self._levels: dict[str, int] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._update(note=record.getMessage())
-
-    def __enter__(self) -> Notes:
-        for name, logger in self._loggers.items():
-            self._levels[name] = logger.level
-            logger.setLevel(logging.INFO)
-            logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for name, logger in self._loggers.items():
-            logger.setLevel(self._levels[name])
-            logger.removeHandler(self)
+@contextmanager
+def notes(update: Callable[..., None], *names: str) -> Iterator[None]:
+    """Within the block, what loggers of these names say, from INFO on, are notes of a
+    :func:`progress_bar`."""
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: update(note=record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+            logger.removeHandler(handler)

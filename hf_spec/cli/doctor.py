@@ -146,8 +146,9 @@ def _measured(
     """What was measured, and what it means, by title."""
     from hf_spec.bench.diagnosis import diagnose
     from hf_spec.core.stats import bar
+    from hf_spec.files import read_json
     from hf_spec.hub.card import TRAINING
-    from hf_spec.hub.folder import read_json, read_spec_config
+    from hf_spec.hub.folder import read_spec_config
     from hf_spec.methods.registry import get_method
 
     trained = None

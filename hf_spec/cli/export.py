@@ -34,8 +34,9 @@ def export(
       hf-spec export ./eagle3 --format speculators --output ./drafter
       hf-spec export ./space --format sglang --output ./uno-lora
     """
+    from hf_spec.files import read_json
     from hf_spec.hub import transfer as work
-    from hf_spec.hub.folder import CONFIG, read_json
+    from hf_spec.hub.folder import CONFIG
 
     work.exporter(folder, form)
     name = model or read_json(folder / CONFIG).get("base_model_name_or_path")

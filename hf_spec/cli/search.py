@@ -68,7 +68,7 @@ def search(
     from hf_spec.bench.report import write_results
     from hf_spec.files import write_atomically
     from hf_spec.hub.card import RESULTS, SEARCH, write_card
-    from hf_spec.hub.folder import save_spec_config, save_weightless
+    from hf_spec.hub.folder import attached, save_adapter
     from hf_spec.methods.registry import get_method
     from hf_spec.search.layers import STRATEGY, LayerSearch, Settings
 
@@ -90,8 +90,8 @@ def search(
 
     environment = environment_of(loaded, model, prompts)
     config_class: Any = get_method(STRATEGY).adapter_config
-    save_weightless(loaded, config_class(**choice), output)
-    save_spec_config(output, STRATEGY, {"max_draft": max_draft})
+    with attached(loaded, config_class(**choice)) as peft_model:  # which has no weights
+        save_adapter(peft_model, output, STRATEGY, {"max_draft": max_draft})
     row = bench.overall(STRATEGY)
     data = {
         "environment": {**environment, "optuna": package_version("optuna")},

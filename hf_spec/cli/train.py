@@ -18,6 +18,8 @@ from hf_spec.model.loading import NATIVE, load_model
 
 #: Where the words of a command line are kept until its help is printed.
 WORDS = "hf_spec.train.words"
+#: Held-out prompts that a speedup is measured on.
+TIMED = 8
 
 
 def train(
@@ -136,24 +138,30 @@ def train(
     speedup = None
     # Processes that share the model would have to decode together.
     if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        speedup = _speedup(base, rows, output, record)
+        speedup = _speedup(base, tokenizer, rows, output, record)
     for line in outcome(record, speedup):
         typer.echo(line)
     typer.echo(f"adapter: {output}")
     typer.echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
 
 
-def _speedup(base: Any, rows: Any, output: Path, record: dict[str, Any]) -> float:
+def _speedup(
+    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]
+) -> float:  # fmt: skip
     """Speed beside plain decoding on held-out prompts, with the adapter that was written."""
-    from hf_spec.bench.contenders import read_adapters
+    from hf_spec.bench.contenders import PLAIN, Contender, ours, read_adapters
+    from hf_spec.bench.session import Session
     from hf_spec.model.loading import load_adapters
-    from hf_spec.training.evaluation import EvalDecoding, measured_speedup
     from hf_spec.training.train import split
 
     load_adapters(base, read_adapters([str(output)]))
     held_out = split(rows, record["data"]["held_out"])[1]
-    prompts = [list(ids) for ids in held_out["prompt_ids"]]
-    return measured_speedup(base, EvalDecoding(prompts, record["method"], record["options"]))
+    batches = [[list(ids)] for ids in held_out["prompt_ids"][:TIMED]]
+    drafting = Contender("drafting", ours(record["method"], record["options"]))
+    options = {"do_sample": False, "max_new_tokens": 64}
+    with Session.open(base, tokenizer, options, [drafting]) as session:
+        plain, drafted = session.speeds((PLAIN, drafting), batches)
+    return drafted / plain
 
 
 def _option(name: str) -> str:

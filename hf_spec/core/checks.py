@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 #: The command that installs hf_spec: the one place where it stands, for errors, cards and guides.
@@ -48,6 +48,16 @@ def check_switches(given: Any, *names: str) -> None:
     for name in names:
         if not isinstance(getattr(given, name), bool):
             raise ValueError(f"{name}={getattr(given, name)!r}: must be True or False.")
+
+
+def distinct_layers(name: str, layers: Any) -> list[int]:
+    """``layers`` as a list; ValueError unless they are distinct ints from 0."""
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise ValueError(f"{name}={layers!r}: must be a list of layers, such as [2, 16, 29].")
+    found = list(layers)
+    if any(type(one) is not int or one < 0 for one in found) or len({*found}) < len(found):
+        raise ValueError(f"{name}={found!r}: must name each layer once, by a whole number from 0.")
+    return found
 
 
 def first_line(error: BaseException) -> str:

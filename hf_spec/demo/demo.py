@@ -17,7 +17,8 @@ from hf_spec.bench.results import ALL, BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
 from hf_spec.demo.steps import StepStreamer
-from hf_spec.hub.folder import CONFIG, read_json
+from hf_spec.files import read_json
+from hf_spec.hub.folder import CONFIG
 from hf_spec.model.loading import load_adapters, load_model
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"

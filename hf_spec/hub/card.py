@@ -16,15 +16,8 @@ from typing import Any
 
 from hf_spec.core.checks import INSTALL
 from hf_spec.drafting.options import ACCEPTANCE_RULES
-from hf_spec.files import write_atomically
-from hf_spec.hub.folder import (
-    CARD,
-    CONFIG,
-    is_repository,
-    read_json,
-    read_spec_config,
-    write_shim,
-)
+from hf_spec.files import read_json, write_atomically
+from hf_spec.hub.folder import CARD, CONFIG, is_repository, read_spec_config, write_shim
 from hf_spec.methods.registry import Method
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.files import write_atomically
+from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.loading import is_path
 from hf_spec.policy.saved import LEARNED_FILE, read_entries
@@ -62,14 +61,11 @@ def save_adapter(
         strategy, options: what ``generation_config.json`` shall say.
         state: the model's state dict, where its own tensors are sharded.
     """
-    _save_weights(model, folder, state)
+    with staging(folder) as temporary:
+        model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
+        for path in (CARD, GENERATION, SHIM):  # which PEFT writes, too
+            (temporary / path).unlink(missing_ok=True)
     save_spec_config(folder, strategy, options)
-
-
-def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
-    """Write an adapter of this config that needs no training; the model is unchanged afterwards."""
-    with attached(model, adapter_config) as peft_model:
-        _save_weights(peft_model, folder)
 
 
 @contextmanager
@@ -81,7 +77,7 @@ def attached(
 
     Args:
         model: the base model.
-        adapter_config: the adapter's config.
+        adapter_config: the adapter's config; None for that of ``trained``.
         in_float32: whether an adapter of a 16-bit model is kept in float32, as PEFT does for
             training.
         on_meta: whether the adapter has no weights yet.
@@ -107,31 +103,17 @@ def attached(
             parameter.requires_grad_(before)
 
 
-def _save_weights(model: Any, folder: Path, state: dict[str, Any] | None = None) -> None:
-    """Write what PEFT writes of an adapter; card and strategy are not its business here."""
-    with staging(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
-        for path in (CARD, GENERATION, SHIM):
-            (temporary / path).unlink(missing_ok=True)
-
-
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
     """Write ``generation_config.json``, and the shim with the same strategy and options."""
     config = hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options)
-    with staging(folder) as temporary:
-        config.save_pretrained(temporary)
+    write_atomically(folder / GENERATION, config.to_json_string())
     write_shim(folder)
 
 
-def write_shim(folder: Path, repository: str | None = None) -> None:
-    """Write ``custom_generate/generate.py`` with the strategy and options of the folder.
-
-    Args:
-        folder: the adapter folder.
-        repository: the repository on the Hub that the shim loads the adapter from; None for none.
-    """
+def write_shim(folder: Path) -> None:
+    """Write ``custom_generate/generate.py`` with the strategy and options of the folder."""
     method, options = read_spec_config(folder)
-    write_atomically(folder / SHIM, shim_text(method.name, options, method.peft_type, repository))
+    write_atomically(folder / SHIM, shim_text(method.name, options, method.peft_type))
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
@@ -147,23 +129,6 @@ def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
     method = get_method(strategy)
     method.parse_options(options)
     return method, options
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no JSON object; the message names it.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object")
-    return data
 
 
 def check_complete(folder: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hf_spec.adapters.repo_files import SHIM, shim_text
 from hf_spec.core.checks import first_line
-from hf_spec.files import write_atomically
+from hf_spec.files import read_json
 from hf_spec.hub.card import render_card
 from hf_spec.hub.folder import (
     CARD,
@@ -19,8 +19,7 @@ from hf_spec.hub.folder import (
     UNSAFE,
     check_complete,
     is_repository,
-    read_json,
-    write_shim,
+    read_spec_config,
 )
 from hf_spec.policy.saved import LEARNED_FILE
 
@@ -67,21 +66,22 @@ def push(
         raise ValueError(f"{repository!r} is no repository: give owner/name")
     validate_repo_id(repository)
     check_complete(folder)
-    with tempfile.TemporaryDirectory() as name:
-        _stage(folder, Path(name), repository, base_model)
-        try:
-            return _upload(Path(name), repository, private, revision)
-        # Failed uploads of single files end in a RuntimeError.
-        except (transport, OSError, RuntimeError) as error:
-            message = getattr(error, "server_message", None)
-            reason = first_line(Exception(message) if message else error.__cause__ or error)
-            response = getattr(error, "response", None)
-            if getattr(response, "status_code", None) in (401, 403):
-                reason += " (is your token valid, and may it write there? 'hf auth login')"
-            raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
+    files = _files(folder, repository, base_model)
+    try:
+        return _upload(files, repository, private, revision)
+    # Failed uploads of single files end in a RuntimeError.
+    except (transport, OSError, RuntimeError) as error:
+        message = getattr(error, "server_message", None)
+        reason = first_line(Exception(message) if message else error.__cause__ or error)
+        response = getattr(error, "response", None)
+        if getattr(response, "status_code", None) in (401, 403):
+            reason += " (is your token valid, and may it write there? 'hf auth login')"
+        raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
 
 
-def _upload(staged: Path, repository: str, private: bool, revision: str | None) -> str:
+def _upload(
+    files: Mapping[str, str | bytes], repository: str, private: bool, revision: str | None
+) -> str:
     """Create the repository and the branch if needed, make one commit, and return its URL."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -90,9 +90,6 @@ def _upload(staged: Path, repository: str, private: bool, revision: str | None) 
     api.create_repo(repository, private=private or None, exist_ok=True)
     if revision is not None:
         api.create_branch(repository, branch=revision, exist_ok=True)
-    files = {
-        path.relative_to(staged).as_posix(): path for path in staged.rglob("*") if path.is_file()
-    }
     remote = api.list_repo_files(repository, revision=revision)
     stale = [name for name in remote if any(fnmatch(name, kind) for kind in STALE)]
     commit = api.create_commit(
@@ -108,24 +105,27 @@ def _upload(staged: Path, repository: str, private: bool, revision: str | None) 
     return str(commit.commit_url)
 
 
-def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) -> None:
-    """Copy the files to upload, and set the names of repository and base model in them."""
-    for pattern in (*REQUIRED, *OPTIONAL):
-        for source in folder.glob(pattern):
-            target = staged / source.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-    named = read_json(folder / CONFIG).get("base_model_name_or_path")
+def _files(folder: Path, repository: str, base_model: str | None) -> dict[str, str | bytes]:
+    """Paths of the files to upload, by their names there; or contents, in which the names of
+    repository and base model are set."""
+    found: dict[str, str | bytes] = {
+        path.relative_to(folder).as_posix(): str(path)
+        for pattern in (*REQUIRED, *OPTIONAL)
+        for path in folder.glob(pattern)
+    }
+    config = read_json(folder / CONFIG)
+    named = config.get("base_model_name_or_path")
     if not is_repository(base_model or named):
         raise ValueError(
             f"the base model of this adapter is {base_model or named!r}, which nobody else has: "
             "name its repository on the Hub with --base-model owner/name"
         )
-    edited = (folder / CARD).read_text(encoding="utf-8").strip() != render_card(folder).strip()
     if base_model is not None and base_model != named:
         # Only the name is replaced, as the file may have fields of a newer release.
-        config = {**read_json(folder / CONFIG), "base_model_name_or_path": base_model}
-        write_atomically(staged / CONFIG, json.dumps(config, indent=2, sort_keys=True))
-    write_shim(staged, repository)
-    if not edited:
-        write_atomically(staged / CARD, render_card(staged, repository))
+        config["base_model_name_or_path"] = base_model
+        found[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode()
+    method, options = read_spec_config(folder)
+    found[SHIM] = shim_text(method.name, options, method.peft_type, repository).encode()
+    if (folder / CARD).read_text(encoding="utf-8").strip() == render_card(folder).strip():
+        found[CARD] = render_card(folder, repository, base_model).encode()
+    return found

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,16 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import check_numbers, complaints
+from hf_spec.adapters.checkpoint import INDEX, check_numbers, complaints, opened, shards
 from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import first_line
-from hf_spec.files import write_atomically
+from hf_spec.files import read_json, write_atomically
 from hf_spec.hub.card import write_card
-from hf_spec.hub.folder import CONFIG, attached, is_repository, read_json, save_adapter, staging
+from hf_spec.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
 from hf_spec.methods.registry import Export, Method, Published, methods
 from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement
 
-#: Suffix of files that map tensors to checkpoint files.
-INDEX = ".index.json"
 SAFE = ".safetensors"
 #: File that describes what a checkpoint holds.
 MODEL_CONFIG = "config.json"
@@ -37,8 +34,6 @@ MODEL_CONFIG = "config.json"
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 #: Keys under which training programs keep tensors by name, beside other things.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-#: What to do about a file that cannot be read.
-AGAIN = "copy it again (of a Git LFS pointer, `git lfs pull` gets the file)"
 
 
 def importable(name: str) -> tuple[Method, Published]:
@@ -137,23 +132,11 @@ def find_published(place: str, published: Published) -> Path:
 def tensor_names(path: Path) -> list[str]:
     """Names of all tensors of a checkpoint; raises the errors of :func:`read_published`."""
     if path.suffix == SAFE:
-        with _opened(path) as file:
+        with opened(path) as file:
             return list(file.keys())
     if path.name.endswith(INDEX):
-        return list(_places(path))
+        return list(shards(path))
     return list(read_published(path, lambda name: True))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is no safetensors file: {error}; {AGAIN}") from error
 
 
 def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -175,15 +158,16 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
         parts = [read_published(path.parent / name, wants) for name in _shards(path, wants)]
         return {name: tensor for part in parts for name, tensor in part.items()}
     if path.suffix == SAFE:
-        with _opened(path) as file:
+        with opened(path) as file:
             return {name: file.get_tensor(name) for name in list(file.keys()) if wants(name)}
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling wrong bytes can raise anything
         raise ValueError(
             f"{str(path)!r} is no file of tensors by name, was cut off, or holds something else "
-            f"besides, which is not read since it could run code; {AGAIN}, or have it saved as "
-            "safetensors by whoever made it"
+            "besides, which is not read since it could run code; copy it again (of a Git LFS "
+            "pointer, `git lfs pull` gets the file), or have it saved as safetensors by whoever "
+            "made it"
         ) from error
     for _ in WRAPPERS:  # one may be inside another
         inner = data if isinstance(data, dict) else {}
@@ -197,19 +181,7 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
 
 def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
     """The files that an index names for the tensors that are wanted."""
-    names = sorted({str(file) for name, file in _places(path).items() if wants(name)})
-    for name in names:
-        if Path(name).name != name or name.endswith(INDEX):
-            raise ValueError(f"{str(path)!r} names {name!r}, which is no file beside it")
-    return names
-
-
-def _places(path: Path) -> dict[str, Any]:
-    """The file of each tensor, by an index."""
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict):
-        raise ValueError(f"{str(path)!r} has no weight_map")
-    return places
+    return sorted({file for name, file in shards(path).items() if wants(name)})
 
 
 def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -225,16 +197,13 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
     method, published = importable(method_name)
     assert method.adapter_config is not None
     try:
-        tensors = _dequantized(read_published(path, _with_scales(published.wants)))
+        # With the scales of those that are stored as 8-bit floats.
+        found = read_published(path, lambda name: published.wants(name.removesuffix(SCALES)))
+        tensors = _dequantized(found)
         fields, tensors = published.convert(tensors, config_beside(path))
         return method.adapter_config(**fields, inference_mode=True), tensors
     except ValueError as error:
         raise ValueError(f"cannot import {str(path)!r}: {error}") from error
-
-
-def _with_scales(wants: Callable[[str], bool]) -> Callable[[str], bool]:
-    """The tensors that are wanted, and the scales of those that are stored as 8-bit floats."""
-    return lambda name: wants(name.removesuffix(SCALES))
 
 
 def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -278,9 +247,7 @@ def import_adapter(
     if published.share is not None:
         config, tensors = published.share(model, config, tensors)
     with attached(model, config, on_meta=True) as peft_model:
-        layer = layer_of(model, f"{config.type_name.lower()}_")
-        assert layer is not None
-        adapter = layer.adapters["default"]
+        adapter = layer_of(model, f"{config.type_name.lower()}_").adapters["default"]
         weights = adapter.tensors()
         wrong = complaints(tensors, weights)
         if wrong:
@@ -329,22 +296,15 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     Raises:
         ValueError: the folder has no adapter, or its type cannot be written in this format.
     """
-    from peft import PeftModel
     from safetensors.torch import save_file
 
     form_of = exporter(folder, form)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
-        peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
-    config: Any = peft_model.active_peft_config
-    try:
-        adapter = require_active(model, config.type_name, config.type_name.lower())
-        description, tensors = form_of.make(model, adapter)
+    with attached(model, None, trained=folder) as peft_model:
+        name = peft_model.active_peft_config.type_name
+        description, tensors = form_of.make(model, require_active(model, name, name.lower()))
         with staging(output) as temporary:
             # safetensors does not store views of a shared tensor.
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             save_file(plain, temporary / form_of.weights, metadata={"format": "pt"})
             write_atomically(temporary / form_of.config, json.dumps(description, indent=2))
-    finally:
-        peft_model.unload()
     return output

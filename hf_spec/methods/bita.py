@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.active import ActiveAdapter, require_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED, FrontConfig
@@ -203,8 +203,7 @@ class BitaDrafter(ProbeDrafter):
     }  # fmt: skip
     options: BitaOptions
 
-    def __init__(self, model: Any, options: BitaOptions):
-        adapter = require_active(model, "BITA", "bita")
+    def __init__(self, model: Any, options: BitaOptions, adapter: ActiveAdapter):
         weights: Mapping[str, Tensor] = adapter.weights()
         source = tree_source(options, self.trees, model, adapter, len(weights["masks"]), probes=1)
         used = {**weights, "masks": weights["masks"][: source.max_depth]}

@@ -7,9 +7,8 @@ hidden states of some layers of the base at all committed tokens; see
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hf_spec.adapters.active import require_active
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
 from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
@@ -31,18 +30,12 @@ class DFlashConfig(BlockConfig):
     type_name: ClassVar[str] = "DFLASH"
 
 
-class DFlashDrafter(BlockDrafter):
-    """Trees of a block's likeliest tokens."""
-
-    def __init__(self, model: Any, options: BlockOptions):
-        super().__init__(model, options, require_active(model, "DFLASH", "dflash"), tree_source)
-
-
 METHOD = Method(
     name="dflash",
     summary="a small decoder predicts a block of tokens in one forward",
     options=BlockOptions,
-    drafter=DFlashDrafter,
+    drafter=BlockDrafter,
+    make=partial(BlockDrafter, tree_source=tree_source),
     adapter_config=DFlashConfig,
     adapter_module=BlockAdapter,
     objective=block_loss,

@@ -7,7 +7,6 @@ that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -39,15 +38,6 @@ from modeling_patches.weights import input_features, placement
 PADDING = 1024
 
 
-@dataclass(frozen=True)
-class DraftModelOptions(GrowOptions):
-    """Options of ``draft_model``: those of all strategies that grow a tree level by level.
-
-    Attributes:
-        width: draft tokens of a level that are continued, the likeliest ones.
-    """
-
-
 class DraftModelDrafter(ForwardDrafter):
     """An assistant model drafts, with a KV cache of its own.
 
@@ -60,9 +50,9 @@ class DraftModelDrafter(ForwardDrafter):
 
     runs_modules: ClassVar[bool] = True
     reads = Reads()
-    options: DraftModelOptions
+    options: GrowOptions
 
-    def __init__(self, model: Any, options: DraftModelOptions, assistant: Any):
+    def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         key = "draft_model", key_of(options)
         super().__init__(model, options, partial(learned, assistant, key))
         if not hasattr(assistant, "get_input_embeddings"):
@@ -199,7 +189,7 @@ def _special(model: Any, name: str) -> set[int]:
 METHOD = Method(
     name="draft_model",
     summary="a smaller model with the same tokenizer drafts: generate(assistant_model=...)",
-    options=DraftModelOptions,
+    options=GrowOptions,
     drafter=DraftModelDrafter,
     needs_assistant=True,
 )

@@ -7,9 +7,8 @@ slot's logits what the token before it says (:mod:`hf_spec.drafting.transitions`
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import setting
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
@@ -40,18 +39,12 @@ class DSparkConfig(BlockConfig):
     markov_rank: int = setting(128, "Rank of the Markov head; 0: none.")
 
 
-class DSparkDrafter(BlockDrafter):
-    """Trees of a block's likeliest tokens."""
-
-    def __init__(self, model: Any, options: BlockOptions):
-        super().__init__(model, options, require_active(model, "DSPARK", "dspark"), tree_source)
-
-
 METHOD = Method(
     name="dspark",
     summary="a block predicted in one forward, and a Markov head that chains its tokens",
     options=BlockOptions,
-    drafter=DSparkDrafter,
+    drafter=BlockDrafter,
+    make=partial(BlockDrafter, tree_source=tree_source),
     adapter_config=DSparkConfig,
     adapter_module=BlockAdapter,
     objective=block_loss,

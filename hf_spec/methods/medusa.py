@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.drafting.head_drafter import HeadDrafter
@@ -75,8 +75,7 @@ class MedusaDrafter(HeadDrafter):
 
     options: MedusaOptions
 
-    def __init__(self, model: Any, options: MedusaOptions):
-        adapter = require_active(model, "MEDUSA", "medusa")
+    def __init__(self, model: Any, options: MedusaOptions, adapter: ActiveAdapter):
         weights = adapter.weights()
         source = tree_source(options, self.trees, model, adapter, len(weights[WEIGHTS]))
         super().__init__(model, options, weights, source)

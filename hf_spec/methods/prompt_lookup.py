@@ -21,24 +21,8 @@ from hf_spec.methods.registry import Method
 
 
 @dataclass(frozen=True)
-class PromptLookupOptions(DraftOptions):
-    """Options of ``prompt_lookup``.
-
-    Attributes:
-        max_ngram: longest n-gram that is looked up.
-        min_ngram: shortest n-gram that is looked up.
-        max_matches: most occurrences whose continuations are merged into the tree (its width).
-        max_depth: most tokens of each continuation.
-        max_nodes: most draft tokens in the tree.
-        min_probability: lowest estimated probability of a draft token; 0 keeps all.
-    """
-
-    max_ngram: int = Limits.max_ngram
-    min_ngram: int = Limits.min_ngram
-    max_matches: int = Limits.max_matches
-    max_depth: int = Limits.max_depth
-    max_nodes: int = Limits.max_nodes
-    min_probability: float = Limits.min_probability
+class PromptLookupOptions(Limits, DraftOptions):
+    """Options of ``prompt_lookup``: the limits of lookups."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

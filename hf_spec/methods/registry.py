@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
@@ -107,13 +108,14 @@ class Method:
         adapter_module: class of what such an adapter learns.
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
-        needs_adapter: whether it cannot run without a trained adapter.
+        needs_adapter: whether it cannot run without a trained adapter, which is then the third
+            argument of ``drafter``, an :class:`ActiveAdapter`.
         included: given a model, loads what its own checkpoint has for the method, without which it
             does not work; raises a ValueError, which says why, if there is nothing. None if it
             needs no such thing.
         needs_assistant: whether the call's assistant model drafts, which is then the third argument
             of ``drafter``.
-        make: builds the drafter from a model and options, where ``drafter`` alone does not.
+        make: builds the drafter from the same arguments, where ``drafter`` alone does not.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
@@ -134,7 +136,7 @@ class Method:
     needs_adapter: bool = False
     included: Callable[[PreTrainedModel], object] | None = None
     needs_assistant: bool = False
-    make: Callable[[Any, Any], Drafter] | None = None
+    make: Callable[..., Drafter] | None = None
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
@@ -150,8 +152,9 @@ class Method:
 
     @property
     def card(self) -> Traversable:
-        """The method's section of model cards: ``<name>.md`` beside its drafter, if it is there."""
-        package = sys.modules[self.drafter.__module__].__package__ or ""
+        """The section of model cards: ``<name>.md`` beside its adapter's config, if it is there."""
+        beside = self.adapter_config or self.drafter
+        package = sys.modules[beside.__module__].__package__ or ""
         return files(package) / f"{self.name}.md"
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> DraftOptions:
@@ -205,24 +208,24 @@ class Method:
             ValueError: there is an assistant and the method has no use for it, or none although it
                 needs one; or the drafter cannot work with the model.
         """
-        given = f"assistant_strategy={self.name!r}"
-        if not self.needs_assistant:
-            if assistant is not None:
-                raise ValueError(
-                    f"assistant_model={type(assistant).__name__} with {given}: this strategy "
-                    "drafts by itself. Leave one of the two out, or name 'draft_model', with "
-                    "which the assistant drafts. To let the assistant draft with a strategy, name "
-                    "it in the assistant's generation_config."
-                )
-            return (self.make or self.drafter)(model, options)
-        if assistant is None:
+        call = f"assistant_strategy={self.name!r}"
+        if not self.needs_assistant and assistant is not None:
             raise ValueError(
-                f"{given} without assistant_model: give the smaller model that drafts, "
+                f"assistant_model={type(assistant).__name__} with {call}: this strategy drafts by "
+                "itself. Leave one of the two out, or name 'draft_model', with which the assistant "
+                "drafts. To let the assistant draft with a strategy, name it in the assistant's "
+                "generation_config."
+            )
+        if self.needs_assistant and assistant is None:
+            raise ValueError(
+                f"{call} without assistant_model: give the smaller model that drafts, "
                 "generate(assistant_model=...)."
             )
-        make: Any = self.drafter
-        made: Drafter = make(model, options, assistant)
-        return made
+        given: tuple[Any, ...] = (assistant,) if self.needs_assistant else ()
+        if self.needs_adapter:
+            given = (require_active(model, str(self.peft_type), self.name),)
+        make: Any = self.make or self.drafter
+        return make(model, options, *given)
 
 
 _registered: dict[str, Method] = {}

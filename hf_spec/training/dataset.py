@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_spec.bench.prompts import encode, encode_answer
 from hf_spec.data import ANSWER_FIELDS, Row, example, read
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -27,8 +27,7 @@ from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_same_settings
 from hf_spec.data import Prompt, read
 from hf_spec.decoding.auto import LOOKUPS, choose
-from hf_spec.files import write_atomically
-from hf_spec.hub.folder import read_json
+from hf_spec.files import read_json, write_atomically
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
 
 if TYPE_CHECKING:
@@ -323,16 +322,11 @@ def fastest(
     drafting = Contender(choice.strategy, ours(choice.strategy, options))
     if settings.do_sample:
         return drafting
-    limit = {"max_new_tokens": min(settings.max_new_tokens, TRIAL)}
-    speeds = {}
-    with Session.open(
-        model, tokenizer, {**settings.generate_kwargs, **limit}, [drafting]
-    ) as session:
-        for one in (PLAIN, drafting):
-            session.generate(one, prompts, max_new_tokens=2)  # the first call is slower
-            seconds, answers, *_ = session.generate(one, prompts)
-            speeds[one.name] = sum(map(len, answers)) / seconds
-    return drafting if speeds[drafting.name] > speeds[PLAIN.name] else PLAIN
+    length = min(settings.max_new_tokens, TRIAL)
+    limited = {**settings.generate_kwargs, "max_new_tokens": length}
+    with Session.open(model, tokenizer, limited, [drafting]) as session:
+        plain, drafted = session.speeds((PLAIN, drafting), [prompts])
+    return drafting if drafted > plain else PLAIN
 
 
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
@@ -348,5 +342,4 @@ def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
             if name[0] != "_" and name != "transformers_version"
         },
     }
-    known: dict[str, Any] = json.loads(json.dumps(facts))
-    return known
+    return json.loads(json.dumps(facts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from transformers import EvalPrediction
 import hf_spec
 from hf_spec.bench.session import pad_left
 from hf_spec.core.memory import forget
-from hf_spec.core.stats import SpecStats, synchronize
+from hf_spec.core.stats import SpecStats
 from hf_spec.model.sequences import IGNORED
 
 #: Values of k of the top-k accuracies.
@@ -65,29 +64,6 @@ class EvalDecoding:
             total.merge(stats)
         model.train(training)
         return total
-
-
-def measured_speedup(model: Any, decoding: EvalDecoding, most: int = 8) -> float:
-    """Speed of a strategy on defaults beside plain decoding, in turns, prompt by prompt.
-
-    Args:
-        model: the model with the active adapter, which does not change its output.
-        decoding: the strategy, and its prompts, of which ``most`` are decoded.
-    """
-    rest = {"do_sample": False, "num_beams": 1, "max_new_tokens": decoding.max_new_tokens}
-    ways: list[dict[str, Any]] = [
-        {}, {"assistant_strategy": decoding.strategy, "assistant_kwargs": decoding.options},
-    ]  # fmt: skip
-    spent, made = [0.0, 0.0], [0, 0]
-    for index, ids in enumerate([decoding.prompts[0], *decoding.prompts[:most]]):
-        for way, given in enumerate(ways):
-            began = time.perf_counter()
-            out = model.generate(**pad_left([ids], 0, model.device), **rest, **given)
-            synchronize(model.device)
-            if index:  # the first one warms up
-                spent[way] += time.perf_counter() - began
-                made[way] += out.shape[1] - len(ids)
-    return made[1] / spent[1] / (made[0] / spent[0])
 
 
 def decoding_metrics(stats: SpecStats) -> dict[str, float]:

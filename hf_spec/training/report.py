@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
@@ -17,25 +17,18 @@ TIMED = 3
 SHOWN = 4
 
 
-class Running(Protocol):
-    """A training as far as it is shown."""
-
-    @property
-    def progress(self) -> float: ...
-
-
 class Report(ProgressCallback):
     """A progress bar, the expected duration after the first steps, and a line per evaluation.
 
     Args:
-        trainer: the training.
+        trainer: the training, whose ``progress`` is from 0 to 1.
         dry_run: whether it ends when its duration is known.
 
     Attributes:
         seconds_per_step: mean of the first steps; None before they are over.
     """
 
-    def __init__(self, trainer: Running, dry_run: bool = False):
+    def __init__(self, trainer: Any, dry_run: bool = False):
         super().__init__()
         self.trainer, self.dry_run = trainer, dry_run
         self.seconds_per_step: float | None = None
@@ -129,7 +122,8 @@ def expected(
     if args.max_minutes is not None:
         steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
         return f"{args.max_minutes:g} min, as asked for: about {steps:,} steps of {each}"
-    steps, count = state.max_steps, evaluations(state)
+    steps = state.max_steps
+    count = int(steps // state.eval_steps) if state.eval_steps else 0
     whole = steps * seconds_per_step + count * (seconds_per_evaluation or 0.0)
     rest = f"{count} evaluation{'s' * (count != 1)}"
     if seconds_per_evaluation is None:
@@ -138,11 +132,6 @@ def expected(
         f"about {duration(whole)}: {steps:,} steps of {each}, and {rest} of "
         f"{seconds_per_evaluation:.2g} s"
     )
-
-
-def evaluations(state: Any) -> int:
-    """Number of evaluations of a whole training."""
-    return int(state.max_steps // state.eval_steps) if state.eval_steps else 0
 
 
 def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:

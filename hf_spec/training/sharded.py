@@ -19,8 +19,7 @@ def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters
 
-    context: AbstractContextManager[Any] = GatheredParameters(parts)
-    return context
+    return GatheredParameters(parts)
 
 
 def gathered_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:

@@ -245,39 +245,23 @@ def train(
     Raises:
         ValueError: the method, the arguments or the data are invalid; the message says how.
     """
+    from hf_spec.training.trainer import SpecTrainer
+
     options, config, arguments = options or {}, config or {}, arguments or {}
     method = trainable_method(method_name)
     method.parse_options(options)
-    if dry_run:
-        with tempfile.TemporaryDirectory() as temporary:
-            return _train(
-                model, rows, method, Path(temporary), config, {**arguments, **_DRY}, options, start,
-                dry_run=True,
-            )  # fmt: skip
-    folder = output / "checkpoints"
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if last is not None and not resume:
-        raise ValueError(
-            f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, or "
-            "choose another --output"
-        )
-    return _train(
-        model, rows, method, output, config, arguments, options, start, last, provenance, callbacks,
-        tokenizer,
-    )  # fmt: skip
-
-
-def _train(
-    model: Any, rows: Any, method: Method, output: Path, config: dict[str, Any],
-    arguments: Mapping[str, Any], options: dict[str, Any], start: Path | None,
-    last: str | None = None, provenance: dict[str, Any] | None = None,
-    callbacks: Sequence[Any] = (), tokenizer: Any = None, dry_run: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """See :func:`train`, whose arguments have been checked; ``last`` is the last checkpoint."""
-    from hf_spec.training.trainer import SpecTrainer
-
-    folder, record = output / "checkpoints", dict[str, Any]()
-    with ExitStack() as attachment:
+    record: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if dry_run:
+            output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            arguments = {**arguments, **_DRY}
+        folder = output / "checkpoints"
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        if last is not None and not resume:
+            raise ValueError(
+                f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, "
+                "or choose another --output"
+            )
         # Of a model that was loaded in parts all weights are needed until training begins.
         with gathered(model.parameters()):
             # A model that cannot be decoded is refused before training.
@@ -295,7 +279,7 @@ def _train(
             base = [name for name, _ in model.named_parameters()]
             before = bit_sums(map(model.get_parameter, base))
             trained = None if gets_head else start
-            peft_model = attachment.enter_context(
+            peft_model = stack.enter_context(
                 attached(model, adapter_config, in_float32=True, trained=trained)
             )
             for name in base if adapter_config.trains_base else ():
@@ -320,7 +304,7 @@ def _train(
             callbacks=[NewAnchors(), *callbacks],
             dry_run=dry_run,
         )
-        with kept_states(trainer, folder, [training_rows, held_out_rows], before):
+        with kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]

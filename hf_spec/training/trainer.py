@@ -202,8 +202,7 @@ class SpecTrainer(Trainer):
         Of sharded parameters only the first process gets them.
         """
         if self.is_fsdp_enabled:
-            state: dict[str, Any] = self.accelerator.get_state_dict(self.model)
-            return state
+            return self.accelerator.get_state_dict(self.model)
         return gathered_state(self.unwrapped, self.is_world_process_zero())
 
     @property

@@ -10,13 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-# As in generation_config.json and adapter_config.json; filled in when a repository is written.
-STRATEGY: str | None = None
-OPTIONS: dict[str, Any] = {}
-PEFT_TYPE: str | None = None
-INSTALL: str = ""
-# Filled in by `hf-spec push`: where the adapter is found.
-REPOSITORY: str | None = None
+# Filled in when a repository is written: strategy, options and peft_type as in its configs, what to
+# install, and by `hf-spec push` the repository where the adapter is found.
+SETTINGS: dict[str, Any] = {}
 
 
 def generate(model: Any, **kwargs: Any) -> Any:
@@ -35,7 +31,8 @@ def generate(model: Any, **kwargs: Any) -> Any:
         import hf_spec  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"this repository's custom_generate needs hf_spec, which is not installed: {INSTALL}"
+            "this repository's custom_generate needs hf_spec, which is not installed: "
+            f"{SETTINGS.get('install')}"
         ) from error
     from transformers import GenerationMixin
     from transformers.utils import logging
@@ -43,32 +40,33 @@ def generate(model: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config")
     named = kwargs.get("assistant_strategy") or getattr(config, "assistant_strategy", None)
     if not named:
-        if STRATEGY is None:
+        if not SETTINGS:
             raise ValueError(
                 "this copy of custom_generate names no strategy: take it from an adapter "
                 "repository, or pass assistant_strategy=..."
             )
         _load_adapter(model)
-        own = kwargs.get("assistant_kwargs") or {}
-        if OPTIONS.get("acceptance") == "typical" and "acceptance" not in own:
+        options, own = SETTINGS["options"], kwargs.get("assistant_kwargs") or {}
+        if options.get("acceptance") == "typical" and "acceptance" not in own:
             logging.get_logger("hf_spec").warning_once(
-                f"{REPOSITORY or Path(__file__).parents[1]} asks for acceptance='typical', which "
-                "emits other tokens than the model alone would. Pass assistant_kwargs="
-                "{'acceptance': 'match'} for the model's own."
+                f"{SETTINGS['repository'] or Path(__file__).parents[1]} asks for "
+                "acceptance='typical', which emits other tokens than the model alone would. Pass "
+                "assistant_kwargs={'acceptance': 'match'} for the model's own."
             )
-        kwargs["assistant_strategy"] = STRATEGY
-        kwargs["assistant_kwargs"] = {**OPTIONS, **own}
+        kwargs["assistant_strategy"] = SETTINGS["strategy"]
+        kwargs["assistant_kwargs"] = {**options, **own}
     # Not model.generate, which may be this very function.
     return GenerationMixin.generate(model, **kwargs)
 
 
 def _load_adapter(model: Any) -> None:
     """Load the adapter that lies beside this file, unless the model has one of its type."""
-    adapters = getattr(model, "peft_config", None) or {}
-    if REPOSITORY is None or PEFT_TYPE in [config.peft_type for config in adapters.values()]:
+    adapters, repository = getattr(model, "peft_config", None) or {}, SETTINGS["repository"]
+    types = [config.peft_type for config in adapters.values()]
+    if repository is None or SETTINGS["peft_type"] in types:
         return
     # Transformers keeps this file in a folder that is named after its commit.
     commit = Path(__file__).parents[1].name
     pinned = {"revision": commit} if re.fullmatch("[0-9a-f]{40}", commit) else {}
     name = "custom_generate" if "default" in adapters else "default"
-    model.load_adapter(REPOSITORY, adapter_name=name, adapter_kwargs=pinned)
+    model.load_adapter(repository, adapter_name=name, adapter_kwargs=pinned)

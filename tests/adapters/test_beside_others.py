@@ -424,7 +424,7 @@ def test_own_heads_draft_what_they_know(fresh: Fresh, tmp_path: Path) -> None:
         with torch.no_grad():
             model.lm_head.weight[40:].mul_(3.0)
         adapter = find_active(model, "MEDUSA")
-        drafter = methods()["medusa"].drafter(model, methods()["medusa"].parse_options({}))
+        drafter = methods()["medusa"].make_drafter(model, methods()["medusa"].parse_options({}))
         logits = drafter.logits(drafter.states(torch.randn(2, 32), 2))
         assert logits.shape == (2, 2, size)
         assert (logits.softmax(-1)[..., 61:] == 0).all()

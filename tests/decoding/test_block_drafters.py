@@ -132,7 +132,7 @@ def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Fresh) -
     for kind in ("plain", "rnn"):
         name = adapt(model, kind)
         method = methods()[name]
-        drafter = method.drafter(model, method.parse_options({"tree": "chain"}))
+        drafter = method.make_drafter(model, method.parse_options({"tree": "chain"}))
         with torch.no_grad():
             root, *chain = drafter.chain(prompt())
             full = torch.cat([prompt(), torch.tensor([[root, *chain]])], dim=1)

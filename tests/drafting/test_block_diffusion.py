@@ -70,7 +70,7 @@ def drafter_of(name: str, layout: str = "drafter") -> Any:
         module = model.spec_modules[f"type_{method.name}"].adapters[adapter]
         module.load_state_dict(weights)
     model.set_adapter(adapter)
-    return method.drafter(model, method.parse_options({"tree": "chain"}))
+    return method.make_drafter(model, method.parse_options({"tree": "chain"}))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,13 @@ from hf_spec.adapters.repo_files import shim_text
 from hf_spec.core.checks import INSTALL
 from hf_spec.hub import folder as folder_module
 from hf_spec.hub.card import render_card, write_card
-from hf_spec.hub.folder import check_complete, save_spec_config, save_weightless
+from hf_spec.hub.folder import (
+    attached,
+    check_complete,
+    read_spec_config,
+    save_adapter,
+    save_spec_config,
+)
 from hf_spec.hub.push import push
 
 OPTIONS = {"draft_exit": "fixed", "max_draft": 3, "drafting": "always"}
@@ -57,8 +63,8 @@ def saved(checkpoint: Path) -> Path:
     """A complete adapter folder."""
     folder = checkpoint.parent / "skip"
     config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[])
-    save_weightless(load_checkpoint(checkpoint), config, folder)
-    save_spec_config(folder, "layer_skip", OPTIONS)
+    with attached(load_checkpoint(checkpoint), config) as peft_model:
+        save_adapter(peft_model, folder, "layer_skip", OPTIONS)
     (folder / "results.json").write_text(json.dumps(results()))
     write_card(folder)
     return folder
@@ -101,7 +107,9 @@ def test_transformers_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path
     model.save_pretrained(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path)
     assert config.assistant_strategy == "layer_skip" and config.pad_token_id == 0
-    assert shim(tmp_path / "custom_generate" / "generate.py")["STRATEGY"] == "layer_skip"
+    assert (
+        shim(tmp_path / "custom_generate" / "generate.py")["SETTINGS"]["strategy"] == "layer_skip"
+    )
 
 
 def test_nothing_half_written_stays(tmp_path: Path) -> None:
@@ -268,11 +276,12 @@ def shim(path: Path) -> dict[str, Any]:
 
 
 def test_a_pushed_shim_names_its_repository(adapter: Path) -> None:
-    folder_module.write_shim(adapter, "org/a-b.c_d")
-    scope = shim(adapter / "custom_generate" / "generate.py")
-    assert (scope["OPTIONS"], scope["REPOSITORY"]) == (OPTIONS, "org/a-b.c_d")
-    check_complete(adapter)  # as it comes back from the Hub
     path = adapter / "custom_generate" / "generate.py"
+    _, options = read_spec_config(adapter)  # in the order of the file
+    path.write_text(shim_text("layer_skip", options, "LAYER_SKIP", "org/a-b.c_d"))
+    made = shim(path)["SETTINGS"]
+    assert (made["options"], made["repository"]) == (OPTIONS, "org/a-b.c_d")
+    check_complete(adapter)  # as it comes back from the Hub
     path.write_text(path.read_text().replace("'org/a-b", "evil('org/a-b"))
     with pytest.raises(ValueError, match="does not say what generation_config.json says"):
         check_complete(adapter)
@@ -341,11 +350,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         def call(self: Any, repo_id: str, **kwargs: Any) -> Any:
             operations = kwargs.pop("operations", None)
             if operations is not None:
-                kwargs["files"] = {
-                    one.path_in_repo: Path(one.path_or_fileobj).read_bytes()
-                    for one in operations
-                    if hasattr(one, "path_or_fileobj")
-                }
+                added = [one for one in operations if hasattr(one, "path_or_fileobj")]
+                kwargs["files"] = {}
+                for one in added:
+                    with one.as_file() as file:
+                        kwargs["files"][one.path_in_repo] = file.read()
                 kwargs["deleted"] = {one.path_in_repo for one in operations} - {*kwargs["files"]}
             calls.append((name, {"repo_id": repo_id, **kwargs}))
             return SimpleNamespace(commit_url="https://hub/commit/1")
@@ -379,7 +388,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "custom_generate/generate.py", "results.json", "search.png",
     }  # fmt: skip
-    assert b"= 'org/skip'" in files["custom_generate/generate.py"]
+    assert b"'repository': 'org/skip'" in files["custom_generate/generate.py"]
     card = files["README.md"].decode()
     assert 'model.load_adapter("org/skip")' in card and "base_model: org/base" in card
     assert str(adapter.parent) not in card
@@ -464,8 +473,10 @@ def test_load_by_id_and_branch(
     (root / "refs").mkdir(parents=True)
     for name, commit, attention, draft in (("v1", "1" * 40, [1], 3), ("main", "2" * 40, [0], 5)):
         edit(adapter / "adapter_config.json", skip_attention=attention)
-        save_spec_config(adapter, "layer_skip", {**OPTIONS, "max_draft": draft})
-        folder_module.write_shim(adapter, "org/skip")
+        options = {**OPTIONS, "max_draft": draft}
+        save_spec_config(adapter, "layer_skip", options)
+        text = shim_text("layer_skip", options, "LAYER_SKIP", "org/skip")
+        (adapter / "custom_generate" / "generate.py").write_text(text)
         shutil.copytree(adapter, root / "snapshots" / commit)
         (root / "refs" / name).write_text(commit)
     pinned = {} if revision is None else {"revision": revision}

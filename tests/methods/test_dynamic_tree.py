@@ -23,9 +23,10 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.ppd.dynamic_tree import (
     RANKS,
-    Chain,
     best_trees,
+    chain,
     likeliest_paths,
+    long_run,
     make_tree,
     measure_accuracies,
     reach_and_ends,
@@ -78,12 +79,15 @@ def every_state(accuracies: np.ndarray, depth: int, size: int, each: int) -> lis
     return states
 
 
+def tau_of(states: TreeStates, accuracies: np.ndarray) -> float:
+    """Tokens per step in the long run."""
+    return long_run(*chain(states, accuracies))[0]
+
+
 def best_tau(accuracies: np.ndarray, size: int, each: int) -> float:
     """The largest R(T) over all dynamic trees, one by one."""
     choices = [every_state(accuracies, k, size, each) for k in range(len(accuracies) + 1)]
-    return max(
-        Chain.of(TreeStates(states), accuracies).tau for states in itertools.product(*choices)
-    )
+    return max(tau_of(TreeStates(states), accuracies) for states in itertools.product(*choices))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_dynamic_trees_against_all_there_are(size: int, each: int, table: int) -
     accuracies = np.array(TABLES[table])[:2, :2]
     states = best_trees(accuracies, size, each)
     assert max(one.num_rows(each) for one in states.states) <= size
-    tau = Chain.of(states, accuracies).tau
+    tau = tau_of(states, accuracies)
     assert tau == pytest.approx(best_tau(accuracies, size, each), abs=1e-5)
 
 
@@ -111,7 +115,7 @@ def test_the_chain_by_simulation(table: list) -> None:
     states = best_trees(accuracies, 9)
     means = [simulate(states, accuracies, draw, 500) for _ in range(100)]
     error = 4 * np.std(means) / math.sqrt(len(means)) + 2 / 500
-    assert abs(np.mean(means) - Chain.of(states, accuracies).tau) < error
+    assert abs(np.mean(means) - tau_of(states, accuracies)) < error
 
 
 def simulate(states: TreeStates, accuracies: np.ndarray, draw: random.Random, steps: int) -> float:
@@ -140,7 +144,7 @@ def test_what_is_never_right_takes_no_step_token() -> None:
     states = best_trees(accuracies, 16)
     assert [one.tree.num_draft_tokens for one in states.states] == [0, 1, 1]
     assert max(max(one.probes) for one in states.states) == 1
-    assert Chain.of(states, accuracies).tau == pytest.approx(1.5, abs=1e-5)
+    assert tau_of(states, accuracies) == pytest.approx(1.5, abs=1e-5)
 
 
 # -- measuring, and the choice of a size ---------------------------------------------------------
@@ -153,7 +157,7 @@ def adapted(model: Any, **fields: Any) -> Any:
 
 
 def drafter_of(model: Any) -> Any:
-    return get_method("ppd").drafter(model, get_method("ppd").parse_options({}))
+    return get_method("ppd").make_drafter(model, get_method("ppd").parse_options({}))
 
 
 def texts_of(model: Any, count: int, new: int = 30) -> list[tuple[list[int], list[int]]]:
@@ -257,7 +261,7 @@ def test_the_tree_of_this_device_comes_first(
     options = get_method("ppd").parse_options({"tree": "dynamic"})
 
     def states() -> TreeStates:
-        return get_method("ppd").drafter(loaded(fresh, folder), options).source._states
+        return get_method("ppd").make_drafter(loaded(fresh, folder), options).source._states
 
     here = states()
     chain = [

@@ -61,7 +61,7 @@ class Fixture:
         self.ids, self.features = self.io["ids"], self.io["base.features"]
 
     def drafter(self, rows: int = 1) -> Any:
-        drafter = METHOD.drafter(self.model, METHOD.parse_options({}))
+        drafter = METHOD.make_drafter(self.model, METHOD.parse_options({}))
         root = torch.zeros(rows, dtype=torch.long)
         target = SimpleNamespace(graphs=None)
         drafter.start(

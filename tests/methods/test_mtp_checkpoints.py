@@ -254,9 +254,9 @@ def test_bad_files(tmp_path: Path) -> None:
     cases: list[tuple[Callable[[Path], Any], str]] = [
         (cut, f"{SECOND}' is no safetensors file, or was cut off"),
         (lambda folder: (folder / SECOND).unlink(), f"has no '{SECOND}', which {INDEX} names"),
-        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX}' is no index of tensors"),
-        (lambda folder: (folder / INDEX).write_text("[1"), f"{INDEX}' is no index of tensors"),
-        (outside, f"names '../{SECOND}', which is no safetensors file"),
+        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX}' has no weight_map"),
+        (lambda folder: (folder / INDEX).write_text("[1"), f"{INDEX}' is not JSON"),
+        (outside, f"names '../{SECOND}', which is no file beside it"),
         (pickled, "safetensors only, never from a pickle"),
     ]
     for number, (damage, message) in enumerate(cases):

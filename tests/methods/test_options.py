@@ -64,8 +64,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layer_skip", {"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
     ("layer_skip", {**FIXED, "threshold": 0.5}, "threshold=0.5 with draft_exit='fixed'"),
     ("layer_skip", {**FIXED, "beta2": 0.5}, "beta2=0.5 with draft_exit='fixed'"),
-    ("layer_skip", {"skip_attention": 3}, "skip_attention must be a list of layer indices, got 3"),
-    ("layer_skip", {"skip_mlp": [1, -1]}, "skip_mlp must list integers >= 0"),
+    ("layer_skip", {"skip_attention": 3}, "skip_attention=3: must be a list of layers"),
+    (
+        "layer_skip",
+        {"skip_mlp": [1, -1]},
+        r"skip_mlp=\[1, -1\]: must name each layer once",
+    ),
     # propd
     ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
     ("propd", {"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),

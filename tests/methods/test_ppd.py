@@ -234,7 +234,7 @@ def test_drafts_are_the_oracle_s(
     ids = prompt()
     plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
     method = get_method("ppd")
-    drafter = method.drafter(model, method.parse_options({}))
+    drafter = method.make_drafter(model, method.parse_options({}))
     chain = drafter.get_candidates(ids)[0][0, ids.shape[1] + 1 :]
     assert chain.tolist() == naive(model, ids[0]).argmax(-1).tolist()
     drafted: list[tuple[list[int], list[int]]] = []

@@ -157,7 +157,7 @@ def drafting(request: Any, model: Any) -> tuple[Any, str]:
 
 def drafter_of(model: Any, name: str) -> Any:
     method = get_method(name)
-    return method.drafter(model, method.parse_options({}))
+    return method.make_drafter(model, method.parse_options({}))
 
 
 @torch.no_grad()

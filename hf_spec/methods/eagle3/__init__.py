@@ -3,7 +3,7 @@
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter, Eagle3Config
 from hf_spec.methods.eagle3.drafter import Eagle3Drafter, Eagle3Options
 from hf_spec.methods.eagle3.export import sglang_files, speculators_files
-from hf_spec.methods.eagle3.loss import loss
+from hf_spec.methods.eagle3.network import loss
 from hf_spec.methods.eagle3.published import PUBLISHED
 from hf_spec.methods.registry import Export, Method
 

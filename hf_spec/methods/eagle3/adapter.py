@@ -21,10 +21,17 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VocabularyConfig
-from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
+from hf_spec.core.checks import (
+    check_choices,
+    check_count,
+    check_range,
+    check_switches,
+    distinct_layers,
+)
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.training_time_test import LOSSES
@@ -99,7 +106,7 @@ class Eagle3Config(VocabularyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
-            self.layers = _checked_layers(self.layers)
+            self.layers = distinct_layers("layers", self.layers)
         check_choices(
             self, architecture=tuple(ARCHITECTURES), loss=LOSSES, hidden_act=tuple(ACT2FN)
         )
@@ -133,8 +140,10 @@ class Eagle3Config(VocabularyConfig):
                 f"mask_token_id={self.mask_token_id}: the model has the tokens 0 to {tokens - 1}. "
                 "Choose one of these."
             )
-        layers = self.layers or sorted({min(2, count), count // 2, max(count - 3, 1)})
-        if max(layers) > count:
+        layers = self.layers
+        if layers is None:
+            layers = sorted({min(2, count), count // 2, max(count - 3, 1)})
+        if not layers or max(layers) > count:
             raise ValueError(
                 f"layers={layers}: the model has {count} layers, whose hidden states are numbered "
                 f"0 to {count}. Choose among these."
@@ -194,25 +203,7 @@ class Eagle3Config(VocabularyConfig):
         return config
 
 
-def state_width(model: Any) -> int:
-    """Width of the hidden states between a model's layers."""
-    text = model.config.get_text_config(decoder=True)
-    width = getattr(text, "hidden_size", None)
-    return width if type(width) is int else input_features(model)[1]
-
-
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def _checked_layers(layers: Any) -> list[int]:
-    """`layers` as a list; ValueError unless they are distinct integers >= 0."""
-    if not isinstance(layers, list | tuple) or not layers:
-        raise ValueError(f"layers={layers!r}: must be a list of layers, such as [2, 16, 29].")
-    if any(type(one) is not int or not 0 <= one <= MAX_SHAPE for one in layers):
-        raise ValueError(f"layers={list(layers)!r}: must list whole numbers from 0.")
-    if len(set(layers)) < len(layers):
-        raise ValueError(f"layers={list(layers)!r}: must name each layer once.")
-    return list(layers)
 
 
 def _check_rope(given: Any) -> None:
@@ -237,7 +228,7 @@ class Eagle3Adapter(Adapter):
         super().__init__(config, model)
         of_layers, (_, kind) = config.of_layers(), ARCHITECTURES[config.architecture]
         hidden, eps = of_layers.hidden_size, config.rms_norm_eps
-        width = state_width(model)
+        width = facts_of(model).get("hidden_size", input_features(model)[1])  # of its states
         count = len(config.layers or ())
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(count * width, eps)
@@ -285,8 +276,7 @@ class Eagle3Adapter(Adapter):
         if self.config.fc_norm:
             parts = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
-        fused: Tensor = self.fc(states)
-        return fused
+        return self.fc(states)
 
     def forward(
         self, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any

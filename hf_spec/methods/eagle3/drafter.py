@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter, block_mask
 from hf_spec.drafting.forward_drafter import GrowOptions
@@ -45,8 +45,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
     options: Eagle3Options
     network: Eagle3Network
 
-    def __init__(self, model: Any, options: Eagle3Options):
-        adapter = require_active(model, "EAGLE3", "eagle3")
+    def __init__(self, model: Any, options: Eagle3Options, adapter: ActiveAdapter):
         key = "eagle3", adapter.name, key_of(options)
         self.forward_per_level = adapter.config.mask_token_id is None
         self._all: Tensor | None = None  # (batch, depth, tokens) logits of all distances

@@ -1,4 +1,4 @@
-"""The decoder of an EAGLE3 adapter on its base model."""
+"""The decoder of an EAGLE3 adapter on its base model, and its training loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.drafting.training_time_test import chain_loss
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from modeling_patches.weights import device_of
 
@@ -50,8 +53,7 @@ class Eagle3Network:
     def embedded(self, tokens: Tensor) -> Tensor:
         """``(batch, n, hidden)`` input embeddings of tokens ``(batch, n)``."""
         own = getattr(self.adapter, "embed_tokens", None)
-        made: Tensor = (self.model.get_input_embeddings() if own is None else own)(tokens)
-        return made
+        return (self.model.get_input_embeddings() if own is None else own)(tokens)
 
     def features(self, states: Tensor) -> Tensor:
         return self.adapter.fused(states)
@@ -78,5 +80,13 @@ class Eagle3Network:
         return torch.full((batch, count), token, device=hidden.device), hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.adapter.lm_head(states)
-        return logits
+        return self.adapter.lm_head(states)
+
+
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """See :func:`chain_loss`."""
+    config: Any = adapter.config
+    network = Eagle3Network(model, adapter.module)
+    return chain_loss(
+        model, network, batch, config.layers, config.ttt_steps, config.decay, config.loss
+    )

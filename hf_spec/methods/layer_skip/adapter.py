@@ -6,8 +6,6 @@ runs over a sequence once, and the drafting model runs over short pieces of it, 
 drafted.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,7 +16,7 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.low_rank import LowRankAdapter, check_settings
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import check_count, distinct_layers
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits
@@ -65,15 +63,14 @@ class LayerSkipConfig(SpecPeftConfig):
                 f"the base model's number of layers must be a positive integer, got {layers!r}. "
                 "Leave it out: attaching the adapter records it."
             )
-        self.skip_attention = layer_indices("skip_attention", self.skip_attention)
-        self.skip_mlp = layer_indices("skip_mlp", self.skip_mlp)
-        for name, indices in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
+        for name in ("skip_attention", "skip_mlp"):
+            indices = sorted(distinct_layers(name, getattr(self, name)))
+            setattr(self, name, indices)
             if layers is not None and max(indices, default=0) >= layers:
                 raise ValueError(
                     f"{name} names layer {max(indices)}, but the base model has {layers} layers, "
                     f"0 to {layers - 1}, by base_facts. Correct one of them."
                 )
-
         check_count("draft_rank", self.draft_rank, low=0)
         check_settings("draft_", self.draft_rank or 1, self.draft_alpha, self.draft_target_modules)
 
@@ -111,24 +108,6 @@ class LayerSkipConfig(SpecPeftConfig):
                 "linear modules of that name. Choose others, or skip less."
             )
         return found
-
-
-def layer_indices(name: str, values: Iterable[int]) -> list[int]:
-    """`values` as a sorted list; ValueError unless they are distinct integers >= 0."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a list of layer indices, got {values!r}.")
-    indices = list(values)
-    for value in indices:
-        if type(value) is not int or value < 0:
-            raise ValueError(
-                f"{name} must list integers >= 0 (layers count from 0), got {value!r} in {indices}."
-            )
-    if len(set(indices)) < len(indices):
-        twice = sorted(index for index, times in Counter(indices).items() if times > 1)
-        raise ValueError(
-            f"{name} must list each layer once, got {twice} more than once. Remove them."
-        )
-    return sorted(indices)
 
 
 class LayerSkipAdapter(LowRankAdapter):

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range, distinct_layers
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import locked
 from hf_spec.drafting.options import DraftOptions, refuse
-from hf_spec.methods.layer_skip.adapter import layer_indices
 from hf_spec.policy.draft_exit import DraftExit
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
@@ -63,7 +62,7 @@ class LayerSkipOptions(DraftOptions):
         for name in ("skip_attention", "skip_mlp"):
             layers = getattr(self, name)
             if layers is not None:
-                object.__setattr__(self, name, layer_indices(name, layers))
+                object.__setattr__(self, name, sorted(distinct_layers(name, layers)))
 
 
 class ThresholdExit(DraftExit):

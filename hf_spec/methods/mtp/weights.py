@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_spec.adapters.checkpoint import Origin, complaints
+from hf_spec.adapters.checkpoint import Origin, complaints, opened, readable, shards
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
@@ -96,15 +94,16 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
             f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, "
             f"{_what_it_has(model, files)}. Choose another strategy."
         )
-    plain = {one: path for one, path in files.items() if not _is_scales(one, files)}
+    scales = {one + SCALES for one in files}
+    plain = {one: path for one, path in files.items() if one not in scales}
     num_parts = recipe_of(model).num_parts
     sources, unknown = _sources(plain, layout, below, num_parts)
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(_opened(path)) for path in sorted({*files.values()})}
+        open_files = {path: stack.enter_context(opened(path)) for path in {*files.values()}}
         sparse = any(".experts." in own for _, own in sources)
         layers = MtpLayers(model, 1 + max(layer for layer, _ in sources), sparse)
 
-        stored = _Stored(files, opened, dtype)
+        stored = _Stored(files, open_files, dtype)
         # Names and shapes first: nothing large is read of what does not fit.
         wrong = [f"unknown tensor {one!r}" for one in unknown[:1]]
         norms = _final_norms(model, len(layers.layers)) if layout.final_norm else {}
@@ -201,11 +200,6 @@ def _final_norms(model: Any, count: int) -> dict[str, Tensor]:
     return {f"{index}.post_norm.{name}": own[name] for index in range(count) for name in own}
 
 
-def _is_scales(name: str, files: Mapping[str, Path]) -> bool:
-    """Whether a tensor holds the scales of another one."""
-    return name.endswith(SCALES) and name.removesuffix(SCALES) in files
-
-
 class _Stored:
     """Tensors of a checkpoint.
 
@@ -224,11 +218,11 @@ class _Stored:
     def shape(self, name: str) -> Tensor:
         """A tensor's shape, without numbers."""
         path, scales = self._files[name], name + SCALES
-        with _readable(path):
+        with readable(path):
             part = self._file(name).get_slice(name)
             kind, shape = part.get_dtype(), part.get_shape()
         if kind == EIGHT_BITS and scales in self._files:
-            with _readable(self._files[scales]):
+            with readable(self._files[scales]):
                 found = self._file(scales).get_slice(scales).get_shape()
             try:
                 check_scales(name, shape, found)
@@ -244,12 +238,12 @@ class _Stored:
 
     def numbers(self, name: str) -> Tensor:
         """A tensor; one of 8-bit floats in the other dtype."""
-        with _readable(self._files[name]):
+        with readable(self._files[name]):
             found: Tensor = self._file(name).get_tensor(name)
         if found.dtype != FP8:
             return found
         scales = name + SCALES
-        with _readable(self._files[scales]):
+        with readable(self._files[scales]):
             return dequantized(name, found, self._file(scales).get_tensor(scales), self._dtype)
 
 
@@ -259,7 +253,7 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
     Args:
         below: number of the model's layers.
     """
-    place = checkpoint_of(model)
+    place = str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
     if not place:
         raise ValueError(
             f"assistant_strategy='mtp': {type(model).__name__} was not loaded from a checkpoint, "
@@ -275,10 +269,10 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
             "can run code. Choose another strategy."
         )
     if found.name == SINGLE:
-        with _opened(found) as file:
+        with opened(found) as file:
             names = list(file.keys())
         return place, {name: found for name in names if is_mtp(name, below)}
-    wanted = {name: file for name, file in _shards(found).items() if is_mtp(name, below)}
+    wanted = {name: file for name, file in shards(found).items() if is_mtp(name, below)}
     paths = {file: _file(origin, file) for file in set(wanted.values())}
     missing = [file for file, path in paths.items() if path is None]
     if missing:
@@ -286,11 +280,6 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
             f"{place!r} has no {min(missing)!r}, which {INDEX} names: download it again."
         )
     return place, {name: path for name, file in wanted.items() if (path := paths[file])}
-
-
-def checkpoint_of(model: Any) -> str:
-    """The folder or repository that a model was loaded from; empty for none."""
-    return str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
 
 
 def _file(origin: Origin, *names: str) -> Path | None:
@@ -307,37 +296,3 @@ def _file(origin: Origin, *names: str) -> Path | None:
             if found is not None:
                 return found
     return None
-
-
-def _shards(index: Path) -> dict[str, str]:
-    """The name of each tensor's file."""
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = {str(name): str(file) for name, file in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{str(index)!r} is no index of tensors (a JSON object with 'weight_map'): download it "
-            "again."
-        ) from error
-    for file in set(names.values()):
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{str(index)!r} names {file!r}, which is no safetensors file.")
-    return names
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    with _readable(path), safe_open(path, framework="pt") as file:
-        yield file
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise a ValueError within the block where safetensors cannot read a file."""
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{str(path)!r} is no safetensors file, or was cut off ({first_line(error)}): "
-            "download it again."
-        ) from error

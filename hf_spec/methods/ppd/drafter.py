@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
@@ -59,8 +59,7 @@ class PPDDrafter(ProbeDrafter):
     trees = {"static": static_tree, CHAIN: chain_tree, DYNAMIC: None}
     options: PPDOptions
 
-    def __init__(self, model: Any, options: PPDOptions):
-        adapter = require_active(model, "PPD", "ppd")
+    def __init__(self, model: Any, options: PPDOptions, adapter: ActiveAdapter):
         config: Any = adapter.config
         if options.tree == DYNAMIC:
             source = dynamic_source(model, adapter)

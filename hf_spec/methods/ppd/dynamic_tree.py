@@ -6,7 +6,7 @@ tune`` makes the trees:
 
 1. :func:`measure_accuracies`: how often the token of each rank is right at each distance;
 2. :func:`best_trees`: the best trees of at most n step tokens (Props. 5.6.1 to 5.6.3), and the
-   tokens they emit per step in the steady state (:class:`Chain`, Prop. 5.6.4);
+   tokens they emit per step in the long run (:func:`chain`, Prop. 5.6.4);
 3. :func:`make_tree`: the n of the largest throughput under the step times of the device (5.6.3).
 
 A node with k prompt tokens leads to state k if it is the last accepted one. The thesis weights a
@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,8 +36,8 @@ from hf_spec.policy.tree_source import check_states
 DYNAMIC = "dynamic"
 #: Number of ranks that are distinguished; tokens of larger rank count as not predicted.
 RANKS = 48
-#: Share of steps after which the chain restarts in state 0, as every call does, so that the steady
-#: state is unique.
+#: Share of steps after which the chain restarts in state 0, as every call does, so that the long
+#: run is the same from every state.
 RESTART = 1e-7
 #: Rounds of policy iteration; they end when nothing changes, mostly after two or three.
 ROUNDS = 30
@@ -137,54 +135,38 @@ def reach_and_ends(tree: TokenTree, accuracies: Array) -> tuple[Array, Array]:
 # -- the chain of states -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Chain:
+def chain(states: TreeStates, accuracies: Array) -> tuple[Array, Array]:
     """The Markov chain of states that decoding with some trees runs through (Prop. 5.6.4).
 
-    Attributes:
-        moves: ``(states, states)`` probability of the next state.
-        values: ``(states,)`` f, tokens that a step emits.
+    Returns:
+        ``(states, states)`` probability of the next state; ``(states,)`` f, tokens that a step
+        emits.
     """
+    count = len(states.states)
+    moves, values = np.zeros((count, count)), np.zeros(count)
+    for k, state in enumerate(states.states):
+        reach, ends = reach_and_ends(state.tree, accuracies)
+        values[k] = reach.sum()
+        np.add.at(moves[k], list(state.probes), ends)
+    moves *= 1 - RESTART
+    moves[:, 0] += 1 - moves.sum(1)
+    return moves, values
 
-    moves: Array
-    values: Array
 
-    @classmethod
-    def of(cls, states: TreeStates, accuracies: Array) -> Chain:
-        """The chain of these trees under these accuracies."""
-        count = len(states.states)
-        moves, values = np.zeros((count, count)), np.zeros(count)
-        for k, state in enumerate(states.states):
-            reach, ends = reach_and_ends(state.tree, accuracies)
-            values[k] = reach.sum()
-            np.add.at(moves[k], list(state.probes), ends)
-        moves *= 1 - RESTART
-        moves[:, 0] += 1 - moves.sum(1)
-        return cls(moves, values)
+def long_run(moves: Array, values: Array) -> tuple[float, Array]:
+    """The mean of a quantity per step in the long run; and by how much more of it there will be
+    from each state on than from state 0, ``(states,)``.
 
-    @cached_property
-    def steady(self) -> Array:
-        """``(states,)`` share of steps in each state in the long run."""
-        count = len(self.values)
-        system = np.vstack([self.moves.T - np.eye(count), np.ones(count)])
-        target = np.append(np.zeros(count), 1.0)
-        shares: Array = np.linalg.lstsq(system, target, rcond=None)[0].clip(min=0.0)
-        return shares / shares.sum()
-
-    @property
-    def tau(self) -> float:
-        """R(T), emitted tokens per step in the long run."""
-        return float(self.steady @ self.values)
-
-    @property
-    def worth(self) -> Array:
-        """``(states,)`` expected number of additional tokens compared with starting in state 0."""
-        # worth = values - tau + moves @ worth, worth[0] = 0; the first column stands for tau.
-        system = np.eye(len(self.values)) - self.moves
-        system[:, 0] = 1.0
-        solution: Array = np.linalg.solve(system, self.values)
-        solution[0] = 0.0
-        return solution
+    Args:
+        moves: ``(states, states)`` probability of the next state.
+        values: ``(states,)`` the quantity; of the tokens that a step emits the mean is R(T).
+    """
+    # worth = values - mean + moves @ worth, worth[0] = 0; the first column stands for the mean.
+    system = np.eye(len(values)) - moves
+    system[:, 0] = 1.0
+    worth: Array = np.linalg.solve(system, values)
+    mean, worth[0] = float(worth[0]), 0.0
+    return mean, worth
 
 
 # -- the best trees ------------------------------------------------------------------------------
@@ -212,7 +194,7 @@ def best_trees(accuracies: Array, size: int, num_ept: int = 1) -> TreeStates:
 
     states = tuple(_best_state(*one, worth, size, num_ept) for one in paths)
     for _ in range(ROUNDS):
-        worth = Chain.of(TreeStates(states), accuracies).worth
+        _, worth = long_run(*chain(TreeStates(states), accuracies))
         found = tuple(_best_state(*one, worth, size, num_ept) for one in paths)
         # Equally good trees do not change, or rounds could cycle.
         better = tuple(
@@ -294,9 +276,10 @@ def make_tree(
     found = {}
     for size in range(1 + drafter.per_distance, max(max_size, 1 + drafter.per_distance) + 1):
         states = best_trees(accuracies, size, drafter.per_distance)
-        chain = Chain.of(states, accuracies)
+        moves, tokens = chain(states, accuracies)
         each = [seconds(state.num_rows(drafter.per_distance)) for state in states.states]
-        found[size] = states, chain.tau, chain.tau * seconds(1) / float(chain.steady @ each)
+        tau, spent = (long_run(moves, np.array(values))[0] for values in (tokens, each))
+        found[size] = states, tau, tau * seconds(1) / spent
     enough = (1 - TOLERANCE) * max(speedup for *_, speedup in found.values())
     size = min(size for size, (*_, speedup) in found.items() if speedup >= enough)
     states, tau, speedup = found[size]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter, require_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.checks import check_count
 from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
@@ -141,20 +141,14 @@ class EarlyPruning:
 def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     """Nodes with children, ``(batch, inner)`` int64, padded with roots, and for each node the index
     of its parent among them, ``(batch, tokens)``, arbitrary for the root."""
-    rows = [
-        sorted({0, *parents[1 : size + 1]})
-        for parents, size in zip(tree.parents.tolist(), tree.row_sizes)
-    ]
+    above = tree.parents.tolist()
+    rows = [sorted({0, *row[1 : size + 1]}) for row, size in zip(above, tree.row_sizes)]
     most = max(map(len, rows))
-    inner = torch.tensor(
-        [row + [0] * (most - len(row)) for row in rows], device=tree.parents.device
-    )
-    place = torch.zeros_like(tree.parents)
-    order = torch.arange(most, device=inner.device).expand_as(inner)
-    # Ascending, padding last: the padding must not overwrite the root's index, which is 0.
-    real = torch.tensor([len(row) for row in rows], device=inner.device)[:, None] > order
-    place.scatter_add_(1, inner, order * real)
-    return inner, place.gather(1, tree.parents.clamp(min=0))
+    inner = [row + [0] * (most - len(row)) for row in rows]
+    at = [{node: index for index, node in enumerate(row)} for row in rows]
+    place = [[index.get(node, 0) for node in row] for index, row in zip(at, above)]
+    device = tree.parents.device
+    return torch.tensor(inner, device=device), torch.tensor(place, device=device)
 
 
 class ProPDDrafter(HeadDrafter):
@@ -166,9 +160,8 @@ class ProPDDrafter(HeadDrafter):
     trees = {**HeadDrafter.trees, ONLINE: None}
 
 
-def make_drafter(model: Any, options: ProPDOptions) -> Drafter:
+def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> Drafter:
     """The drafter of the heads, or of another strategy, with early pruning."""
-    adapter = require_active(model, "PROPD", "propd")
     weights, config = adapter.weights(), adapter.config
     drafter: Drafter
     if options.drafter == HEADS:

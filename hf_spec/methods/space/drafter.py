@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.verify import sample
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
@@ -50,10 +50,9 @@ class SpaceDrafter(ProbeDrafter):
     can_sample = True
     options: SpaceOptions
 
-    def __init__(self, model: Any, options: SpaceOptions):
+    def __init__(self, model: Any, options: SpaceOptions, adapter: ActiveAdapter):
         if options.acceptance == "rejection":
             options = replace(options, tree=CHAIN)
-        adapter = require_active(model, "SPACE", "space")
         source = tree_source(
             options, self.trees, model, adapter, adapter.config.num_mask_tokens, probes=1
         )

@@ -1,0 +1,33 @@
+"""Wraps methods of other libraries where these have no hooks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a method by a function that gets the original one as its first argument.
+
+    A method that is wrapped already stays as it is, as modules may be loaded again.
+
+    Args:
+        owner: a class that has the method, or inherits it.
+        name: the method's name; it may be a class method.
+    """
+    owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+    found = vars(owner)[name]
+    original = getattr(found, "__func__", found)
+
+    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        if not hasattr(original, "_hf_spec"):
+            method._hf_spec = True  # type: ignore[attr-defined]
+            setattr(owner, name, method if original is found else classmethod(method))
+        return function
+
+    return replace
