@@ -84,6 +84,12 @@ class MarkovHead:
         moved = torch.einsum("...dr,dhr->...dh", functional.silu(inner), output)
         return states + moved.to(states)
 
+    def along(
+        self, logits: Tensor, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None
+    ) -> Tensor:
+        """``logits`` and :meth:`logits`."""
+        return logits + self.logits(previous, states, vocabulary)
+
     def logits(
         self, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None = None
     ) -> Tensor:
@@ -97,15 +103,11 @@ class MarkovHead:
         Returns:
             ``(..., vocab)``
         """
-        change = self.change(previous, states)
+        inner = functional.silu(self._embedded(previous) + self._projected(states))
+        change = functional.linear(inner, self.weights.output[0])
         if vocabulary is not None:
             return vocabulary.linear(change)
         return linear_logits(self.model, change)
-
-    def change(self, previous: Tensor, states: Tensor) -> Tensor:
-        """What is added to the states, ``(..., hidden)``; see :meth:`logits`."""
-        inner = functional.silu(self._embedded(previous) + self._projected(states))
-        return functional.linear(inner, self.weights.output[0])
 
     def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
         """The bias of a few tokens, given each of several previous tokens.

@@ -24,6 +24,7 @@ from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.transitions import Conditional, Transitions
 from hf_spec.model.hidden_states import shapes_logits
 
 #: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
@@ -127,7 +128,7 @@ class TreeDrafter(Drafter):
         super().__init__(model, options)
         self.source = source
         self.policy_chooses = source.policy_chooses
-        self.markov_head = MarkovHead.of(weights, model)
+        self.markov_head: MarkovHead | Transitions | None = MarkovHead.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
         self.hidden: Tensor | None = None
@@ -245,9 +246,11 @@ class TreeDrafter(Drafter):
         tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
         ids = None if self.vocabulary is None else self.vocabulary.tokens
-        return Predictions(
+        make: Any = Conditional if isinstance(self.markov_head, Transitions) else Predictions
+        made: Predictions = make(
             self.logits(states), width, known, self.markov_head, states, ids, tempered
         )
+        return made
 
     def given(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits of all tokens of :attr:`vocabulary` if the tokens before are known.
@@ -272,9 +275,7 @@ class TreeDrafter(Drafter):
         logits = self.logits(states)
         if self.markov_head is None:
             return logits
-        if self.vocabulary is None:
-            return logits + self.markov_head.logits(previous, states)
-        return logits + self.vocabulary.linear(self.markov_head.change(previous, states))
+        return self.markov_head.along(logits, previous, states, self.vocabulary)
 
     @abstractmethod
     def states(self, hidden: Tensor, depth: int) -> Tensor:

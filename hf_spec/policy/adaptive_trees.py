@@ -7,25 +7,24 @@ probabilities of their own tokens (:mod:`hf_spec.drafting.grow`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from hf_spec.core.host_tree import HostTree
-from hf_spec.core.memory import locked
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState
+from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.tempering import Sample, Tempering, noise_ahead
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
-from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
 #: Number of draft tokens grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
@@ -64,10 +63,9 @@ class AdaptiveTrees(TreeSource):
         self.calibration = None if calibrations is None else calibrations[False]
         self.tempering = tempering or Tempering()
         self._most = FEWEST
-        self._proposed: tuple[Any, ...] = ()
+        self._proposed: tuple[HostTree, list[float]] | None = None
         self._prefetched: Proposal | None = None
         self._sample: Sample | None = None
-        self._steps = 0  # that sample
 
     weighs: ClassVar[bool] = True
     #: Whether its scores are on the device only, so that growing can be compiled, and can begin
@@ -81,7 +79,7 @@ class AdaptiveTrees(TreeSource):
     def start(self, state: DecodeState) -> None:
         if self.calibrations is not None:
             self.calibration = self.calibrations[state.do_sample]
-        if self._exactly(state) is not None and not self._steps:
+        if self._exactly(state) is not None:
             self.tempering = Tempering()  # what is drafted must not depend on earlier calls
 
     def predictions(
@@ -107,11 +105,9 @@ class AdaptiveTrees(TreeSource):
         graphs = state.target.graphs if self.on_device else None
         depth = depth if graphs is None else self.depth
         noise, sample = noise_ahead(drafter, state, depth) if self.weighs else None, None
-        if noise is not None:
-            self._steps += 1
-            if self.tempering.learns(self._steps):
-                assert drafter.hidden is not None
-                sample = Sample(drafter, drafter.hidden, state.root, known, noise)
+        if noise is not None and self.tempering.learns():
+            assert drafter.hidden is not None
+            sample = Sample(drafter, drafter.hidden, state.root, known, noise)
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)
             return Proposal(grow(predictions, state.root, count, depth, trust), trust, sample)
@@ -135,7 +131,7 @@ class AdaptiveTrees(TreeSource):
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
     ) -> Tree:
         if depth == 0:
-            self._proposed = ()
+            self._proposed = None
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
             if state.timed and self.num_draft_tokens is None:
                 only = np.zeros((state.batch_size, 1), np.int64)
@@ -148,7 +144,7 @@ class AdaptiveTrees(TreeSource):
         packed, trust, self._sample = prefetched
         tree, host = state.received(packed)
         if self._exactly(state) is None:
-            self._proposed = trust, *(x.tolist() for x in (host.parents, host.tokens, host.probs))
+            self._proposed = host, trust
             return tree
         tree = tree.changed(whole=True)
         ahead = ((host.probs > 0) * self.depth).tolist()  # padding has no probability
@@ -167,19 +163,13 @@ class AdaptiveTrees(TreeSource):
         sample, self._sample = self._sample, None
         if sample is not None:
             sample.teach(self.tempering, emitted)
-        self._observe(emitted, num_drafted)
-
-    @locked
-    def _observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
-        if not self._proposed:
+        if self._proposed is None:
             return
         most = self._most  # doubled if all were taken, reduced if most were unused
         self._most = min(2 * most, MOST) if num_drafted >= most else max(most - 1, FEWEST)
         if self.calibration is not None:
-            trust, *rows = self._proposed
-            for parents, tokens, probs, following in zip(*rows, emitted):
-                walk(self.calibration, parents, tokens, probs, trust, following)
-        self._proposed = ()
+            self.calibration.learn(*self._proposed, emitted)
+        self._proposed = None
 
 
 def _compiled(

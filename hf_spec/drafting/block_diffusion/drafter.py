@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.drafting.committed import Committed, Rows
 from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.drafting.options import CHAIN, DraftOptions
-from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.transitions import Conditional, Transitions
+from hf_spec.drafting.transitions import Transitions
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
 from hf_spec.model.hidden_states import Reads, model_logits, output_logits
 from modeling_patches.weights import placement
@@ -57,7 +56,7 @@ class BlockDrafter(TreeDrafter):
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
         self.network = BlockNetwork(adapter.module, model)
-        self.transitions = Transitions.of(config.markov_head, weights, config.selector_top_k)
+        self.markov_head = Transitions.of(config.markov_head, weights, config.selector_top_k)
         self.reads = Reads("committed", tuple(config.feature_layers))
         self.distances = source.max_depth
         self.cache: DraftCache | None = None
@@ -150,31 +149,6 @@ class BlockDrafter(TreeDrafter):
             final = states.to(placement(self.model).dtype)
             return model_logits(self.model, final, head=self.vocabulary)
         return output_logits(self.model, states, self.vocabulary)
-
-    def _predictions(
-        self, states: Tensor, known: Sequence[int] | Tensor, width: int,
-        tempered: Tempered | None = None,
-    ) -> Predictions:  # fmt: skip
-        if self.transitions is None:
-            return super()._predictions(states, known, width, tempered)
-        ids = None if self.vocabulary is None else self.vocabulary.tokens
-        return Conditional(
-            self.logits(states), width, known, states, self.transitions, ids, tempered
-        )
-
-    def logits_given(self, states: Tensor, previous: Tensor) -> Tensor:
-        if self.transitions is None:
-            return super().logits_given(states, previous)
-        return self.transitions.along(self.logits(states), previous, states)
-
-    def made(self) -> dict[str, Tensor]:
-        own = {} if self.transitions is None else self.transitions.made()
-        return {**super().made(), **own}
-
-    def using(self, made: Mapping[str, Tensor]) -> Self:
-        own = super().using(made)
-        own.transitions = None if self.transitions is None else self.transitions.using(made)
-        return own
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         for some in places.split(max(AT_ONCE // self.distances, 1)):

@@ -8,7 +8,6 @@ Prediction" (2024).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hf_spec.adapters.active import find_active
@@ -18,7 +17,6 @@ from hf_spec.drafting.options import key_of
 from hf_spec.methods.mtp.network import MtpNetwork
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.model.hidden_states import Reads
-from hf_spec.policy.draft_exit import learned
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,5 @@ class MtpDrafter(AutoregressiveDrafter):
         adapter = find_active(model, "MTP")
         layers = mtp_layers(model) if adapter is None else adapter.module.placed()
         key = "mtp", None if adapter is None else adapter.name, key_of(options)
-        super().__init__(
-            model, options, MtpNetwork(model, layers), Reads("committed"),
-            partial(learned, model, key),
-        )  # fmt: skip
+        network = MtpNetwork(model, layers)
+        super().__init__(model, options, network, Reads("committed"), key)
