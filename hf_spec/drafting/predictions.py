@@ -202,12 +202,8 @@ def likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=1024)
 def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
     """Index of each draft token's token among ``width`` tokens per depth: (batch, nodes)."""
-    most = max(map(len, trees)) - 1
-    rows = []
-    for tree in trees:
-        row = [(d - 1) * width + r for d, r in zip(tree.depths[1:], tree.ranks[1:])]
-        rows.append(row + [0] * (most - len(row)))
-    return torch.tensor(rows, device=device)
+    _, depths, ranks = levels(trees, device)
+    return ((depths - 1).clamp(min=0) * width + ranks)[:, 1:]
 
 
 @lru_cache(maxsize=1024)

@@ -20,15 +20,14 @@ are: sigmoid(w [h; W1[p]] + b), or without W1[p]. Trees are grown by that.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.drafting.grow import Children, Frontier
+from hf_spec.drafting.held import Holds
 from hf_spec.drafting.predictions import Predictions, Tempered, likeliest
 from hf_spec.model.hidden_states import states_at
 
@@ -86,7 +85,7 @@ def fresh(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-class Transitions:
+class Transitions(Holds):
     """A Markov head; gradients flow to its parameters.
 
     Args:
@@ -100,12 +99,14 @@ class Transitions:
             empty if there is none.
     """
 
+    held = ("weights", "sure")
+
     def __init__(
         self, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None,
         sure: Sequence[Tensor] = (),
     ):  # fmt: skip
         self.kind, self.weights, self.top_k, self.sure = kind, dict(weights), top_k, tuple(sure)
-        self._prefix, (self._before, self._after) = prefix(kind), matrices(kind)
+        self._before, self._after = matrices(kind)
 
     @classmethod
     def of(
@@ -120,18 +121,6 @@ class Transitions:
         }
         sure = [weights[name] for name in CONFIDENCE if name in weights]
         return cls(kind, own, top_k, sure) if own else None
-
-    def made(self) -> dict[str, Tensor]:
-        """The tensors that it reads, by name."""
-        own = {self._prefix + name: tensor for name, tensor in self.weights.items()}
-        return {**own, **dict(zip(CONFIDENCE, self.sure))}
-
-    def using(self, made: Mapping[str, Tensor]) -> Self:
-        """A copy that reads these tensors in place of :meth:`made`."""
-        own = copy.copy(self)
-        own.weights = {name: made[self._prefix + name] for name in self.weights}
-        own.sure = tuple(made[name] for name, _ in zip(CONFIDENCE, self.sure))
-        return own
 
     def given(
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None

@@ -6,10 +6,9 @@ finished sequences.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.held import Holds
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions, Tempered
@@ -103,7 +103,7 @@ class TreeSource:
         return {}
 
 
-class TreeDrafter(Drafter):
+class TreeDrafter(Drafter, Holds):
     """A drafter with trees.
 
     Args:
@@ -123,6 +123,7 @@ class TreeDrafter(Drafter):
     unused = ()
     runs_modules: ClassVar[bool] = True
     per_distance: int = 0
+    held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
 
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
@@ -285,20 +286,6 @@ class TreeDrafter(Drafter):
             hidden: see :attr:`hidden`.
             depth: number of distances.
         """
-
-    def made(self) -> dict[str, Tensor]:
-        """Tensors derived from the model's for this call that :meth:`predictions` reads. They are
-        inputs of compiled code."""
-        parts = self.markov_head, self.vocabulary
-        made = [part.made() for part in parts if part is not None]
-        return {name: tensor for part in made for name, tensor in part.items()}
-
-    def using(self, made: Mapping[str, Tensor]) -> Self:
-        """A copy that reads these tensors in place of :meth:`made`."""
-        own = copy.copy(self)
-        own.markov_head = None if self.markov_head is None else self.markov_head.using(made)
-        own.vocabulary = None if self.vocabulary is None else self.vocabulary.using(made)
-        return own
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:

@@ -177,12 +177,12 @@ def _compiled(
     count: int, depth: int, trust: Sequence[float], tempered: Tempered | None,
 ) -> Tensor:  # fmt: skip
     """:func:`grow` and its predictions, by compiled code."""
-    hidden, made = drafter.hidden, drafter.made()
+    hidden, held = drafter.hidden, drafter.tensors()
     assert hidden is not None
     device = hidden.device
     inputs = [
         state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
-        sent(trust, device), hidden.contiguous(), *made.values(),
+        sent(trust, device), hidden.contiguous(), *held,
     ]  # fmt: skip
     if tempered is not None:
         inputs += [part.to(device) for part in tempered]
@@ -191,15 +191,14 @@ def _compiled(
         root: Tensor, known: Tensor, trust: Tensor, hidden: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
         changed = None if tempered is None else Tempered(*own[-2:])
-        predictions = drafter.using(dict(zip(made, own))).predictions(
-            hidden, root, known, depth, count, changed
-        )
+        drafting = drafter.using(own)
+        predictions = drafting.predictions(hidden, root, known, depth, count, changed)
         return (grow(predictions, root, count, depth, trust),)
 
     def plain() -> tuple[Tensor, ...]:
         predictions = drafter.predict(state, depth, count, known, tempered)
         return (grow(predictions, inputs[0], count, depth, trust),)
 
-    name = "tree", count, depth, tempered is not None, *made
+    name = "tree", count, depth, tempered is not None, len(held)
     found = graphs.run(name, function, inputs, plain, tuple)
     return found[0].to(state.root.device)

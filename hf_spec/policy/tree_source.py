@@ -38,9 +38,7 @@ def tree_source(
     """
     depth = drafted_depth(options, distances)
     if options.tree != ADAPTIVE:
-        states = (TreeStates.uniform if probes else TreeStates.bare)(
-            static_tree(options, trees, depth), depth
-        )
+        states = TreeStates.uniform(static_tree(options, trees, depth), depth, bool(probes))
         check_states(states, "tree", model, distances)
         return TreeSource(states)
     if options.num_draft_tokens != AUTO:
