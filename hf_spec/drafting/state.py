@@ -134,7 +134,8 @@ class DecodeState:
         for part in parts:
             if part is not None:
                 part.select(rows)
-        self.root, self.prefetched = self.root[_index(rows, self.root)], None
+        self.root = self.root[torch.tensor(rows, device=self.root.device)]
+        self.prefetched = None
 
     def lookup(self) -> Sequence[Row]:
         """Look up what continues each sequence, for this step."""
@@ -167,7 +168,3 @@ class DecodeState:
         """Depth of the deepest draft token that any sequence can use; one token is the bonus."""
         left = [n for n, active in zip(self.remaining, self.active) if active]
         return max(left, default=1) - 1
-
-
-def _index(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, device=like.device)

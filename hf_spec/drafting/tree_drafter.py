@@ -45,7 +45,8 @@ class TreeSource:
         states: the tree of each state, that is, for each number of predicted tokens.
     """
 
-    #: Whether it uses probabilities; otherwise only the order of tokens.
+    #: Whether it uses probabilities; otherwise only the order of tokens. They are on the device, so
+    #: growing can be compiled, and can begin before the host knows how a step has ended.
     weighs: ClassVar[bool] = False
     #: Whether the policy chooses how many of its draft tokens are taken.
     policy_chooses: bool = False

@@ -68,9 +68,6 @@ class AdaptiveTrees(TreeSource):
         self._sample: Sample | None = None
 
     weighs: ClassVar[bool] = True
-    #: Whether its scores are on the device only, so that growing can be compiled, and can begin
-    #: before the host knows how a step has ended.
-    on_device: ClassVar[bool] = True
 
     @property
     def max_depth(self) -> int:
@@ -92,7 +89,7 @@ class AdaptiveTrees(TreeSource):
     def prefetch(
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
     ) -> Tensor | None:
-        if not self.on_device or not self.depth:
+        if not self.weighs or not self.depth:
             return None
         self._prefetched = self._grow(drafter, state, known, self.depth)
         return self._prefetched.trees
@@ -102,7 +99,7 @@ class AdaptiveTrees(TreeSource):
     ) -> Proposal:
         count = self._exactly(state) or self._most
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
-        graphs = state.target.graphs if self.on_device else None
+        graphs = state.target.graphs if self.weighs else None
         depth = depth if graphs is None else self.depth
         noise, sample = noise_ahead(drafter, state, depth) if self.weighs else None, None
         if noise is not None and self.tempering.learns():
@@ -153,7 +150,7 @@ class AdaptiveTrees(TreeSource):
     def warm(self, drafter: TreeDrafter, state: DecodeState) -> None:
         """Compile what steps with predictions run."""
         graphs = state.target.graphs
-        if graphs is not None and self.on_device and self.depth:
+        if graphs is not None and self.weighs and self.depth:
             exactly, known, trust = self._exactly(state), drafter.num_predicted, [0.0] * self.depth
             tempered = self._tempered(noise_ahead(drafter, state, self.depth))
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
@@ -195,10 +192,6 @@ def _compiled(
         predictions = drafting.predictions(hidden, root, known, depth, count, changed)
         return (grow(predictions, root, count, depth, trust),)
 
-    def plain() -> tuple[Tensor, ...]:
-        predictions = drafter.predict(state, depth, count, known, tempered)
-        return (grow(predictions, inputs[0], count, depth, trust),)
-
     name = "tree", count, depth, tempered is not None, len(held)
-    found = graphs.run(name, function, inputs, plain, tuple)
+    found = graphs.run(name, function, inputs, lambda: function(*inputs), tuple)
     return found[0].to(state.root.device)

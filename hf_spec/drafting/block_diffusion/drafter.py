@@ -18,10 +18,10 @@ from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.drafting.committed import Committed, Rows
 from hf_spec.drafting.draft_cache import DraftCache
-from hf_spec.drafting.options import CHAIN, DraftOptions
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Transitions
-from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
+from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import Reads, model_logits, output_logits
 from modeling_patches.weights import placement
 
@@ -45,7 +45,6 @@ class BlockDrafter(TreeDrafter):
         tree_source: :func:`hf_spec.policy.tree_source.tree_source`.
     """
 
-    trees = {CHAIN: chain_tree}
     options: BlockOptions
 
     def __init__(

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Cache
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -153,14 +154,6 @@ def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
     return made
 
 
-class KeyValues(Protocol):
-    """Where layers write keys and values ``(batch, kv_heads, n, head_dim)``; see
-    ``transformers.Cache``."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write those of a layer; returns all that it sees."""
-
-
 class BlockNetwork:
     """Runs the decoder.
 
@@ -179,7 +172,7 @@ class BlockNetwork:
         with torch.device("cpu"):
             self._rotary = Qwen3RotaryEmbedding(self.config.layers()).to(self.device)
 
-    def append(self, features: Tensor, positions: Tensor, cache: KeyValues) -> None:
+    def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of context into a cache.
 
         Args:
@@ -198,7 +191,7 @@ class BlockNetwork:
             cache.update(keys, values, index)
 
     def run(
-        self, tokens: Tensor, positions: Tensor, full: Tensor, sliding: Tensor, cache: KeyValues
+        self, tokens: Tensor, positions: Tensor, full: Tensor, sliding: Tensor, cache: Cache
     ) -> Tensor:
         """Run blocks.
 

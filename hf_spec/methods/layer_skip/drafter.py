@@ -231,8 +231,7 @@ class _Followed:
 
     def __init__(self, row: Row):
         self._row = row
-        nodes = enumerate(zip(row.parents, row.tokens))
-        self._children = {edge: node for node, edge in nodes}
+        self._children = row.children
         self._node: int | None = 0
 
     @property

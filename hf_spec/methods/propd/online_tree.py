@@ -95,7 +95,6 @@ class OnlineTrees(AdaptiveTrees):
     """
 
     weighs: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
 
     def __init__(self, hits: HitRates):
         super().__init__(len(hits.counts), probes=False)
