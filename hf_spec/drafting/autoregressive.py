@@ -99,6 +99,7 @@ class AutoregressiveDrafter(ForwardDrafter):
     """
 
     runs_modules: ClassVar[bool] = True
+    cache: DraftCache  # from the call's first step
 
     def __init__(
         self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
@@ -106,7 +107,6 @@ class AutoregressiveDrafter(ForwardDrafter):
     ):  # fmt: skip
         super().__init__(model, options, key)
         self.network, self.reads = network, reads
-        self.cache: DraftCache | None = None
         self._committed = Committed()
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
@@ -148,16 +148,13 @@ class AutoregressiveDrafter(ForwardDrafter):
         # Where reads are free, each level is grown only if it is worth its time.
         if not waits(state.root.device):
             return None
-        self._catch_up(ahead=True)
-        return self.grow_ahead(state)
+        self.catch_up(state, ahead=True)
+        self._ahead = self._grow(state, self.depth)
+        return self._ahead[1]
 
-    def catch_up(self, state: DecodeState) -> None:
-        self._catch_up()
-
-    def _catch_up(self, ahead: bool = False) -> None:
+    def catch_up(self, state: DecodeState, ahead: bool = False) -> None:
         rows = self._committed.take(ahead)
         if rows is not None:
-            assert self.cache is not None
             self._run_committed(self.cache, rows)
 
     def _run_committed(self, cache: DraftCache, rows: Rows) -> None:
@@ -189,7 +186,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             self._root = states, after
 
     def level(self, frontier: Frontier) -> Tensor:
-        assert self._root is not None and self.cache is not None
+        assert self._root is not None
         if not frontier.depth:
             return self.network.logits(self._root[0])
         before = self._root[1] if self._level is None else self._level
@@ -245,14 +242,11 @@ class AutoregressiveDrafter(ForwardDrafter):
         return logits, after
 
     def finish(self) -> None:
-        assert self.cache is not None
         self.cache.rollback()
         self._block = self._level = None
 
     def release(self) -> list[Tensor]:
-        if self._graphs is None or self.cache is None:
-            return []
-        return self.cache.states.release()
+        return [] if self._graphs is None else self.cache.states.release()
 
     # -- stock assisted decoding -------------------------------------------------------------
 

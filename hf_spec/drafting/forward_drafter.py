@@ -99,7 +99,8 @@ class ForwardDrafter(Drafter):
         self.policy_chooses = self.num_draft_tokens is None
         self.distances = self.depth
         self._growth: Growth | None = None  # of this step, if it drafts
-        self._ahead: tuple[Growth, Tensor] | None = None  # of the next one, and its packed trees
+        #: Of the next step, and its packed trees; see :meth:`prefetch`.
+        self._ahead: tuple[Growth, Tensor] | None = None
 
     def start(self, state: DecodeState) -> None:
         self.exit, self.tempering = DraftExit(self.depth), Tempering()
@@ -120,11 +121,6 @@ class ForwardDrafter(Drafter):
     def finish(self) -> None:
         """Discard what :meth:`level` has cached."""
 
-    @property
-    def token_ids(self) -> Tensor | None:
-        """``(tokens,)`` int64 ids of the tokens that it knows, ascending; None for all."""
-        return None
-
     def propose(self, state: DecodeState) -> Tree:
         self._growth, ahead, self._ahead = None, self._ahead, None
         if ahead is None or state.prefetched is None:
@@ -137,12 +133,6 @@ class ForwardDrafter(Drafter):
         tree, host = state.received(packed)
         growth.trees = host
         return tree if self._exactly(state) is None else tree.changed(whole=True)
-
-    def grow_ahead(self, state: DecodeState) -> Tensor:
-        """Grow the next step's trees before the host knows how this one ended: see
-        :meth:`Drafter.prefetch`. All that was committed must have run."""
-        self._ahead = self._grow(state, self.depth)
-        return self._ahead[1]
 
     def _exactly(self, state: DecodeState) -> int | None:
         """Number of draft tokens in every step; None if the policy chooses it."""

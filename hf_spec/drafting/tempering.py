@@ -24,7 +24,6 @@ from torch import Tensor
 from hf_spec.core.memory import locked
 from hf_spec.core.transfer import sent
 from hf_spec.drafting.draft_vocabulary import places_of
-from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 
 #: One in so many steps that sample teaches both numbers: at first, and after so many updates.
@@ -107,22 +106,13 @@ def following(emitted: Sequence[Sequence[int]], count: int, device: torch.device
     return sent([[*row, *[-1] * count][:count] for row in emitted], device)
 
 
-def noise_ahead(drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
-    """What sampling adds to the logits of the drafter's vocabulary at distances 1 to ``depth``,
-    ``(batch, depth, tokens)``; None if nothing is sampled."""
-    if state.noise is None:
-        return None
-    ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens
-    return state.noise.ahead(depth, ids)
-
-
 class Sample(NamedTuple):
     """What a step's predictions were made from, to learn from the tokens that come.
 
     Attributes:
         drafter: made them.
         hidden, root, known: see :meth:`TreeDrafter.predictions`.
-        noise: see :func:`noise_ahead`.
+        noise: ``(batch, depth, tokens)``, see :meth:`SamplingNoise.ahead`.
     """
 
     drafter: TreeDrafter
@@ -140,6 +130,5 @@ class Sample(NamedTuple):
         reached = torch.as_tensor(known, device=device)[:, None] > distances
         before = tokens[:, :-1].clamp(min=0)
         previous = torch.cat([root.to(device)[:, None], before], dim=1)
-        ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens
         logits = drafter.given(hidden, previous.to(hidden.device)).to(device)
-        tempering.learn(logits, noise, tokens, reached, ids)
+        tempering.learn(logits, noise, tokens, reached, drafter.token_ids)

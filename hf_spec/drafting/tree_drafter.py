@@ -136,6 +136,10 @@ class TreeDrafter(Drafter, Holds):
         self.hidden: Tensor | None = None
         self.num_predicted: Sequence[int] = ()
 
+    @property
+    def token_ids(self) -> Tensor | None:
+        return None if self.vocabulary is None else self.vocabulary.tokens
+
     def start(self, state: DecodeState) -> None:
         self.source.start(state)
         self.num_predicted = [self.distances] * state.batch_size
@@ -247,10 +251,9 @@ class TreeDrafter(Drafter, Holds):
         self, states: Tensor, known: Sequence[int] | Tensor, width: int,
         tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
-        ids = None if self.vocabulary is None else self.vocabulary.tokens
         make: Any = Conditional if isinstance(self.markov_head, Transitions) else Predictions
         made: Predictions = make(
-            self.logits(states), width, known, self.markov_head, states, ids, tempered
+            self.logits(states), width, known, self.markov_head, states, self.token_ids, tempered
         )
         return made
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from hf_spec.core.host_tree import HostTree
+from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
@@ -22,7 +21,7 @@ from hf_spec.drafting.grow import grow
 from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tempering import Sample, Tempering, noise_ahead
+from hf_spec.drafting.tempering import Sample, Tempering
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
 
@@ -101,7 +100,7 @@ class AdaptiveTrees(TreeSource):
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
         graphs = state.target.graphs if self.weighs else None
         depth = depth if graphs is None else self.depth
-        noise, sample = noise_ahead(drafter, state, depth) if self.weighs else None, None
+        noise, sample = self._noise(drafter, state, depth), None
         if noise is not None and self.tempering.learns():
             assert drafter.hidden is not None
             sample = Sample(drafter, drafter.hidden, state.root, known, noise)
@@ -113,6 +112,10 @@ class AdaptiveTrees(TreeSource):
         tempered = self._tempered(noise)
         grown = _compiled(graphs, drafter, state, known, count, depth, trust, tempered)
         return Proposal(grown, trust, sample)
+
+    def _noise(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
+        noise = state.noise if self.weighs else None
+        return None if noise is None else noise.ahead(depth, drafter.token_ids)
 
     def _tempered(self, noise: Tensor | None) -> Tempered | None:
         if noise is None:
@@ -131,9 +134,7 @@ class AdaptiveTrees(TreeSource):
             self._proposed = None
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
             if state.timed and self.num_draft_tokens is None:
-                only = np.zeros((state.batch_size, 1), np.int64)
-                root = np.array([row[-1:] for row in state.tokens])
-                return Tree.roots(state.root).changed(host=HostTree(only + 1.0, only, only, root))
+                return Tree.of_rows([Row.root(row[-1]) for row in state.tokens], state.root.device)
             return drafter.build_trees([alone] * state.batch_size, state)
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None or state.prefetched is None:
@@ -152,7 +153,7 @@ class AdaptiveTrees(TreeSource):
         graphs = state.target.graphs
         if graphs is not None and self.weighs and self.depth:
             exactly, known, trust = self._exactly(state), drafter.num_predicted, [0.0] * self.depth
-            tempered = self._tempered(noise_ahead(drafter, state, self.depth))
+            tempered = self._tempered(self._noise(drafter, state, self.depth))
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
                 _compiled(graphs, drafter, state, known, count, self.depth, trust, tempered)
 

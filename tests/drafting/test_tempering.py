@@ -181,7 +181,7 @@ def test_logits_given_the_tokens_before(drafting: tuple[Any, str]) -> None:
 class Copying:
     """Predicts at distance d the token of number ``seen + d``, with certainty."""
 
-    vocabulary: Any = None
+    token_ids: Any = None
 
     def given(self, seen: Tensor, previous: Tensor) -> Tensor:
         self.previous = previous
@@ -201,7 +201,7 @@ def test_what_is_learned_from(ids: Sequence[int] | None) -> None:
     """All distances that a sequence has reached and that were predicted, of drafted tokens."""
     drafter: Any = Copying()
     if ids is not None:
-        drafter.vocabulary = type("Some", (), {"tokens": torch.tensor(ids)})
+        drafter.token_ids = torch.tensor(ids)
     noise = torch.zeros(3, 3, 9)
     sample = Sample(drafter, torch.tensor([0, 3, 1]), torch.tensor([7, 7, 8]), (3, 2, 3), noise)
     noted = Noted()

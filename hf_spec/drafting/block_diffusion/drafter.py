@@ -46,6 +46,7 @@ class BlockDrafter(TreeDrafter):
     """
 
     options: BlockOptions
+    cache: DraftCache  # from the call's first step
 
     def __init__(
         self, model: Any, options: BlockOptions, adapter: ActiveAdapter,
@@ -58,7 +59,6 @@ class BlockDrafter(TreeDrafter):
         self.markov_head = Transitions.of(config.markov_head, weights, config.selector_top_k)
         self.reads = Reads("committed", tuple(config.feature_layers))
         self.distances = source.max_depth
-        self.cache: DraftCache | None = None
         self._committed = Committed()
 
     def start(self, state: DecodeState) -> None:
@@ -102,7 +102,6 @@ class BlockDrafter(TreeDrafter):
         Args:
             ahead: before the host knows those of the latest step.
         """
-        assert self.cache is not None
         rows = self._committed.take(ahead)
         if rows is not None:
             self._append(self.cache, rows)

@@ -64,7 +64,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
 
     def _of_all_distances(self) -> Tensor:
         """Logits ``(batch, depth, tokens)``: the first of the root, the others of mask rows."""
-        assert self._root is not None and self.cache is not None
+        assert self._root is not None
         states, cache, network = self._root[0], self.cache, self.network
         if self.depth > 1:
             tokens, hidden = network.masks(len(states), self.depth - 1)
