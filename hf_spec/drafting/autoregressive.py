@@ -23,8 +23,7 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.committed import Committed, Rows
-from hf_spec.drafting.draft_cache import DraftCache
+from hf_spec.drafting.committed import Committed, DraftCache, Rows
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState

@@ -104,22 +104,18 @@ class DecodeState:
 
     @property
     def rows(self) -> Sequence[int]:
-        """See :class:`Growing`."""
         return self.sequences.rows
 
     @property
     def tokens(self) -> list[list[int]]:
-        """See :class:`Growing`."""
         return self.sequences.tokens
 
     @property
     def active(self) -> list[bool]:
-        """See :class:`Growing`."""
         return self.sequences.active
 
     @property
     def remaining(self) -> list[int]:
-        """See :class:`Growing`."""
         return self.sequences.remaining
 
     def select(self, rows: Sequence[int]) -> None:

@@ -16,8 +16,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
-from hf_spec.drafting.committed import Committed, Rows
-from hf_spec.drafting.draft_cache import DraftCache
+from hf_spec.drafting.committed import Committed, DraftCache
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Transitions
@@ -102,23 +101,17 @@ class BlockDrafter(TreeDrafter):
         Args:
             ahead: before the host knows those of the latest step.
         """
-        rows = self._committed.take(ahead)
+        rows, cache = self._committed.take(ahead), self.cache
         if rows is not None:
-            self._append(self.cache, rows)
-        self.hidden = self._block(self.cache, root)
-
-    def _append(self, cache: DraftCache, rows: Rows) -> None:
-        width = max(rows.counts)
-        if not width:
-            return
-        cache.begin(Tree.chain(rows.tokens[:, :width]))
-        positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
-        features = rows.hidden[:, :width].to(self.network.device)
-        self.network.append(features, positions, cache)
-        if rows.exact is None:
-            cache.commit(rows.counts)
-        else:
-            cache.commit_ahead(rows.exact, width)
+            width = max(rows.counts)
+            cache.begin(Tree.chain(rows.tokens[:, :width]))
+            positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
+            self.network.append(rows.hidden[:, :width], positions, cache)
+            if rows.exact is None:
+                cache.commit(rows.counts)
+            else:
+                cache.commit_ahead(rows.exact, width)
+        self.hidden = self._block(cache, root)
 
     def _block(self, cache: DraftCache, root: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` states of the slots that predict."""
