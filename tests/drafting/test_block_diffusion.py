@@ -136,7 +136,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
 
 def result(features: Tensor, counts: Tensor) -> StepResult:
     path = torch.arange(features.shape[1]).expand(len(features), -1)
-    return StepResult(path, counts, torch.zeros_like(path), torch.zeros_like(counts))
+    return StepResult(path, counts, torch.zeros_like(path), *[torch.zeros_like(counts)] * 3)
 
 
 def host(counts: Tensor) -> Any:
