@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_spec.core.token_tree import depths_of
+
 
 class Row(NamedTuple):
     """One row's draft tree on the host.
@@ -28,17 +30,19 @@ class Row(NamedTuple):
 
     @property
     def depths(self) -> list[int]:
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
+
+    @property
+    def children(self) -> dict[tuple[int, int], int]:
+        """Nodes by parent and token, the first of those alike."""
+        edges = list(zip(self.parents, self.tokens))
+        return {edges[node]: node for node in range(len(edges) - 1, 0, -1)}
 
     def merge(self, other: Row) -> Row:
         """Both trees as one: nodes with the same token path become one, which keeps the larger
         probability. The nodes of this tree keep their indices."""
         parents, tokens, probs = list(self.parents), list(self.tokens), list(self.probs)
-        child = {(parents[node], tokens[node]): node for node in range(len(parents) - 1, 0, -1)}
-        index = [0]
+        child, index = self.children, [0]
         for parent, token, prob in zip(other.parents[1:], other.tokens[1:], other.probs[1:]):
             key = (index[parent], token)
             if key not in child:

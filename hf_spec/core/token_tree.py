@@ -126,10 +126,7 @@ class TokenTree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node; 0 for the root."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return tuple(depths)
+        return tuple(depths_of(self.parents))
 
     @property
     def max_depth(self) -> int:
@@ -159,6 +156,14 @@ class TokenTree:
     def kept(self, max_depth: int) -> list[int]:
         """Indices of the nodes that :meth:`truncate` keeps, in order."""
         return [node for node, depth in enumerate(self.depths) if depth <= max_depth]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Depth of each node, 0 for the root, which is the first one."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def _checked_paths(paths: Any) -> list[tuple[int, ...]]:

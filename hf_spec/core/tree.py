@@ -72,25 +72,13 @@ class Tree:
     @staticmethod
     def of_shapes(shapes: Sequence[TokenTree], device: torch.device | str = "cpu") -> Tree:
         """A tree of each shape, without tokens yet; see :meth:`with_tokens`."""
-        first = shapes[0]
-        if all(shape is first for shape in shapes):
-            return _repeated(first, len(shapes), str(device))
-        nodes = max(map(len, shapes))
-        rows = [_padded(shape, nodes, str(device)) for shape in shapes]
-        tree = Tree(
-            torch.cat([row.tokens for row in rows]), torch.cat([row.parents for row in rows]),
-            torch.cat([row.depths for row in rows]), torch.cat([row.valid for row in rows]),
-            tuple(shape.num_draft_tokens for shape in shapes),
-            tuple(shape.max_depth for shape in shapes),
-            is_chain=all(shape.is_chain for shape in shapes),
-        )  # fmt: skip
-        return tree.with_ancestors(torch.cat([row.ancestors for row in rows]))
+        return _of_shapes(tuple(shapes), str(device))
 
     @staticmethod
     def roots(tokens: Tensor) -> Tree:
         """The roots alone. ``tokens``: (batch,)."""
-        shape = _repeated(TokenTree.chain(0), len(tokens), str(tokens.device))
-        return shape.with_tokens(tokens[:, None])
+        shapes = (TokenTree.chain(0),) * len(tokens)
+        return _of_shapes(shapes, str(tokens.device)).with_tokens(tokens[:, None])
 
     @staticmethod
     def chain(tokens: Tensor) -> Tree:
@@ -106,15 +94,11 @@ class Tree:
     @staticmethod
     def of_rows(rows: Sequence[Row], device: torch.device | str) -> Tree:
         """Trees built on the host; nodes must be sorted, likeliest first."""
-        nodes, depths = max(len(row.tokens) for row in rows), [row.depths for row in rows]
-
-        def filled(columns: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:
-            return [[*column, *[value] * (nodes - len(column))] for column in columns]
-
-        parents = filled([row.parents for row in rows])
+        parents = _filled([row.parents for row in rows])
         host = HostTree(
-            np.array(filled([row.probs for row in rows]), float), np.maximum(parents, 0),
-            np.array(filled(depths)), np.array(filled([row.tokens for row in rows])),
+            np.array(_filled([row.probs for row in rows]), float), np.maximum(parents, 0),
+            np.array(_filled([row.depths for row in rows])),
+            np.array(_filled([row.tokens for row in rows])),
         )  # fmt: skip
         return Tree.of_host(host, [len(row.tokens) - 1 for row in rows], device)
 
@@ -200,7 +184,7 @@ class Tree:
         own, rows = order[:nodes], (self.batch_size, -1, -1)
         if self.host is not None:
             seen = sent(self.host.ancestors(), order.device)
-        elif self.is_chain:
+        elif self.is_chain and min(self.row_sizes) + 1 == nodes:
             seen = (own <= own[:, None]).expand(rows)
         else:
             seen = torch.eye(nodes, dtype=torch.bool, device=order.device).repeat(rows[0], 1, 1)
@@ -371,30 +355,19 @@ class Tree:
         return tree.with_ancestors(ancestors)
 
 
-@lru_cache(maxsize=1024)
-def _repeated(shape: TokenTree, batch_size: int, device: str) -> Tree:
-    one = _single(shape, device)
-    if batch_size == 1:
-        return one
-    tree = Tree(
-        one.tokens.expand(batch_size, -1), one.parents.expand(batch_size, -1),
-        one.depths.expand(batch_size, -1), one.valid.expand(batch_size, -1),
-        one.row_sizes * batch_size, one.row_depths * batch_size, one.is_chain,
-    )  # fmt: skip
-    return tree.with_ancestors(one.ancestors.expand(batch_size, -1, -1))
-
-
-@lru_cache(maxsize=4096)
-def _padded(shape: TokenTree, nodes: int, device: str) -> Tree:
-    tree = _single(shape, device).padded(nodes, 0)
-    return tree.changed(depths=torch.where(tree.valid, tree.depths, 1))
-
-
-@lru_cache(maxsize=4096)
-def _single(shape: TokenTree, device: str) -> Tree:
-    parents = torch.tensor([shape.parents], device=device)
+@lru_cache(maxsize=256)
+def _of_shapes(shapes: tuple[TokenTree, ...], device: str) -> Tree:
+    parents = torch.tensor(_filled([shape.parents for shape in shapes]), device=device)
+    sizes = tuple(shape.num_draft_tokens for shape in shapes)
+    real = torch.tensor(_filled([[True] * len(shape) for shape in shapes], False), device=device)
     return Tree(
-        torch.zeros_like(parents), parents, torch.tensor([shape.depths], device=device),
-        torch.ones_like(parents, dtype=torch.bool), (shape.num_draft_tokens,), (shape.max_depth,),
-        shape.is_chain,
+        torch.zeros_like(parents), parents,
+        torch.tensor(_filled([shape.depths for shape in shapes], 1), device=device), real, sizes,
+        tuple(shape.max_depth for shape in shapes), all(shape.is_chain for shape in shapes),
     )  # fmt: skip
+
+
+def _filled(rows: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:
+    """Rows of one length, with a value behind the shorter ones."""
+    most = max(map(len, rows))
+    return [[*row, *[value] * (most - len(row))] for row in rows]

@@ -88,21 +88,14 @@ class TreeStates:
 
     @staticmethod
     @lru_cache(maxsize=512)
-    def uniform(tree: TokenTree, count: int) -> TreeStates:
-        """The same tree in every state, with ``count`` probes under each node."""
-        trees = [tree.truncate(k) for k in range(count + 1)]
-        return TreeStates(tuple(TreeState(one, (count,) * len(one)) for one in trees))
+    def uniform(tree: TokenTree, depth: int, probed: bool = True) -> TreeStates:
+        """The same tree in every state, of which at most ``depth`` future tokens are predicted.
 
-    @staticmethod
-    @lru_cache(maxsize=512)
-    def bare(tree: TokenTree, depth: int) -> TreeStates:
-        """The same tree in every state, without probes: something else predicts ``depth`` tokens.
-
-        Raises:
-            ValueError: if the tree is deeper than ``depth``.
+        Args:
+            probed: whether each node has probes for them; else something else predicts them.
         """
-        trees = [tree.truncate(k) for k in range(depth)] + [tree]
-        return TreeStates(tuple(TreeState(one, (0,) * len(one)) for one in trees))
+        trees = [tree.truncate(k) for k in range(depth + 1)]
+        return TreeStates(tuple(TreeState(one, (depth * probed,) * len(one)) for one in trees))
 
     @property
     def max_probes(self) -> int:

@@ -12,9 +12,7 @@ a rule that walks down the tree can be told to ask (``asks``) whether any row go
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +42,7 @@ class HostResult(NamedTuple):
     num_probes: list[int]
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step accepted, on the device.
 
     Attributes:
@@ -54,27 +51,16 @@ class StepResult:
         tokens: ``(batch, depth + 1)`` emitted tokens: the accepted draft tokens, then the bonus
             token, -1 if it could not be sampled; entries past ``counts`` are padding.
         num_probes: ``(batch,)`` probes of the last accepted node.
+        last: ``(batch,)`` last accepted node of each row.
+        bonus: ``(batch,)`` last emitted token of each row; 0 if it could not be sampled.
     """
 
     path: Tensor
     counts: Tensor
     tokens: Tensor
     num_probes: Tensor
-
-    @cached_property
-    def last(self) -> Tensor:
-        """``(batch,)`` last accepted node of each row."""
-        return self.path.gather(1, self.counts[:, None] - 1)[:, 0]
-
-    @cached_property
-    def bonus(self) -> Tensor:
-        """``(batch,)`` last emitted token of each row."""
-        return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0].clamp(min=0)
-
-    def with_ends(self, last: Tensor, bonus: Tensor) -> Self:
-        """Set :attr:`last` and :attr:`bonus` where they are known; returns the result."""
-        vars(self).update(last=last, bonus=bonus)
-        return self
+    last: Tensor
+    bonus: Tensor
 
     def to_host(self, more: Tensor | None = None) -> tuple[HostResult, Any]:
         """Copy the result to the host: the step's one transfer.
@@ -285,8 +271,7 @@ def _roots(targets: Tensor, probes: Tensor | None) -> StepResult:
     """The result of a step without draft tokens. ``targets``: (batch, 1)."""
     path, counts = torch.zeros_like(targets), torch.ones_like(targets[:, 0])
     root, under = path[:, 0], path[:, 0] if probes is None else probes[:, 0]
-    result = StepResult(path, counts, targets, under)
-    return result.with_ends(root, targets[:, 0].clamp(min=0))
+    return StepResult(path, counts, targets, under, root, targets[:, 0].clamp(min=0))
 
 
 def _along_path(
@@ -304,4 +289,4 @@ def _along_path(
     emitted = tree.tokens.gather(1, torch.cat([path[:, 1:], path[:, :1]], dim=1))
     emitted = emitted.scatter(1, counts[:, None] - 1, bonus)
     under = torch.zeros_like(counts) if probes is None else probes.gather(1, last[:, None])[:, 0]
-    return StepResult(path, counts, emitted, under).with_ends(last, bonus[:, 0].clamp(min=0))
+    return StepResult(path, counts, emitted, under, last, bonus[:, 0].clamp(min=0))

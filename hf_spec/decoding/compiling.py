@@ -155,7 +155,8 @@ def warm(
         if tree.num_probes and output.hidden is not None:
             root = torch.zeros_like(state.root)
             probes = torch.full_like(root, drafter.num_probes)
-            result = StepResult(root[:, None], root + 1, state.root[:, None], probes)
+            tokens = state.root[:, None]
+            result = StepResult(root[:, None], root + 1, tokens, probes, root, state.root)
             drafter.advance(result, states_at(output.hidden, tree.probes_of(root)))
     drafter.start(state)
     drafter.warm(state)

@@ -81,7 +81,8 @@ class Prefilled:
         rows = [row + [0] * (most + 1 - len(row)) for row in self.following]
         tokens = sent(rows, device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
         path = torch.arange(most + 1, device=device).expand(len(rows), -1)
-        return StepResult(path, counts, tokens, torch.full_like(counts, self.num_probes))
+        probes = torch.full_like(counts, self.num_probes)
+        return StepResult(path, counts, tokens, probes, counts - 1, result.bonus)
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:

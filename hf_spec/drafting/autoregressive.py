@@ -10,7 +10,7 @@ Scaling up Inference Acceleration of Large Language Models via Training-Time Tes
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -23,9 +23,8 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.committed import Committed, Rows
-from hf_spec.drafting.draft_cache import DraftCache
-from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions, Learned
+from hf_spec.drafting.committed import Committed, DraftCache, Rows
+from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
@@ -89,37 +88,24 @@ class DraftNetwork(Protocol):
         """``(..., tokens)`` of states ``(..., hidden)``."""
 
 
-def block_mask(cache: TreeCache, ancestors: Tensor, slots: int) -> Tensor:
-    """What nodes of an open block see: each sequence's committed rows and their ancestors.
-
-    Args:
-        ancestors: ``(batch, n, nodes)`` bool, of the block's nodes.
-        slots: what :meth:`TreeCache.begin` returned.
-
-    Returns:
-        ``(batch, 1, n, slots)`` bool
-    """
-    return masks.tree(ancestors, cache.lengths, slots)
-
-
 class AutoregressiveDrafter(ForwardDrafter):
     """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
 
     Args:
         network: the decoder.
         reads: the target's states that it reads, of committed tokens.
-        learned: see :class:`ForwardDrafter`.
+        key: see :class:`ForwardDrafter`.
     """
 
     runs_modules: ClassVar[bool] = True
+    cache: DraftCache  # from the call's first step
 
     def __init__(
         self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
-        learned: Learned,
+        key: tuple[Hashable, ...],
     ):  # fmt: skip
-        super().__init__(model, options, learned)
+        super().__init__(model, options, key)
         self.network, self.reads = network, reads
-        self.cache: DraftCache | None = None
         self._committed = Committed()
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
@@ -161,16 +147,13 @@ class AutoregressiveDrafter(ForwardDrafter):
         # Where reads are free, each level is grown only if it is worth its time.
         if not waits(state.root.device):
             return None
-        self._catch_up(ahead=True)
-        return self.grow_ahead(state)
+        self.catch_up(state, ahead=True)
+        self._ahead = self._grow(state, self.depth)
+        return self._ahead[1]
 
-    def catch_up(self, state: DecodeState) -> None:
-        self._catch_up()
-
-    def _catch_up(self, ahead: bool = False) -> None:
+    def catch_up(self, state: DecodeState, ahead: bool = False) -> None:
         rows = self._committed.take(ahead)
         if rows is not None:
-            assert self.cache is not None
             self._run_committed(self.cache, rows)
 
     def _run_committed(self, cache: DraftCache, rows: Rows) -> None:
@@ -181,7 +164,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             part = slice(start, min(start + AT_ONCE, width))
             tokens = rows.tokens[:, part]
             tree = Tree.chain(tokens)
-            mask = block_mask(cache, tree.ancestors, cache.begin(tree))
+            mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
             before = None if self._root is None else self._root[1]
             found = network.run_true(tokens, hidden[:, part], before, positions, mask, cache)
@@ -202,7 +185,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             self._root = states, after
 
     def level(self, frontier: Frontier) -> Tensor:
-        assert self._root is not None and self.cache is not None
+        assert self._root is not None
         if not frontier.depth:
             return self.network.logits(self._root[0])
         before = self._root[1] if self._level is None else self._level
@@ -216,7 +199,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         self, cache: TreeCache, block: Tree, first: int, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logits and states after the drafted rows from the ``first`` one."""
-        mask = block_mask(cache, block.ancestors[:, first:], cache.begin(block, first))
+        mask = masks.tree(block.ancestors[:, first:], cache.lengths, cache.begin(block, first))
         positions = cache.lengths[:, None] + block.depths[:, first:]
         tokens = block.tokens[:, first:]
         states, after = self.network.run(tokens, hidden, positions, mask, cache)
@@ -235,7 +218,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         cache.begin(block, first)
         rows = torch.arange(width, device=lengths.device)
         nodes = first + rows.clamp(max=count - 1)
-        mask = block_mask(cache, block.ancestors[:, nodes], cache.capacity)
+        mask = masks.tree(block.ancestors[:, nodes], lengths, cache.capacity)
         positions = lengths[:, None] + block.depths[:, nodes]
         small = [
             lengths, lengths[:, None] + first + rows, block.tokens[:, nodes],
@@ -258,14 +241,11 @@ class AutoregressiveDrafter(ForwardDrafter):
         return logits, after
 
     def finish(self) -> None:
-        assert self.cache is not None
         self.cache.rollback()
         self._block = self._level = None
 
     def release(self) -> list[Tensor]:
-        if self._graphs is None or self.cache is None:
-            return []
-        return self.cache.states.release()
+        return [] if self._graphs is None else self.cache.states.release()
 
     # -- stock assisted decoding -------------------------------------------------------------
 

@@ -8,9 +8,9 @@ Frequency-Ranked Speculative Sampling", 2025, section 3.2). Verification uses al
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+from hf_spec.drafting.held import Holds
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
 from modeling_patches.weights import is_updated, output_bias, output_features, output_weight
@@ -59,7 +60,7 @@ def places_of(tokens: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
 HEAD = "lm_head.weight"
 
 
-class DraftVocabulary:
+class DraftVocabulary(Holds):
     """The part of the output embeddings that an adapter predicts tokens with, or its own ones.
 
     Args:
@@ -72,10 +73,10 @@ class DraftVocabulary:
         ValueError: if the model lacks some of these tokens.
     """
 
+    held = ("_rows",)
+
     def __init__(self, tokens: Tensor, model: Any, weight: Tensor | None = None):
         self.model, self._tokens, self._weight = model, tokens, weight
-        #: The rows, once they are needed.
-        self._made: _Rows | None = None
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> DraftVocabulary | None:
@@ -100,21 +101,21 @@ class DraftVocabulary:
     @property
     def tokens(self) -> Tensor:
         """``(size,)`` int64 ids, on the device of the output embeddings."""
-        return self._rows().tokens
+        return self._rows.tokens
 
     @property
     def weight(self) -> Tensor:
         """``(size, hidden)`` rows of the output embeddings."""
-        return self._rows().weight
+        return self._rows.weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``(..., size)`` of final hidden states; replaces the output embeddings."""
-        rows = self._rows()
+        rows = self._rows
         return functional.linear(hidden.to(rows.weight), rows.weight, rows.bias)
 
     def linear(self, hidden: Tensor) -> Tensor:
         """Logits ``(..., size)`` without the output embeddings' bias, so linear in ``hidden``."""
-        weight = self._rows().weight
+        weight = self.weight
         return functional.linear(hidden.to(weight), weight, None)
 
     def of_all(self, logits: Tensor) -> Tensor:
@@ -123,21 +124,9 @@ class DraftVocabulary:
         everything[..., self.tokens.to(logits.device)] = logits
         return everything
 
-    def made(self) -> dict[str, Tensor]:
-        """The tensors that it reads, by name."""
-        rows = self._rows()._asdict()
-        return {f"{name} drafted": part for name, part in rows.items() if part is not None}
-
-    def using(self, made: Mapping[str, Tensor]) -> DraftVocabulary:
-        """A copy that reads these tensors in place of :meth:`made`."""
-        own = copy.copy(self)
-        own._made = _Rows(*(made.get(f"{name} drafted") for name in _Rows._fields))  # type: ignore
-        return own
-
+    @cached_property
     @torch.no_grad()
     def _rows(self) -> _Rows:
-        if self._made is not None:
-            return self._made
         head = self.model.get_output_embeddings()
 
         def make() -> _Rows:
@@ -164,8 +153,7 @@ class DraftVocabulary:
             own = None if bias is None else bias.detach()[tokens.to(bias.device)]
             return _Rows(tokens, rows, own)
 
-        self._made = made_once(self._tokens, (head,), make)
-        return self._made
+        return made_once(self._tokens, (head,), make)
 
 
 class _Rows(NamedTuple):

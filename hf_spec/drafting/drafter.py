@@ -69,6 +69,11 @@ class Drafter(CandidateGenerator):
         self.options: Any = options  # of the method's own class
 
     @property
+    def token_ids(self) -> Tensor | None:
+        """``(tokens,)`` int64 ids of the tokens that it predicts, ascending; None for all."""
+        return None
+
+    @property
     def kind_of_forward(self) -> Hashable:
         """What its forwards need besides a tree. Each kind is checked and compiled once."""
         inputs = self.probe_inputs

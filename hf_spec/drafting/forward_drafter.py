@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_spec.core.checks import check_count
-from hf_spec.core.host_tree import Row
+from hf_spec.core.host_tree import HostTree
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
+from hf_spec.core.memory import recall
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.draft_vocabulary import places_of
+from hf_spec.drafting.draft_exit import DraftExit
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import (
@@ -28,43 +29,12 @@ from hf_spec.drafting.options import (
     refuse,
 )
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.tempering import Tempering, following
 
 #: Depth of the deepest draft token by default.
 DEPTH = 8
 #: Draft tokens that are grown for the policy to choose from.
 GROWN = 32
-
-
-class Exit(Protocol):
-    """Decides when a tree is deep enough: :class:`hf_spec.policy.draft_exit.DraftExit`."""
-
-    @property
-    def trust(self) -> list[float]: ...
-
-    def due(self) -> bool: ...
-
-    def is_worth(self, distance: int, paths: Sequence[float], cost: float) -> bool: ...
-
-    def levels(self, most: int, rows: int, cost: float) -> int: ...
-
-    def learn(
-        self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]
-    ) -> None: ...
-
-
-class Tempers(Protocol):
-    """Learned from sampled tokens: :class:`hf_spec.policy.tempering.Tempering`."""
-
-    sharpness: float
-    share: float
-
-    def learns(self, step: int) -> bool: ...
-
-    def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None: ...
-
-
-#: See :class:`ForwardDrafter`.
-Learned = Callable[[int, bool, bool], tuple[Exit, Tempers]]
 
 
 @dataclass(frozen=True)
@@ -93,8 +63,8 @@ class ForwardDrafter(Drafter):
     before (EAGLE-2, section 4.1).
 
     Args:
-        learned: :func:`hf_spec.policy.draft_exit.learned` of this drafter, given the depth of its
-            deepest draft token, and whether a call's drafts may depend on time, and are sampled.
+        key: the drafter, its adapter and options: what is learned of its drafts is kept by it.
+        owner: the model that this is kept for; None for ``model``.
 
     Attributes:
         depth: depth of the deepest draft token.
@@ -109,10 +79,12 @@ class ForwardDrafter(Drafter):
     unused: ClassVar[Sequence[str]] = ()
     single_forward: ClassVar[bool] = False
 
-    exit: Exit
-    tempering: Tempers
+    exit: DraftExit
+    tempering: Tempering
 
-    def __init__(self, model: Any, options: GrowOptions, learned: Learned):
+    def __init__(
+        self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
+    ):
         super().__init__(model, options)
         if options.tree not in (ADAPTIVE, CHAIN):
             raise ValueError(
@@ -121,17 +93,21 @@ class ForwardDrafter(Drafter):
             )
         self.depth = options.max_depth or DEPTH
         self.width = 1 if options.tree == CHAIN else options.width
-        self._learned = learned
+        self._key, self._owner = key, model if owner is None else owner
         exactly = options.num_draft_tokens
         self.num_draft_tokens = None if exactly == AUTO else int(exactly)
         self.policy_chooses = self.num_draft_tokens is None
         self.distances = self.depth
-        self._growth: _Growth | None = None  # of this step, if it drafts
-        self._ahead: tuple[_Growth, Tensor] | None = None  # of the next one, and its packed trees
-        self._sampled = 0  # steps that tempering can learn from
+        self._growth: Growth | None = None  # of this step, if it drafts
+        #: Of the next step, and its packed trees; see :meth:`prefetch`.
+        self._ahead: tuple[Growth, Tensor] | None = None
 
     def start(self, state: DecodeState) -> None:
-        self.exit, self.tempering = self._learned(self.depth, state.timed, state.do_sample)
+        self.exit, self.tempering = DraftExit(self.depth), Tempering()
+        if state.timed:  # else drafts must not depend on earlier calls
+            key = *self._key, state.do_sample  # sampled text is harder to predict
+            self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
+            self.tempering = recall(self._owner, (Tempering, *key), Tempering)
 
     @abstractmethod
     def catch_up(self, state: DecodeState) -> None:
@@ -145,11 +121,6 @@ class ForwardDrafter(Drafter):
     def finish(self) -> None:
         """Discard what :meth:`level` has cached."""
 
-    @property
-    def token_ids(self) -> Tensor | None:
-        """``(tokens,)`` int64 ids of the tokens that it knows, ascending; None for all."""
-        return None
-
     def propose(self, state: DecodeState) -> Tree:
         self._growth, ahead, self._ahead = None, self._ahead, None
         if ahead is None or state.prefetched is None:
@@ -160,23 +131,17 @@ class ForwardDrafter(Drafter):
             ahead = self._grow(state, depth)
         self._growth, packed = growth, _ = ahead
         tree, host = state.received(packed)
-        growth.rows = host.rows(tree.row_sizes)
+        growth.trees = host
         return tree if self._exactly(state) is None else tree.changed(whole=True)
-
-    def grow_ahead(self, state: DecodeState) -> Tensor:
-        """Grow the next step's trees before the host knows how this one ended: see
-        :meth:`Drafter.prefetch`. All that was committed must have run."""
-        self._ahead = self._grow(state, self.depth)
-        return self._ahead[1]
 
     def _exactly(self, state: DecodeState) -> int | None:
         """Number of draft tokens in every step; None if the policy chooses it."""
         # What must not depend on time has one size.
         return self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
 
-    def _grow(self, state: DecodeState, depth: int) -> tuple[_Growth, Tensor]:
+    def _grow(self, state: DecodeState, depth: int) -> tuple[Growth, Tensor]:
         count = depth if self.width == 1 else self._exactly(state) or GROWN
-        growth = _Growth(self, state, count)
+        growth = _Levels(self, state, count)
         depth = growth.levels(depth)
         grown = grow(growth, state.root, count, depth, growth.trust, expanded=self.width)
         self.finish()
@@ -185,51 +150,78 @@ class ForwardDrafter(Drafter):
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         growth, self._growth = self._growth, None
         if growth is not None:
-            self._sampled += bool(growth.samples)
-            growth.learn(result.tokens, self.tempering.learns(self._sampled))
+            growth.learn(result.tokens, self.token_ids)
 
 
-class _Growth:
-    """One tree per row as it grows, and what is learned from it; see
-    :class:`hf_spec.drafting.grow.Expands`.
+class Growth:
+    """One tree per row as it grows, and what is learned from it.
 
     Attributes:
         trust: terms added to log-probabilities, per distance.
-        rows: the drafted trees.
-        samples: logits and noise of the first node of each level, where tokens are sampled.
+        trees: the drafted trees; lookups may be merged into the forwarded ones.
+        samples: logits and noise of the likeliest node of each level, ``(batch, tokens)`` each,
+            where tokens are sampled.
+        likeliest: ``(batch,)`` the token of that node, from the first level below the root.
+        cost: tokens that a forward must bring; None while unknown, or if nothing depends on time.
     """
 
-    def __init__(self, drafter: ForwardDrafter, state: DecodeState, count: int):
-        self.drafter, self.state = drafter, state
-        self._children = 1 if drafter.width == 1 else count  # of a node, at most
-        self.trust = drafter.exit.trust
-        self.rows: list[Row] = []
+    def __init__(self, exit: DraftExit, tempering: Tempering, state: DecodeState):
+        self.exit, self.tempering, self.state = exit, tempering, state
+        self.trust = exit.calibration.log_factors
+        self.trees: HostTree | None = None
         self.samples: list[tuple[Tensor, Tensor]] = []
-        self._cost = state.draft_cost() if state.timed else None
-        self._asks = self._cost is not None and not waits(state.root.device)
-        self._likeliest: list[Tensor] = []
+        self.likeliest: list[Tensor] = []
+        self.cost = state.draft_cost()
+
+    def learn(self, emitted: Sequence[Sequence[int]], ids: Tensor | None = None) -> None:
+        """Learn from the tokens that each sequence emitted.
+
+        Args:
+            ids: ``(tokens,)`` ids of the logits, ascending; None if these are the indices.
+        """
+        if self.trees is not None:
+            self.exit.calibration.learn(self.trees, self.trust, emitted)
+        if not self.samples or not self.tempering.learns():
+            return
+        logits, noise = (torch.stack(parts, 1) for parts in zip(*self.samples))
+        count, device = len(self.samples), logits.device
+        tokens = following(emitted, count, device)
+        # Samples of a level count where the likeliest tokens above it were right.
+        right = torch.ones_like(tokens, dtype=torch.bool)
+        for level, above in enumerate(self.likeliest[: count - 1], 1):
+            right[:, level] = right[:, level - 1] & (tokens[:, level - 1] == above.to(device))
+        self.tempering.learn(logits, noise, tokens, right, ids)
+
+
+class _Levels(Growth):
+    """Each level takes a forward; see :class:`hf_spec.drafting.grow.Expands`."""
+
+    def __init__(self, drafter: ForwardDrafter, state: DecodeState, count: int):
+        super().__init__(drafter.exit, drafter.tempering, state)
+        self.drafter = drafter
+        self._children = 1 if drafter.width == 1 else count  # of a node, at most
+        self._asks = self.cost is not None and not waits(state.root.device)
 
     def levels(self, most: int) -> int:
         """How many levels to grow, at most: as far as can be told without a transfer for each."""
-        if self._cost is None or self._asks:
+        if self.cost is None or self._asks:
             return most
-        learned = self.drafter.exit
-        found = learned.levels(most, sum(self.state.active), self._cost)
+        found = self.exit.levels(most, sum(self.state.active), self.cost)
         if not self.drafter.forward_per_level:
             found = most if found else 0
-        return found or int(learned.due())
+        return found or int(self.exit.due())
 
     def expand(self, frontier: Frontier) -> Children | None:
         drafter, state, depth = self.drafter, self.state, frontier.depth
         if depth:
-            self._likeliest.append(frontier.tokens[:, 0])
+            self.likeliest.append(frontier.tokens[:, 0])
         runs = drafter.forward_per_level or not depth
         if self._asks and runs:
-            assert self._cost is not None
+            assert self.cost is not None
             paths = frontier.log_probs.exp().sum(-1).tolist()
             paths = [path * on for path, on in zip(paths, state.active)]
-            worth = drafter.exit.is_worth(depth + 1, paths, self._cost)
-            if not worth and (depth or not drafter.exit.due()):
+            worth = self.exit.is_worth(depth + 1, paths, self.cost)
+            if not worth and (depth or not self.exit.due()):
                 return None
         state.stats.num_draft_forwards += runs
         logits = self._as_sampled(drafter.level(frontier).float(), depth)
@@ -246,46 +238,7 @@ class _Growth:
         noise = self.state.noise
         if noise is None:
             return logits
-        learned = self.drafter.tempering
+        learned = self.tempering
         ahead = noise.ahead(1, self.drafter.token_ids, first=depth).to(logits)
         self.samples.append((logits[:, 0], ahead[:, 0]))
         return learned.sharpness * logits + learned.share * ahead
-
-    def learn(self, emitted: Sequence[Sequence[int]], tempering: bool) -> None:
-        """Learn from the tokens that each sequence emitted.
-
-        Args:
-            tempering: whether to learn from samples, too.
-        """
-        self.drafter.exit.learn(self.trust, self.rows, emitted)
-        if tempering:
-            learn_from_samples(
-                self.drafter.tempering, self.samples, self._likeliest, emitted,
-                self.drafter.token_ids,
-            )  # fmt: skip
-
-
-def learn_from_samples(
-    tempering: Tempers, samples: Sequence[tuple[Tensor, Tensor]], likeliest: Sequence[Tensor],
-    emitted: Sequence[Sequence[int]], ids: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Learn from sampled tokens.
-
-    Args:
-        tempering: what learns.
-        samples: logits and noise of the likeliest node of each level, ``(batch, tokens)`` each.
-        likeliest: ``(batch,)`` the token of that node, from the first level below the root.
-        emitted: the tokens that each sequence emitted.
-        ids: ``(tokens,)`` ids of the logits; None if these are the indices.
-    """
-    if not samples:
-        return
-    logits, noise = (torch.stack(parts, 1) for parts in zip(*samples))
-    count, device = len(samples), logits.device
-    tokens = sent([[*row, *[-1] * count][:count] for row in emitted], device)
-    # Samples of a level count where the likeliest tokens above it were right.
-    right = torch.ones_like(tokens, dtype=torch.bool)
-    for level, above in enumerate(likeliest[: count - 1], 1):
-        right[:, level] = right[:, level - 1] & (tokens[:, level - 1] == above.to(device))
-    place, known = places_of(tokens, ids)
-    tempering.learn(*(part.flatten(0, 1) for part in (logits, noise, place, right & known)))

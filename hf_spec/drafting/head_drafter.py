@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -35,12 +35,13 @@ class HeadDrafter(TreeDrafter):
 
     Args:
         weights: the adapter's parameters, as in :mod:`hf_spec.drafting.heads`.
-        source: provides trees without probes, see :meth:`TreeStates.bare`. Heads past its depth
+        source: provides trees without probes, see :meth:`TreeStates.uniform`. Heads past its depth
             are not used.
     """
 
     trees = {"sparse": sparse_tree, CHAIN: chain_tree}
     reads = Reads("last")
+    held = (*TreeDrafter.held, "weights")
 
     def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], source: TreeSource):
         super().__init__(model, options, source, weights)
@@ -55,14 +56,6 @@ class HeadDrafter(TreeDrafter):
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         used = {name: tensor[:depth] for name, tensor in self.weights.items()}
         return head_states(used, hidden).to(hidden)
-
-    def made(self) -> dict[str, Tensor]:
-        return {**super().made(), **self.weights}
-
-    def using(self, made: Mapping[str, Tensor]) -> Self:
-        own = super().using(made)
-        own.weights = {name: made[name] for name in self.weights}
-        return own
 
     def logits(self, states: Tensor) -> Tensor:
         if self.exact and PROJECTION not in self.weights:

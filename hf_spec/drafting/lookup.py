@@ -86,12 +86,10 @@ class SequenceLookup:
 
     def observe(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed the last lookup, once."""
-        (parents, tokens, _), depths = self._last, self._last.depths
+        child, depth = self._last.children, min(max(self._last.depths), len(emitted))
         self._last = Row.root()
-        depth = min(max(depths), len(emitted))
         if not depth:
             return
-        child = {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1)}
         node, accepted = 0, 0
         for token in emitted:
             if (node, token) not in child:

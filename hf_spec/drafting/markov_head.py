@@ -17,8 +17,8 @@ Sequentially-Dependent Draft Heads for Medusa Decoding", 2024) that looks one to
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.held import Holds
 from hf_spec.drafting.made_once import made_once
 from hf_spec.model.hidden_states import linear_logits
 from modeling_patches.weights import input_features, placement
@@ -35,7 +36,7 @@ from modeling_patches.weights import input_features, placement
 AT_ONCE = 8192
 
 
-class MarkovHead:
+class MarkovHead(Holds):
     """Applies an adapter's Markov head; gradients flow to its parameters.
 
     Args:
@@ -45,27 +46,16 @@ class MarkovHead:
         model: the base model, whose embeddings are used.
     """
 
+    held = ("weights", "_tables")
+
     def __init__(self, weights: Mapping[str, Tensor], model: Any):
         self.weights = _Matrices(*(weights[name] for name in MARKOV_HEAD))
         self.model = model
-        #: The tables, once they are needed.
-        self._made: _Tables | None = None
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> MarkovHead | None:
         """The one among an adapter's parameters, if it has one."""
         return cls(weights, model) if MARKOV_HEAD[0] in weights else None
-
-    def made(self) -> dict[str, Tensor]:
-        """The tensors that :meth:`given_root` and :meth:`bias` read, by name."""
-        return {**dict(zip(MARKOV_HEAD, self.weights)), **self._tables()._asdict()}
-
-    def using(self, made: Mapping[str, Tensor]) -> MarkovHead:
-        """A copy that reads these tensors in place of :meth:`made`."""
-        own = copy.copy(self)
-        own.weights = _Matrices(*(made[name] for name in MARKOV_HEAD))
-        own._made = _Tables(*(made[name] for name in _Tables._fields))
-        return own
 
     def given_root(self, states: Tensor, root: Tensor) -> Tensor:
         """The states given the root.
@@ -84,6 +74,12 @@ class MarkovHead:
         moved = torch.einsum("...dr,dhr->...dh", functional.silu(inner), output)
         return states + moved.to(states)
 
+    def along(
+        self, logits: Tensor, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None
+    ) -> Tensor:
+        """``logits`` and :meth:`logits`."""
+        return logits + self.logits(previous, states, vocabulary)
+
     def logits(
         self, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None = None
     ) -> Tensor:
@@ -97,15 +93,11 @@ class MarkovHead:
         Returns:
             ``(..., vocab)``
         """
-        change = self.change(previous, states)
+        inner = functional.silu(self._embedded(previous) + self._projected(states))
+        change = functional.linear(inner, self.weights.output[0])
         if vocabulary is not None:
             return vocabulary.linear(change)
         return linear_logits(self.model, change)
-
-    def change(self, previous: Tensor, states: Tensor) -> Tensor:
-        """What is added to the states, ``(..., hidden)``; see :meth:`logits`."""
-        inner = functional.silu(self._embedded(previous) + self._projected(states))
-        return functional.linear(inner, self.weights.output[0])
 
     def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
         """The bias of a few tokens, given each of several previous tokens.
@@ -118,7 +110,7 @@ class MarkovHead:
         Returns:
             ``(batch, distances, n, width)``
         """
-        embedded, biases = self._tables()
+        embedded, biases = self._tables
         device = embedded.device
         projected = self._projected(states)[:, :, None].to(device)
         inner = functional.silu(functional.embedding(previous.to(device), embedded) + projected)
@@ -141,11 +133,10 @@ class MarkovHead:
             scaled = functional.rms_norm(embeddings, embeddings.shape[-1:], eps=1e-12)
         return scaled.to(self.weights.embedding)
 
+    @cached_property
     @torch.no_grad()
     def _tables(self) -> _Tables:
         """V_0 e(x) and U_0 w(y) of all tokens, computed once: a step needs about a thousand."""
-        if self._made is not None:
-            return self._made
         embedding, output, _ = self.weights
         modules = self.model.get_input_embeddings(), self.model.get_output_embeddings()
 
@@ -156,8 +147,7 @@ class MarkovHead:
             biases = linear_logits(self.model, output[0].T).T.to(embedded).contiguous()
             return _Tables(embedded, biases)
 
-        self._made = made_once(embedding, (output, *modules), make)
-        return self._made
+        return made_once(embedding, (output, *modules), make)
 
 
 class _Matrices(NamedTuple):

@@ -145,10 +145,8 @@ def continuation_tree(
     confidence = confidence or Confidence()
     chance, deeper = confidence.first(matches[0].size), confidence.deeper
     shares = _shares(matches)
-    # A trie of (parent, token, depth); children are found by (parent, token).
-    trie: list[tuple[int, int, int]] = [(-1, -1, 0)]
-    probability: list[float] = [1.0]
-    children: dict[tuple[int, int], int] = {}
+    probability = [1.0]
+    children: dict[tuple[int, int], int] = {}  # nodes by parent and token
     here = len(tokens)
     for (end, _, source), share in zip(matches, shares):
         weight = chance * share
@@ -161,26 +159,16 @@ def continuation_tree(
                     break
             else:
                 token = tokens[place if place < here else end + (depth - 1) % (here - end)]
-            key = (parent, token)
-            node = children.get(key)
-            if node is None:
-                node = children[key] = len(trie)
-                trie.append((parent, token, depth))
+            parent = children.setdefault((parent, token), len(probability))
+            if parent == len(probability):
                 probability.append(0.0)
-            probability[node] += weight
+            probability[parent] += weight
             weight *= deeper
-            parent = node
-    # A parent is at least as probable as its child and precedes it, so the best nodes form a tree,
-    # parents first.
-    best = sorted(range(1, len(trie)), key=lambda node: -probability[node])[:max_nodes]
-    best = [node for node in best if probability[node] >= min_probability]
-    place_of = {0: 0}
-    parents, kept = [-1], [tokens[-1]]
-    for node in best:
-        place_of[node] = len(parents)
-        parents.append(place_of[trie[node][0]])
-        kept.append(trie[node][1])
-    return Row(parents, kept, [1.0, *(probability[node] for node in best)])
+    # A parent is at least as probable as its child and precedes it, so the best nodes form a tree.
+    parents, found = map(list, zip((-1, tokens[-1]), *children))
+    row = Row(parents, found, probability).likeliest_first()
+    size = 1 + min(sum(prob >= min_probability for prob in row.probs[1:]), max_nodes)
+    return Row(row.parents[:size], row.tokens[:size], row.probs[:size])
 
 
 def _shares(matches: Sequence[Match]) -> list[float]:

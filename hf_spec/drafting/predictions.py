@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.markov_head import MarkovHead
+from hf_spec.model.hidden_states import states_at
 
 #: Tokens per distance that a Markov head rescores.
 SHORTLIST = 32
@@ -77,8 +78,10 @@ class Predictions:
         self.tokens = chosen if ids is None else ids[chosen]
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
+        self._depends = markov_head is not None  # on the tokens before
         self._sharpness = None if tempered is None else tempered.sharpness
-        #: :meth:`after` the root that a tree grows from.
+        #: :meth:`given` each possible previous token: a tree's root at distance 1,
+        #: and :attr:`tokens` of the previous distance, in order, at the others.
         self._table: Tensor | None = None
 
     @property
@@ -94,7 +97,8 @@ class Predictions:
         given = self.log_probs[:, place, None]
         if self._markov_head is not None:
             if self._table is None:  # all distances at once: one product instead of many
-                self._table = self.after(frontier.tokens[:, 0])
+                root = frontier.tokens[:, :1, None].to(device).expand(-1, 1, given.shape[-1])
+                self._table = self.given(torch.cat([root, self.tokens[:, :-1]], dim=1))
             chosen = frontier.choices.to(device)[:, :, None].expand(-1, -1, given.shape[-1])
             given = self._table[:, place].gather(1, chosen)
         return Children(self.tokens[:, place, None], self.where_known(given, place))
@@ -130,18 +134,6 @@ class Predictions:
         found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
         return torch.where(found.isnan(), plain, found)
 
-    def after(self, root: Tensor) -> Tensor:
-        """:meth:`given` each possible previous token: the root at distance 1, and :attr:`tokens` of
-        the previous distance, in order, at the others.
-
-        Args:
-            root: ``(batch,)``
-        """
-        if self._markov_head is None:
-            return self.log_probs[:, :, None]
-        first = root.to(self.tokens.device)[:, None, None].expand(-1, 1, self.tokens.shape[-1])
-        return self.given(torch.cat([first, self.tokens[:, :-1]], dim=1))
-
     def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
         """Tokens of the nodes of given trees: a node of rank r gets the r-th likeliest token.
 
@@ -154,20 +146,23 @@ class Predictions:
             ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
         key, device = tuple(trees), str(self.tokens.device)
-        if self._markov_head is None:
+        if not self._depends:
             places = _places(key, self.tokens.shape[-1], device)
-        else:
-            # For each previous token, rank the tokens that follow; then go down the trees' levels.
-            order = self.after(root).argsort(stable=True, dim=-1, descending=True)
-            width = order.shape[-1]
-            order, (parents, depths, ranks) = order.flatten(1), levels(key, device)
-            level, place = (depths - 1).clamp(min=0), torch.zeros_like(parents)
-            for distance in range(1, max(tree.max_depth for tree in trees) + 1):
-                at = (level * width + place.gather(1, parents)) * width + ranks
-                place = torch.where(depths == distance, order.gather(1, at), place)
-            places = (level * width + place)[:, 1:]
-        chosen = self.tokens.flatten(1).gather(1, places)
-        return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
+            chosen = self.tokens.flatten(1).gather(1, places)
+            return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
+        parents, depths, ranks = levels(key, device)
+        tokens = root.to(self.tokens.device)[:, None].expand(parents.shape)
+        choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=device)
+        for depth in range(max(tree.max_depth for tree in trees)):  # level by level, of all nodes
+            found = self.expand(Frontier(depth, tokens, paths, choices, parents))
+            assert found is not None
+            order = found.log_probs.argsort(stable=True, dim=-1, descending=True)
+            chosen = states_at(order, parents).gather(2, ranks[:, :, None])
+            after = states_at(found.tokens.expand(order.shape), parents).gather(2, chosen)
+            here = depths == depth + 1
+            tokens = torch.where(here, after[:, :, 0], tokens)
+            choices = torch.where(here, chosen[:, :, 0], choices)
+        return tokens.to(root.device)
 
     def likeliest(self, previous: Tensor) -> Tensor:
         """``(batch, distances, width)`` ids, likeliest first, given the previous tokens.
@@ -207,12 +202,8 @@ def likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=1024)
 def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
     """Index of each draft token's token among ``width`` tokens per depth: (batch, nodes)."""
-    most = max(map(len, trees)) - 1
-    rows = []
-    for tree in trees:
-        row = [(d - 1) * width + r for d, r in zip(tree.depths[1:], tree.ranks[1:])]
-        rows.append(row + [0] * (most - len(row)))
-    return torch.tensor(rows, device=device)
+    _, depths, ranks = levels(trees, device)
+    return ((depths - 1).clamp(min=0) * width + ranks)[:, 1:]
 
 
 @lru_cache(maxsize=1024)

@@ -104,22 +104,18 @@ class DecodeState:
 
     @property
     def rows(self) -> Sequence[int]:
-        """See :class:`Growing`."""
         return self.sequences.rows
 
     @property
     def tokens(self) -> list[list[int]]:
-        """See :class:`Growing`."""
         return self.sequences.tokens
 
     @property
     def active(self) -> list[bool]:
-        """See :class:`Growing`."""
         return self.sequences.active
 
     @property
     def remaining(self) -> list[int]:
-        """See :class:`Growing`."""
         return self.sequences.remaining
 
     def select(self, rows: Sequence[int]) -> None:
@@ -134,7 +130,8 @@ class DecodeState:
         for part in parts:
             if part is not None:
                 part.select(rows)
-        self.root, self.prefetched = self.root[_index(rows, self.root)], None
+        self.root = self.root[torch.tensor(rows, device=self.root.device)]
+        self.prefetched = None
 
     def lookup(self) -> Sequence[Row]:
         """Look up what continues each sequence, for this step."""
@@ -167,7 +164,3 @@ class DecodeState:
         """Depth of the deepest draft token that any sequence can use; one token is the bonus."""
         left = [n for n, active in zip(self.remaining, self.active) if active]
         return max(left, default=1) - 1
-
-
-def _index(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, device=like.device)

@@ -20,17 +20,15 @@ are: sigmoid(w [h; W1[p]] + b), or without W1[p]. Trees are grown by that.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.grow import Children, Frontier
-from hf_spec.drafting.predictions import Predictions, Tempered, levels, likeliest
+from hf_spec.drafting.held import Holds
+from hf_spec.drafting.predictions import Predictions, Tempered, likeliest
 from hf_spec.model.hidden_states import states_at
 
 #: Prefixes of the names of an adapter's parameters.
@@ -87,7 +85,7 @@ def fresh(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-class Transitions:
+class Transitions(Holds):
     """A Markov head; gradients flow to its parameters.
 
     Args:
@@ -101,12 +99,14 @@ class Transitions:
             empty if there is none.
     """
 
+    held = ("weights", "sure")
+
     def __init__(
         self, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None,
         sure: Sequence[Tensor] = (),
     ):  # fmt: skip
         self.kind, self.weights, self.top_k, self.sure = kind, dict(weights), top_k, tuple(sure)
-        self._prefix, (self._before, self._after) = prefix(kind), matrices(kind)
+        self._before, self._after = matrices(kind)
 
     @classmethod
     def of(
@@ -121,18 +121,6 @@ class Transitions:
         }
         sure = [weights[name] for name in CONFIDENCE if name in weights]
         return cls(kind, own, top_k, sure) if own else None
-
-    def made(self) -> dict[str, Tensor]:
-        """The tensors that it reads, by name."""
-        own = {self._prefix + name: tensor for name, tensor in self.weights.items()}
-        return {**own, **dict(zip(CONFIDENCE, self.sure))}
-
-    def using(self, made: Mapping[str, Tensor]) -> Self:
-        """A copy that reads these tensors in place of :meth:`made`."""
-        own = copy.copy(self)
-        own.weights = {name: made[self._prefix + name] for name in self.weights}
-        own.sure = tuple(made[name] for name, _ in zip(CONFIDENCE, self.sure))
-        return own
 
     def given(
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
@@ -192,13 +180,20 @@ class Transitions:
         # Tokens that the model has gained since have no row.
         return functional.embedding(tokens.to(first.device).clamp(max=len(first) - 1), first)
 
-    def along(self, logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
+    def given_root(self, states: Tensor, root: Tensor) -> Tensor:
+        """The states, which do not depend on the root."""
+        return states
+
+    def along(
+        self, logits: Tensor, previous: Tensor, states: Tensor, vocabulary: object = None
+    ) -> Tensor:
         """Logits of consecutive distances given the tokens before.
 
         Args:
             logits: ``(..., distances, tokens)``
             previous: ``(..., distances)`` the token before each distance; first the root.
             states: ``(..., distances, hidden)``
+            vocabulary: not needed; see :meth:`MarkovHead.along`.
         """
         found, memory = [], None
         for place in range(previous.shape[-1]):
@@ -213,71 +208,41 @@ class Conditional(Predictions):
     """Predictions given the tokens drafted before, each by all logits of its distance.
 
     Args:
-        logits, width, known, states, ids, tempered: see :class:`Predictions`.
         transitions: how the tokens before change the predictions.
+        logits, width, known, states, ids, tempered: see :class:`Predictions`.
     """
 
     def __init__(
-        self, logits: Tensor, width: int, known: Sequence[int] | Tensor, states: Tensor,
-        transitions: Transitions, ids: Tensor | None = None, tempered: Tempered | None = None,
+        self, logits: Tensor, width: int, known: Sequence[int] | Tensor, transitions: Transitions,
+        states: Tensor, ids: Tensor | None = None, tempered: Tempered | None = None,
     ):  # fmt: skip
         super().__init__(logits, width, known, ids=ids, tempered=tempered)
-        self._logits, self._hidden, self._transitions = logits, states, transitions
+        self._logits, self._transitions, self._hidden = logits, transitions, states
+        self._depends = True
         self._width, self._ids = min(width, logits.shape[-1]), ids
         self._tempered = None if tempered is None else tempered.on(logits.device)
-        self._memory: Tensor | None = None  # of the frontier's nodes
+        self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
 
     def expand(self, frontier: Frontier) -> Children | None:
-        place = frontier.depth
+        place, previous = frontier.depth, frontier.tokens
         if place >= self.distances:
             return None
         memory = self._memory if place else None
         if memory is not None:
             memory = states_at(memory, frontier.parents)
-        tokens, given, self._memory = self._after(place, frontier.tokens, memory, self._width)
-        return Children(tokens, self.where_known(given, place))
-
-    def _after(
-        self, place: int, previous: Tensor, memory: Tensor | None, width: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The likeliest tokens of a distance, counted from 0, after each of several tokens.
-
-        Args:
-            previous: ``(batch, n)`` tokens.
-            memory: ``(batch, n, rank)`` of the tokens before them.
-
-        Returns:
-            ``(batch, n, width)`` ids and their log-probabilities, and the memory after them.
-        """
         states = self._hidden[:, place, None]
-        logits, memory = self._transitions.given(
+        logits, self._memory = self._transitions.given(
             self._logits[:, place, None], previous, states, memory
         )
         if self._tempered is not None:
             sharpness, noise = self._tempered
             logits = sharpness * logits + noise[:, place, None]
-        chosen, log_probs = likeliest(logits, width)
+        chosen, log_probs = likeliest(logits, self._width)
         sure = self._transitions.confidence(previous, states)
         if sure is not None and self._tempered is None:
             log_probs = with_confidence(log_probs, sure)
-        return (chosen if self._ids is None else self._ids[chosen]), log_probs, memory
-
-    def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
-        device = self._logits.device
-        parents, depths, ranks = levels(tuple(trees), str(device))
-        tokens, memory = root.to(device)[:, None].expand(parents.shape), None
-        width = 1 + max(max(tree.ranks) for tree in trees)
-        for distance in range(1, max(tree.max_depth for tree in trees) + 1):
-            found, _, after = self._after(distance - 1, tokens, memory, width)
-            here = depths == distance
-            above = parents[:, :, None].expand(-1, -1, width)
-            found = found.gather(1, above).gather(2, ranks[:, :, None])[:, :, 0]
-            tokens = torch.where(here, found, tokens)
-            if after is not None:
-                after = states_at(after, parents)
-                old = torch.zeros_like(after) if memory is None else memory
-                memory = torch.where(here[:, :, None], after, old)
-        return tokens.to(root.device)
+        tokens = chosen if self._ids is None else self._ids[chosen]
+        return Children(tokens, self.where_known(log_probs, place))
 
 
 def with_confidence(log_probs: Tensor, confidence: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ finished sequences.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,10 +19,12 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.held import Holds
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.transitions import Conditional, Transitions
 from hf_spec.model.hidden_states import shapes_logits
 
 #: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
@@ -44,7 +45,8 @@ class TreeSource:
         states: the tree of each state, that is, for each number of predicted tokens.
     """
 
-    #: Whether it uses probabilities; otherwise only the order of tokens.
+    #: Whether it uses probabilities; otherwise only the order of tokens. They are on the device, so
+    #: growing can be compiled, and can begin before the host knows how a step has ended.
     weighs: ClassVar[bool] = False
     #: Whether the policy chooses how many of its draft tokens are taken.
     policy_chooses: bool = False
@@ -102,7 +104,7 @@ class TreeSource:
         return {}
 
 
-class TreeDrafter(Drafter):
+class TreeDrafter(Drafter, Holds):
     """A drafter with trees.
 
     Args:
@@ -122,16 +124,21 @@ class TreeDrafter(Drafter):
     unused = ()
     runs_modules: ClassVar[bool] = True
     per_distance: int = 0
+    held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
 
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
         self.source = source
         self.policy_chooses = source.policy_chooses
-        self.markov_head = MarkovHead.of(weights, model)
+        self.markov_head: MarkovHead | Transitions | None = MarkovHead.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
         self.hidden: Tensor | None = None
         self.num_predicted: Sequence[int] = ()
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        return None if self.vocabulary is None else self.vocabulary.tokens
 
     def start(self, state: DecodeState) -> None:
         self.source.start(state)
@@ -244,10 +251,11 @@ class TreeDrafter(Drafter):
         self, states: Tensor, known: Sequence[int] | Tensor, width: int,
         tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
-        ids = None if self.vocabulary is None else self.vocabulary.tokens
-        return Predictions(
-            self.logits(states), width, known, self.markov_head, states, ids, tempered
+        make: Any = Conditional if isinstance(self.markov_head, Transitions) else Predictions
+        made: Predictions = make(
+            self.logits(states), width, known, self.markov_head, states, self.token_ids, tempered
         )
+        return made
 
     def given(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits of all tokens of :attr:`vocabulary` if the tokens before are known.
@@ -272,9 +280,7 @@ class TreeDrafter(Drafter):
         logits = self.logits(states)
         if self.markov_head is None:
             return logits
-        if self.vocabulary is None:
-            return logits + self.markov_head.logits(previous, states)
-        return logits + self.vocabulary.linear(self.markov_head.change(previous, states))
+        return self.markov_head.along(logits, previous, states, self.vocabulary)
 
     @abstractmethod
     def states(self, hidden: Tensor, depth: int) -> Tensor:
@@ -284,20 +290,6 @@ class TreeDrafter(Drafter):
             hidden: see :attr:`hidden`.
             depth: number of distances.
         """
-
-    def made(self) -> dict[str, Tensor]:
-        """Tensors derived from the model's for this call that :meth:`predictions` reads. They are
-        inputs of compiled code."""
-        parts = self.markov_head, self.vocabulary
-        made = [part.made() for part in parts if part is not None]
-        return {name: tensor for part in made for name, tensor in part.items()}
-
-    def using(self, made: Mapping[str, Tensor]) -> Self:
-        """A copy that reads these tensors in place of :meth:`made`."""
-        own = copy.copy(self)
-        own.markov_head = None if self.markov_head is None else self.markov_head.using(made)
-        own.vocabulary = None if self.vocabulary is None else self.vocabulary.using(made)
-        return own
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +26,6 @@ from hf_spec.methods.registry import Method
 from hf_spec.model.appending import CHUNK, RECURRENT_CHUNK, append
 from hf_spec.model.hidden_states import Reads, taken
 from hf_spec.model.target import Target
-from hf_spec.policy.draft_exit import learned
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.per_call import Changes
@@ -53,8 +51,7 @@ class DraftModelDrafter(ForwardDrafter):
     options: GrowOptions
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
-        key = "draft_model", key_of(options)
-        super().__init__(model, options, partial(learned, assistant, key))
+        super().__init__(model, options, ("draft_model", key_of(options)), owner=assistant)
         if not hasattr(assistant, "get_input_embeddings"):
             raise ValueError(
                 f"assistant_model={assistant!r}: give a loaded model, such as "

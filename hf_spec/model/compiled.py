@@ -98,8 +98,7 @@ class CompiledTarget(Target):
             result = verify.match(rows, verify.likeliest(output.logits))
             if moves and result.path.shape[1] > 1:  # else the root, which is in place
                 traced.states.move(lengths, result.path)
-            accepted = result.path, result.counts, result.tokens, result.num_probes
-            return (*found, *accepted, result.last, result.bonus, *kept)
+            return (*found, *result, *kept)
 
         def eager() -> tuple[Tensor, ...]:
             output = self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
@@ -128,7 +127,7 @@ class CompiledTarget(Target):
         # Where the code was just made, the forward has run uncompiled.
         result = None
         if match and found:
-            result = StepResult(*found[:4]).with_ends(*found[4:6])
+            result = StepResult(*found[:6])
             if not moves and result.path.shape[1] > 1:
                 cache.states.move(cache.lengths, result.path)
         kept = found[6:] if match else found

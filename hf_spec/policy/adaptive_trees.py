@@ -7,25 +7,23 @@ probabilities of their own tokens (:mod:`hf_spec.drafting.grow`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from hf_spec.core.host_tree import HostTree
-from hf_spec.core.memory import locked
+from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState
+from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.tempering import Sample, Tempering
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
-from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
 #: Number of draft tokens grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
@@ -64,15 +62,11 @@ class AdaptiveTrees(TreeSource):
         self.calibration = None if calibrations is None else calibrations[False]
         self.tempering = tempering or Tempering()
         self._most = FEWEST
-        self._proposed: tuple[Any, ...] = ()
+        self._proposed: tuple[HostTree, list[float]] | None = None
         self._prefetched: Proposal | None = None
         self._sample: Sample | None = None
-        self._steps = 0  # that sample
 
     weighs: ClassVar[bool] = True
-    #: Whether its scores are on the device only, so that growing can be compiled, and can begin
-    #: before the host knows how a step has ended.
-    on_device: ClassVar[bool] = True
 
     @property
     def max_depth(self) -> int:
@@ -81,7 +75,7 @@ class AdaptiveTrees(TreeSource):
     def start(self, state: DecodeState) -> None:
         if self.calibrations is not None:
             self.calibration = self.calibrations[state.do_sample]
-        if self._exactly(state) is not None and not self._steps:
+        if self._exactly(state) is not None:
             self.tempering = Tempering()  # what is drafted must not depend on earlier calls
 
     def predictions(
@@ -94,7 +88,7 @@ class AdaptiveTrees(TreeSource):
     def prefetch(
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
     ) -> Tensor | None:
-        if not self.on_device or not self.depth:
+        if not self.weighs or not self.depth:
             return None
         self._prefetched = self._grow(drafter, state, known, self.depth)
         return self._prefetched.trees
@@ -104,14 +98,12 @@ class AdaptiveTrees(TreeSource):
     ) -> Proposal:
         count = self._exactly(state) or self._most
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
-        graphs = state.target.graphs if self.on_device else None
+        graphs = state.target.graphs if self.weighs else None
         depth = depth if graphs is None else self.depth
-        noise, sample = noise_ahead(drafter, state, depth) if self.weighs else None, None
-        if noise is not None:
-            self._steps += 1
-            if self.tempering.learns(self._steps):
-                assert drafter.hidden is not None
-                sample = Sample(drafter, drafter.hidden, state.root, known, noise)
+        noise, sample = self._noise(drafter, state, depth), None
+        if noise is not None and self.tempering.learns():
+            assert drafter.hidden is not None
+            sample = Sample(drafter, drafter.hidden, state.root, known, noise)
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)
             return Proposal(grow(predictions, state.root, count, depth, trust), trust, sample)
@@ -120,6 +112,10 @@ class AdaptiveTrees(TreeSource):
         tempered = self._tempered(noise)
         grown = _compiled(graphs, drafter, state, known, count, depth, trust, tempered)
         return Proposal(grown, trust, sample)
+
+    def _noise(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
+        noise = state.noise if self.weighs else None
+        return None if noise is None else noise.ahead(depth, drafter.token_ids)
 
     def _tempered(self, noise: Tensor | None) -> Tempered | None:
         if noise is None:
@@ -135,12 +131,10 @@ class AdaptiveTrees(TreeSource):
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
     ) -> Tree:
         if depth == 0:
-            self._proposed = ()
+            self._proposed = None
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
             if state.timed and self.num_draft_tokens is None:
-                only = np.zeros((state.batch_size, 1), np.int64)
-                root = np.array([row[-1:] for row in state.tokens])
-                return Tree.roots(state.root).changed(host=HostTree(only + 1.0, only, only, root))
+                return Tree.of_rows([Row.root(row[-1]) for row in state.tokens], state.root.device)
             return drafter.build_trees([alone] * state.batch_size, state)
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None or state.prefetched is None:
@@ -148,7 +142,7 @@ class AdaptiveTrees(TreeSource):
         packed, trust, self._sample = prefetched
         tree, host = state.received(packed)
         if self._exactly(state) is None:
-            self._proposed = trust, *(x.tolist() for x in (host.parents, host.tokens, host.probs))
+            self._proposed = host, trust
             return tree
         tree = tree.changed(whole=True)
         ahead = ((host.probs > 0) * self.depth).tolist()  # padding has no probability
@@ -157,9 +151,9 @@ class AdaptiveTrees(TreeSource):
     def warm(self, drafter: TreeDrafter, state: DecodeState) -> None:
         """Compile what steps with predictions run."""
         graphs = state.target.graphs
-        if graphs is not None and self.on_device and self.depth:
+        if graphs is not None and self.weighs and self.depth:
             exactly, known, trust = self._exactly(state), drafter.num_predicted, [0.0] * self.depth
-            tempered = self._tempered(noise_ahead(drafter, state, self.depth))
+            tempered = self._tempered(self._noise(drafter, state, self.depth))
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
                 _compiled(graphs, drafter, state, known, count, self.depth, trust, tempered)
 
@@ -167,19 +161,13 @@ class AdaptiveTrees(TreeSource):
         sample, self._sample = self._sample, None
         if sample is not None:
             sample.teach(self.tempering, emitted)
-        self._observe(emitted, num_drafted)
-
-    @locked
-    def _observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
-        if not self._proposed:
+        if self._proposed is None:
             return
         most = self._most  # doubled if all were taken, reduced if most were unused
         self._most = min(2 * most, MOST) if num_drafted >= most else max(most - 1, FEWEST)
         if self.calibration is not None:
-            trust, *rows = self._proposed
-            for parents, tokens, probs, following in zip(*rows, emitted):
-                walk(self.calibration, parents, tokens, probs, trust, following)
-        self._proposed = ()
+            self.calibration.learn(*self._proposed, emitted)
+        self._proposed = None
 
 
 def _compiled(
@@ -187,12 +175,12 @@ def _compiled(
     count: int, depth: int, trust: Sequence[float], tempered: Tempered | None,
 ) -> Tensor:  # fmt: skip
     """:func:`grow` and its predictions, by compiled code."""
-    hidden, made = drafter.hidden, drafter.made()
+    hidden, held = drafter.hidden, drafter.tensors()
     assert hidden is not None
     device = hidden.device
     inputs = [
         state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
-        sent(trust, device), hidden.contiguous(), *made.values(),
+        sent(trust, device), hidden.contiguous(), *held,
     ]  # fmt: skip
     if tempered is not None:
         inputs += [part.to(device) for part in tempered]
@@ -201,15 +189,10 @@ def _compiled(
         root: Tensor, known: Tensor, trust: Tensor, hidden: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
         changed = None if tempered is None else Tempered(*own[-2:])
-        predictions = drafter.using(dict(zip(made, own))).predictions(
-            hidden, root, known, depth, count, changed
-        )
+        drafting = drafter.using(own)
+        predictions = drafting.predictions(hidden, root, known, depth, count, changed)
         return (grow(predictions, root, count, depth, trust),)
 
-    def plain() -> tuple[Tensor, ...]:
-        predictions = drafter.predict(state, depth, count, known, tempered)
-        return (grow(predictions, inputs[0], count, depth, trust),)
-
-    name = "tree", count, depth, tempered is not None, *made
-    found = graphs.run(name, function, inputs, plain, tuple)
+    name = "tree", count, depth, tempered is not None, len(held)
+    found = graphs.run(name, function, inputs, lambda: function(*inputs), tuple)
     return found[0].to(state.root.device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_spec.policy.calibration import Array
+from hf_spec.drafting.calibration import Array
 
 #: Numbers of draft tokens that a step may have. There are few, so that steps repeat, above all
 #: compiled ones.

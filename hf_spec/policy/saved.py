@@ -22,9 +22,9 @@ import torch
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_FUTURE, MAX_JSON, MAX_SECONDS, MAX_SIZE
+from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.options import DraftOptions, changed
 from hf_spec.files import write_atomically
-from hf_spec.policy.calibration import Calibration
 from hf_spec.policy.devices import device_name
 from hf_spec.policy.learned import Learned, Setting
 from hf_spec.policy.step_times import SizeTime, StepTimes

@@ -31,8 +31,8 @@ import numpy as np
 from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.policy.calibration import Array
 from hf_spec.policy.learned import ALPHA, WARM_UP, Learned, Setting
 from hf_spec.policy.plans import SIZES, Plan, Shapes, best_ends, ends
 from hf_spec.policy.step_times import TICK, StepTimes, ratio

@@ -9,13 +9,13 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
+from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.drafter import MakeTree
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
+from hf_spec.drafting.tempering import Tempering
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
-from hf_spec.policy.calibration import Calibration
 from hf_spec.policy.saved import saved_for
-from hf_spec.policy.tempering import Tempering
 
 
 def tree_source(
@@ -38,9 +38,7 @@ def tree_source(
     """
     depth = drafted_depth(options, distances)
     if options.tree != ADAPTIVE:
-        states = (TreeStates.uniform if probes else TreeStates.bare)(
-            static_tree(options, trees, depth), depth
-        )
+        states = TreeStates.uniform(static_tree(options, trees, depth), depth, bool(probes))
         check_states(states, "tree", model, distances)
         return TreeSource(states)
     if options.num_draft_tokens != AUTO:

@@ -521,7 +521,8 @@ def test_the_result_on_the_host(more: list[list[float]] | None) -> None:
     large = 2**24 - 1
     result = StepResult(
         torch.tensor([[0, 2, 5], [0, 7, 7]]), torch.tensor([3, 1]),
-        torch.tensor([[large, 3, 4], [6, 0, 0]]), torch.tensor([2, 0]),
+        torch.tensor([[large, 3, 4], [6, 0, 0]]), torch.tensor([2, 0]), torch.tensor([5, 0]),
+        torch.tensor([4, 6]),
     )  # fmt: skip
     host, numbers = result.to_host(None if more is None else torch.tensor(more))
     assert host == ([[0, 2, 5], [0]], [[large, 3, 4], [6]], [2, 0])

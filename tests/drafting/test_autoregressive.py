@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
+from hf_spec.drafting.tempering import Tempering
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.policy.step_policy import StepPolicy
-from hf_spec.policy.tempering import Tempering
 from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}

@@ -123,7 +123,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
             assert given.isfinite().sum(-1).unique().tolist() == [ids.shape[-1]]
         if f"step{step}.biased_logits" in io:
             previous = io[f"step{step}.previous_tokens"].expand(2, -1)
-            sure = drafter.transitions.confidence(previous, drafter.hidden)
+            sure = drafter.markov_head.confidence(previous, drafter.hidden)
             expected = (
                 io[f"step{step}.confidence_logits"].float().sigmoid().reshape(1, -1).expand(2, -1)
             )
@@ -136,7 +136,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
 
 def result(features: Tensor, counts: Tensor) -> StepResult:
     path = torch.arange(features.shape[1]).expand(len(features), -1)
-    return StepResult(path, counts, torch.zeros_like(path), torch.zeros_like(counts))
+    return StepResult(path, counts, torch.zeros_like(path), *[torch.zeros_like(counts)] * 3)
 
 
 def host(counts: Tensor) -> Any:

@@ -85,10 +85,10 @@ def test_weights_that_change_are_read_again(fresh: Fresh) -> None:
     part, states = DraftVocabulary(TOKENS, model), torch.randn(1, model.config.hidden_size)
     with torch.no_grad():
         before = part(states)
-        rows = part._rows()
-        assert DraftVocabulary(TOKENS, model)._rows() is rows  # made once
-        DraftVocabulary(TOKENS + 1, model)._rows()
-        assert DraftVocabulary(TOKENS, model)._rows() is rows  # adapters take turns
+        rows = part._rows
+        assert DraftVocabulary(TOKENS, model)._rows is rows  # made once
+        _ = DraftVocabulary(TOKENS + 1, model)._rows
+        assert DraftVocabulary(TOKENS, model)._rows is rows  # adapters take turns
         model.lm_head.weight.mul_(2)
         torch.testing.assert_close(DraftVocabulary(TOKENS, model)(states), 2 * before)
 

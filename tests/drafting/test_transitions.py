@@ -46,7 +46,7 @@ def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
         tempered = Tempered(torch.tensor(0.7), noise)
     count = len(IDS) ** DISTANCES
-    predictions = Conditional(logits, count, (DISTANCES, 2), states, head, IDS, tempered)
+    predictions = Conditional(logits, count, (DISTANCES, 2), head, states, IDS, tempered)
     tree = Tree.unpacked(grow(predictions, root, 40, DISTANCES))
     for row, known in enumerate((DISTANCES, 2)):
         paths = {}
@@ -81,7 +81,7 @@ def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool)
 def test_static_trees_take_tokens_by_rank(kind: str) -> None:
     head, logits, states, root = made(kind)
     trees = [TokenTree.from_paths([[0], [1], [0, 1], [1, 0], [1, 0, 2]]), TokenTree.chain(2)]
-    tokens = Conditional(logits, 5, (3, 3), states, head, IDS).ranked(trees, root)
+    tokens = Conditional(logits, 5, (3, 3), head, states, IDS).ranked(trees, root)
     for row, tree in enumerate(trees):
         for node in range(1, len(tree)):
             path, at = [], node

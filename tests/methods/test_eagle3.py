@@ -78,7 +78,8 @@ class Fixture:
         path, tokens = torch.zeros_like(at), self.ids[0, at + 1]
         for row, count in enumerate(counts):
             tokens[row, count:] = -1  # as after verification
-        result = StepResult(path, torch.tensor(counts), tokens, torch.zeros(len(counts)))
+        none = torch.zeros(len(counts))
+        result = StepResult(path, torch.tensor(counts), tokens, none, none, none)
         drafter.advance(result, self.features[0, at])
 
 

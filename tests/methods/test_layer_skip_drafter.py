@@ -20,17 +20,18 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.cache.convert import pack
-from hf_spec.core.host_tree import Row
+from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
+from hf_spec.drafting.calibration import Calibration
+from hf_spec.drafting.draft_exit import AGAIN
 from hf_spec.drafting.lookup import BatchLookup, merged
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
 from hf_spec.model.target import Target
-from hf_spec.policy.draft_exit import AGAIN
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 
@@ -591,15 +592,15 @@ def test_trees_change_nothing(
     torch.manual_seed(3)
     plain = model.generate(**inputs, **settings)
     right: list[int] = []
-    learn = ThresholdExit.learn
+    learn = Calibration.learn
 
-    def note(self: ThresholdExit, trust: Any, trees: Any, came: Any) -> None:
-        for one, tokens in zip(trees, came):
+    def note(self: Calibration, trees: HostTree, trust: Any, came: Any) -> None:
+        for one, tokens in zip(trees.rows((trees.probs > 0).sum(1) - 1), came):
             below = [n for n, parent in enumerate(one.parents) if parent == 0]
             right.extend(rank for rank, n in enumerate(below) if one.tokens[n] == tokens[:1][0])
-        learn(self, trust, trees, came)
+        learn(self, trees, trust, came)
 
-    monkeypatch.setattr(ThresholdExit, "learn", note)
+    monkeypatch.setattr(Calibration, "learn", note)
     torch.manual_seed(3)
     ours = model.generate(
         **inputs, **common, assistant_strategy="layer_skip",

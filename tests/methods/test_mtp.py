@@ -103,7 +103,8 @@ def advance(drafter: Any, ids: Tensor, hidden: Tensor, parts: list[tuple[int, in
     counts = [end - start for start, end in parts]
     path = torch.arange(most).expand(len(parts), -1)
     zeros = torch.zeros(len(parts), dtype=torch.long)
-    drafter.advance(StepResult(path, torch.tensor(counts), tokens, zeros), states)
+    result = StepResult(path, torch.tensor(counts), tokens, zeros, zeros, zeros)
+    drafter.advance(result, states)
     drafter._committed.confirm(
         HostResult([[*range(n)] for n in counts], [[]] * len(parts), [0] * len(parts))
     )

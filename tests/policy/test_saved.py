@@ -19,10 +19,10 @@ from hf_spec import cli
 from hf_spec.adapters.active import require_active
 from hf_spec.core.memory import forget
 from hf_spec.decoding.strategy import Strategy
+from hf_spec.drafting.calibration import Calibration
 from hf_spec.hub.folder import check_complete
 from hf_spec.methods.registry import get_method
 from hf_spec.policy import saved
-from hf_spec.policy.calibration import Calibration
 from hf_spec.policy.learned import Learned
 
 IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])

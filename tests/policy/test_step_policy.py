@@ -34,11 +34,11 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.calibration import Array, Calibration, walk
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy
-from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.learned import ALTERNATING, WARM_UP, Average, Learned
 from hf_spec.policy.plans import SIZES
 from hf_spec.policy.step_policy import StepPolicy

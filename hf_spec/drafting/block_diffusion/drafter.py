@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
-from hf_spec.drafting.committed import Committed, Rows
-from hf_spec.drafting.draft_cache import DraftCache
-from hf_spec.drafting.options import CHAIN, DraftOptions
-from hf_spec.drafting.predictions import Predictions, Tempered
+from hf_spec.drafting.committed import Committed, DraftCache
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.transitions import Conditional, Transitions
-from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
+from hf_spec.drafting.transitions import Transitions
+from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import Reads, model_logits, output_logits
 from modeling_patches.weights import placement
 
@@ -46,8 +44,8 @@ class BlockDrafter(TreeDrafter):
         tree_source: :func:`hf_spec.policy.tree_source.tree_source`.
     """
 
-    trees = {CHAIN: chain_tree}
     options: BlockOptions
+    cache: DraftCache  # from the call's first step
 
     def __init__(
         self, model: Any, options: BlockOptions, adapter: ActiveAdapter,
@@ -57,10 +55,9 @@ class BlockDrafter(TreeDrafter):
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
         self.network = BlockNetwork(adapter.module, model)
-        self.transitions = Transitions.of(config.markov_head, weights, config.selector_top_k)
+        self.markov_head = Transitions.of(config.markov_head, weights, config.selector_top_k)
         self.reads = Reads("committed", tuple(config.feature_layers))
         self.distances = source.max_depth
-        self.cache: DraftCache | None = None
         self._committed = Committed()
 
     def start(self, state: DecodeState) -> None:
@@ -104,24 +101,17 @@ class BlockDrafter(TreeDrafter):
         Args:
             ahead: before the host knows those of the latest step.
         """
-        assert self.cache is not None
-        rows = self._committed.take(ahead)
+        rows, cache = self._committed.take(ahead), self.cache
         if rows is not None:
-            self._append(self.cache, rows)
-        self.hidden = self._block(self.cache, root)
-
-    def _append(self, cache: DraftCache, rows: Rows) -> None:
-        width = max(rows.counts)
-        if not width:
-            return
-        cache.begin(Tree.chain(rows.tokens[:, :width]))
-        positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
-        features = rows.hidden[:, :width].to(self.network.device)
-        self.network.append(features, positions, cache)
-        if rows.exact is None:
-            cache.commit(rows.counts)
-        else:
-            cache.commit_ahead(rows.exact, width)
+            width = max(rows.counts)
+            cache.begin(Tree.chain(rows.tokens[:, :width]))
+            positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
+            self.network.append(rows.hidden[:, :width], positions, cache)
+            if rows.exact is None:
+                cache.commit(rows.counts)
+            else:
+                cache.commit_ahead(rows.exact, width)
+        self.hidden = self._block(cache, root)
 
     def _block(self, cache: DraftCache, root: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` states of the slots that predict."""
@@ -150,31 +140,6 @@ class BlockDrafter(TreeDrafter):
             final = states.to(placement(self.model).dtype)
             return model_logits(self.model, final, head=self.vocabulary)
         return output_logits(self.model, states, self.vocabulary)
-
-    def _predictions(
-        self, states: Tensor, known: Sequence[int] | Tensor, width: int,
-        tempered: Tempered | None = None,
-    ) -> Predictions:  # fmt: skip
-        if self.transitions is None:
-            return super()._predictions(states, known, width, tempered)
-        ids = None if self.vocabulary is None else self.vocabulary.tokens
-        return Conditional(
-            self.logits(states), width, known, states, self.transitions, ids, tempered
-        )
-
-    def logits_given(self, states: Tensor, previous: Tensor) -> Tensor:
-        if self.transitions is None:
-            return super().logits_given(states, previous)
-        return self.transitions.along(self.logits(states), previous, states)
-
-    def made(self) -> dict[str, Tensor]:
-        own = {} if self.transitions is None else self.transitions.made()
-        return {**super().made(), **own}
-
-    def using(self, made: Mapping[str, Tensor]) -> Self:
-        own = super().using(made)
-        own.transitions = None if self.transitions is None else self.transitions.using(made)
-        return own
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         for some in places.split(max(AT_ONCE // self.distances, 1)):

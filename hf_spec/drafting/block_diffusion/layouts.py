@@ -24,17 +24,15 @@ from torch import Tensor, nn
 from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.predicting import VOCABULARY
-from hf_spec.drafting.block_diffusion.config import COUNTS, SELECTOR, BlockConfig, config_of
-from hf_spec.drafting.block_diffusion.network import decoder
+from hf_spec.drafting.block_diffusion.config import COUNTS, SELECTOR, BlockConfig
+from hf_spec.drafting.block_diffusion.network import modules
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.made_once import is_plain
-from hf_spec.drafting.transitions import prefix, shapes
+from hf_spec.drafting.transitions import CONFIDENCE
 from modeling_patches.weights import output_bias, output_weight
 
 #: Tensors that files may have besides: the base's embeddings, and what is computed.
 LEFT_OUT = ("embed_tokens.weight", "rotary_emb.inv_freq", "t2d")
-#: Prefix of the names of a confidence head.
-CONFIDENCE = "confidence_head.proj"
 #: The base's tokens of a draft vocabulary, less their index.
 OFFSETS = "d2t"
 #: Fields that choose what is drafted, in a part of the config of their own.
@@ -135,8 +133,11 @@ def convert(
     elif HEAD in weights:
         fields["head"] = "own"
     if fields.get("confidence_head"):
-        weights.setdefault(f"{CONFIDENCE}.bias", torch.zeros(1))  # DeepSpec's has none
-    wrong = complaints(weights, _expected(fields))
+        weights.setdefault(CONFIDENCE[1], torch.zeros(1))  # DeepSpec's has none
+    made = BlockConfig(**fields)
+    with torch.device("meta"):
+        expected = nn.ModuleDict(modules(made, vocab)).state_dict() | made.fresh_vocabulary()
+    wrong = complaints(weights, expected)
     if wrong:
         raise ValueError("; ".join(wrong))
     return fields, weights
@@ -284,27 +285,3 @@ def _tokens(offsets: Tensor, vocab: int) -> Tensor:
             f"below vocab_size, {vocab}"
         )
     return ids
-
-
-def _expected(fields: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors of an adapter with these fields, without memory for them."""
-    layers = fields["layer_config"]
-    hidden, vocab = layers["hidden_size"], fields["base_facts"]["vocab_size"]
-    drafted, rank = fields.get("draft_vocab_size", vocab), fields["markov_rank"]
-    with torch.device("meta"):
-        inner = config_of(layers, fields["num_layers"])
-        own = BlockConfig(**fields)
-        modules = nn.ModuleDict(decoder(own, inner, len(fields["feature_layers"])))
-        made = dict(modules.state_dict())
-        if "draft_vocab_size" in fields:
-            made[VOCABULARY] = torch.empty(drafted, dtype=torch.long)
-        if "head" in fields:
-            made[HEAD] = torch.empty(drafted, hidden)
-        if rank:
-            kind, head = fields["markov_head"], prefix(fields["markov_head"])
-            for name, shape in shapes(kind, rank, hidden, vocab, drafted).items():
-                made[head + name] = torch.empty(shape)
-        if kind := fields.get("confidence_head"):
-            made[f"{CONFIDENCE}.weight"] = torch.empty(1, hidden + rank * (kind == "markov"))
-            made[f"{CONFIDENCE}.bias"] = torch.empty(1)
-    return made

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Cache
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -52,22 +53,9 @@ class BlockAdapter(Adapter):
 
     def __init__(self, config: BlockConfig, model: Any) -> None:
         super().__init__(config, model)
-        layers = config.layers()
-        hidden, known = layers.hidden_size, config.known_tokens(model)
-        assert config.feature_layers is not None
-        for name, module in decoder(config, layers, len(config.feature_layers)).items():
+        for name, module in modules(config, config.known_tokens(model)).items():
             self.add_module(name, module)
         self.hold(config.fresh_vocabulary())
-        drafted = config.draft_vocab_size or known
-        if config.head == "own":
-            self.lm_head = nn.Linear(hidden, drafted, bias=False)
-        if rank := config.markov_rank:
-            made = fresh(shapes(config.markov_head, rank, hidden, known, drafted))
-            self.add_module(prefix(config.markov_head)[:-1], _tree_of(made, nn.Parameter))
-        if config.confidence_head != "none":
-            width = hidden + rank * (config.confidence_head == "markov")
-            made = {"proj.weight": torch.zeros(1, width), "proj.bias": torch.zeros(1)}
-            self.confidence_head = _tree_of(made, nn.Buffer)
 
 
 class Convolutions(nn.Module):
@@ -132,23 +120,27 @@ class ConvolvedLayer(Qwen3DecoderLayer):
         return hidden_states + inner
 
 
-def decoder(config: BlockConfig, layers: Any, num_features: int) -> dict[str, nn.Module]:
-    """The modules that make up the decoder, by name.
-
-    Args:
-        config: of the adapter.
-        layers: Transformers' config of its layers.
-        num_features: how many of the base's layers are read.
-    """
-    hidden = layers.hidden_size
+def modules(config: BlockConfig, known: int) -> dict[str, nn.Module]:
+    """The modules of an adapter by name, given the number of the base's tokens."""
+    layers, rank, drafted = config.layers(), config.markov_rank, config.draft_vocab_size or known
+    hidden, features = layers.hidden_size, config.feature_layers or ()
     layer = partial(ConvolvedLayer, config) if config.conv_kernel_size else Qwen3DecoderLayer
-    count = range(layers.num_hidden_layers)
-    return {
-        "fc": nn.Linear(num_features * hidden, hidden, bias=False),
+    made: dict[str, nn.Module] = {
+        "fc": nn.Linear(len(features) * hidden, hidden, bias=False),
         "hidden_norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
-        "layers": nn.ModuleList(layer(layers, index) for index in count),
+        "layers": nn.ModuleList(layer(layers, index) for index in range(config.num_layers)),
         "norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
     }
+    if config.head == "own":
+        made["lm_head"] = nn.Linear(hidden, drafted, bias=False)
+    if rank:
+        tensors = fresh(shapes(config.markov_head, rank, hidden, known, drafted))
+        made[prefix(config.markov_head)[:-1]] = _tree_of(tensors, nn.Parameter)
+    if config.confidence_head != "none":
+        width = hidden + rank * (config.confidence_head == "markov")
+        tensors = {"proj.weight": torch.zeros(1, width), "proj.bias": torch.zeros(1)}
+        made["confidence_head"] = _tree_of(tensors, nn.Buffer)
+    return made
 
 
 def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
@@ -160,14 +152,6 @@ def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
             made.add_module(parent, nn.Module())
         setattr(made.get_submodule(parent), leaf, kind(tensor))
     return made
-
-
-class KeyValues(Protocol):
-    """Where layers write keys and values ``(batch, kv_heads, n, head_dim)``; see
-    ``transformers.Cache``."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write those of a layer; returns all that it sees."""
 
 
 class BlockNetwork:
@@ -188,7 +172,7 @@ class BlockNetwork:
         with torch.device("cpu"):
             self._rotary = Qwen3RotaryEmbedding(self.config.layers()).to(self.device)
 
-    def append(self, features: Tensor, positions: Tensor, cache: KeyValues) -> None:
+    def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of context into a cache.
 
         Args:
@@ -207,7 +191,7 @@ class BlockNetwork:
             cache.update(keys, values, index)
 
     def run(
-        self, tokens: Tensor, positions: Tensor, full: Tensor, sliding: Tensor, cache: KeyValues
+        self, tokens: Tensor, positions: Tensor, full: Tensor, sliding: Tensor, cache: Cache
     ) -> Tensor:
         """Run blocks.
 

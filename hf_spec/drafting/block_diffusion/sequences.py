@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_spec.core import mask as masks
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.model.sequences import token_hidden
-
-
-class _Joined:
-    """Keys and values of the context, before those of blocks, which are not kept."""
-
-    def __init__(self) -> None:
-        self.context: list[tuple[Tensor, Tensor]] = []
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        if layer == len(self.context):  # the first time
-            self.context.append((keys, values))
-            return keys, values
-        before = self.context[layer]
-        return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
 
 
 def block_sequences(
@@ -49,7 +34,7 @@ def block_sequences(
     ids, anchors = input_ids.to(device), anchors.to(device)
     real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(device)
     places = (real.cumsum(-1) - 1).clamp(min=0)
-    cache = _Joined()
+    cache = DynamicCache()
     network.append(features, places, cache)
 
     tokens = network.blocks(ids.gather(1, (anchors + 1).clamp(max=seq - 1)))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.core import mask as masks
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.autoregressive import AutoregressiveDrafter, block_mask
+from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.options import key_of
 from hf_spec.methods.eagle3.network import Eagle3Network
 from hf_spec.model.hidden_states import Reads
-from hf_spec.policy.draft_exit import learned
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Eagle3Drafter(AutoregressiveDrafter):
     network: Eagle3Network
 
     def __init__(self, model: Any, options: Eagle3Options, adapter: ActiveAdapter):
-        key = "eagle3", adapter.name, key_of(options)
         self.forward_per_level = adapter.config.mask_token_id is None
         self._all: Tensor | None = None  # (batch, depth, tokens) logits of all distances
         super().__init__(
             model, options, Eagle3Network(model, adapter.module),
-            Reads("committed", tuple(adapter.config.layers)), partial(learned, model, key),
+            Reads("committed", tuple(adapter.config.layers)),
+            ("eagle3", adapter.name, key_of(options)),
         )  # fmt: skip
 
     def level(self, frontier: Frontier) -> Tensor:
@@ -64,12 +63,12 @@ class Eagle3Drafter(AutoregressiveDrafter):
 
     def _of_all_distances(self) -> Tensor:
         """Logits ``(batch, depth, tokens)``: the first of the root, the others of mask rows."""
-        assert self._root is not None and self.cache is not None
+        assert self._root is not None
         states, cache, network = self._root[0], self.cache, self.network
         if self.depth > 1:
             tokens, hidden = network.masks(len(states), self.depth - 1)
             tree = Tree.chain(tokens)
-            mask = block_mask(cache, tree.ancestors, cache.begin(tree))
+            mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
             found, _ = network.run(tokens, hidden, positions, mask, cache)
             states = torch.cat([states, found], 1)

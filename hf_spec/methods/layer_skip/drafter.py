@@ -22,13 +22,13 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.forward_drafter import learn_from_samples
+from hf_spec.drafting.forward_drafter import Growth
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.tempering import Tempering
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions, ThresholdExit
-from hf_spec.policy.tempering import Tempering
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import MergedCopies
 from modeling_patches.per_call import Changes
@@ -60,7 +60,6 @@ class LayerSkipDrafter(Drafter):
         self._lengths: list[int] | None = None  # of this step's chains
         self.policy_chooses = options.draft_exit == POLICY
         self.tempering = Tempering()
-        self._sampled = 0  # stages that tempering can learn from
 
     @property
     def kind_of_forward(self) -> Hashable:
@@ -86,8 +85,7 @@ class LayerSkipDrafter(Drafter):
         )  # fmt: skip
         state.cache.rollback()
         tree = Tree.unpacked(grown)
-        assert tree.host is not None
-        stage.rows = tree.host.rows(tree.row_sizes)
+        stage.trees = tree.host
         return tree
 
     def run(
@@ -147,8 +145,7 @@ class LayerSkipDrafter(Drafter):
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         stage, self._stage = self._stage, None
         if stage is not None:
-            self._sampled += bool(stage.samples)
-            stage.learn(result.tokens, self.tempering.learns(self._sampled))
+            stage.learn(result.tokens)
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(result.path, self._lengths) if path]
             drafted = sum(length for _, length in rows)
@@ -168,23 +165,15 @@ class LayerSkipDrafter(Drafter):
         return output[0, input_ids.shape[1] :].tolist()
 
 
-class Stage:
-    """The drafting stage of one step: what a tree grows from, and what is learned from it.
+class Stage(Growth):
+    """The drafting stage of one step.
 
     Drafting continues from the likeliest token; the next likeliest ones become its siblings.
-
-    Attributes:
-        trust: terms added to log-probabilities, per distance.
-        rows: the drafted tree of each sequence; lookups may be merged into the forwarded ones.
-        samples: logits and noise of each drafted token, where tokens are sampled.
     """
 
     def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
-        self.drafter, self.state = drafter, state
-        self.trust = drafter.exit.trust
-        self.rows: list[Row] = []
-        self.samples: list[tuple[Tensor, Tensor]] = []
-        self._cost = state.draft_cost()
+        super().__init__(drafter.exit, drafter.tempering, state)
+        self.drafter = drafter
         self._lookups = [_Followed(row) for row in state.looked_up]
         self._drafted: list[list[int]] = [[] for _ in state.active]
         self._tokens: Tensor | None = None
@@ -204,12 +193,13 @@ class Stage:
                 if lookup is not None:
                     lookup.follow(int(token))
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
+            self.likeliest.append(frontier.tokens[:, 0])
         paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
-        if self._cost is None:
+        if self.cost is None:
             worth = drafter.exit.any_goes_on(paths, best)
         else:
-            worth = drafter.exit.is_worth(depth + 1, paths, self._cost, present)
+            worth = drafter.exit.is_worth(depth + 1, paths, self.cost, present)
         if not worth and (depth or not drafter.exit.due()):
             return None
         logits, scores = drafter.run(state, self._tokens, self._drafted, state.active)
@@ -228,23 +218,12 @@ class Stage:
         noise = self.state.noise
         if noise is None:
             return logits, scores
-        learned = self.drafter.tempering
+        learned = self.tempering
         ahead = noise.ahead(1, first=len(self.samples))[:, 0].to(logits.device)
         self.samples.append((logits, ahead))
         added = learned.share * ahead
         scores = noise.temperature * scores  # as logits are
         return learned.sharpness * logits + added, learned.sharpness * scores + added
-
-    def learn(self, emitted: Sequence[Sequence[int]], tempering: bool) -> None:
-        """Learn from the tokens that each sequence emitted.
-
-        Args:
-            tempering: whether to learn from samples, too.
-        """
-        self.drafter.exit.learn(self.trust, self.rows, emitted)
-        if tempering and self._tokens is not None:
-            likeliest = self._tokens[:, 1:].unbind(1)
-            learn_from_samples(self.drafter.tempering, self.samples, likeliest, emitted)
 
 
 class _Followed:
@@ -252,8 +231,7 @@ class _Followed:
 
     def __init__(self, row: Row):
         self._row = row
-        nodes = enumerate(zip(row.parents, row.tokens))
-        self._children = {edge: node for node, edge in nodes}
+        self._children = row.children
         self._node: int | None = 0
 
     @property

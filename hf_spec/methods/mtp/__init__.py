@@ -5,7 +5,6 @@ sections 2.2 and 5.4.3; Gloeckle et al., "Better & Faster Large Language Models 
 Prediction" (2024).
 """
 
-from functools import partial
 from typing import Any
 
 from hf_spec.adapters.active import find_active
@@ -17,7 +16,6 @@ from hf_spec.methods.mtp.network import MtpNetwork
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.methods.registry import Method
 from hf_spec.model.hidden_states import Reads
-from hf_spec.policy.draft_exit import learned
 
 
 class MtpDrafter(AutoregressiveDrafter):
@@ -31,10 +29,8 @@ class MtpDrafter(AutoregressiveDrafter):
         adapter = find_active(model, "MTP")
         layers = mtp_layers(model) if adapter is None else adapter.module.placed()
         key = "mtp", None if adapter is None else adapter.name, key_of(options)
-        super().__init__(
-            model, options, MtpNetwork(model, layers), Reads("committed"),
-            partial(learned, model, key),
-        )  # fmt: skip
+        network = MtpNetwork(model, layers)
+        super().__init__(model, options, network, Reads("committed"), key)
 
 
 METHOD = Method(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hf_spec.adapters.checkpoint import Origin, complaints, opened, readable, shards
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.autoregressive import block_mask
 from hf_spec.methods.mtp.network import MtpNetwork
 from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
 from modeling_patches.modules import decoder_layers, decoder_of, num_layers
@@ -71,7 +71,7 @@ def _check_that_they_run(model: Any, layers: MtpLayers) -> None:
     tree = Tree.chain(tokens)
     try:
         for _ in range(2):
-            mask = block_mask(cache, tree.ancestors, cache.begin(tree))
+            mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
             network.run_true(tokens, network.features(hidden), None, positions, mask, cache)
             cache.commit([2])

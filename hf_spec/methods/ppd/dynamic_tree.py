@@ -27,8 +27,8 @@ import torch
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
-from hf_spec.policy.calibration import Array
 from hf_spec.policy.saved import LEARNED_FILE, read_entries, same_device
 from hf_spec.policy.tree_source import check_states
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.memory import locked
+from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
-from hf_spec.policy.calibration import Array
 
 #: Value of the option ``tree``.
 ONLINE = "online"
@@ -95,7 +95,6 @@ class OnlineTrees(AdaptiveTrees):
     """
 
     weighs: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
 
     def __init__(self, hits: HitRates):
         super().__init__(len(hits.counts), probes=False)

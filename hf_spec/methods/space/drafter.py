@@ -82,7 +82,7 @@ class SpaceDrafter(ProbeDrafter):
         for place in range(depth):
             own = logits[:, place]
             if self.markov_head is not None:
-                own = own + self.markov_head.logits(tokens[-1], states[:, place]).to(own)
+                own = self.markov_head.along(own, tokens[-1], states[:, place], None).to(own)
             drafted = torch.stack(tokens, 1)[:, 1:]
             q = distribution(state.process(own, drafted, state.active, drafting=True))
             tokens.append(sample(q).clamp(min=0) if samples else q.argmax(-1))

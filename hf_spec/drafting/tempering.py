@@ -24,7 +24,6 @@ from torch import Tensor
 from hf_spec.core.memory import locked
 from hf_spec.core.transfer import sent
 from hf_spec.drafting.draft_vocabulary import places_of
-from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 
 #: One in so many steps that sample teaches both numbers: at first, and after so many updates.
@@ -45,27 +44,36 @@ class Tempering:
         sharpness: factor on the drafter's logits.
         share: factor on the noise, beside the temperature.
         updates: how often they were changed.
+        steps: steps that they could be learned from.
     """
 
     sharpness: float = 1.0
     share: float = 0.6
     updates: int = 0
+    steps: int = 0
     _squares: tuple[float, float] = (0.0, 0.0)
 
-    def learns(self, step: int) -> bool:
-        """Whether to learn from a step, the ``step``-th of a call that samples."""
-        return step % (OFTEN if self.updates < SETTLED else SELDOM) == 0
+    def learns(self) -> bool:
+        """Count a step that samples; return whether to learn from it."""
+        self.steps += 1
+        return self.steps % (OFTEN if self.updates < SETTLED else SELDOM) == 0
 
-    def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None:
+    def learn(
+        self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor,
+        ids: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Learn from the tokens that followed: a step along the gradient of their log-likelihood.
 
         Args:
-            logits: ``(n, vocab)`` z', given the tokens before.
-            noise: ``(n, vocab)`` T g.
-            tokens: ``(n,)`` those that followed; arbitrary where not ``valid``.
-            valid: ``(n,)`` bool
+            logits: ``(..., vocab)`` z', given the tokens before.
+            noise: ``(..., vocab)`` T g.
+            tokens: ``(...)`` those that followed; negative where there is none.
+            valid: ``(...)`` bool, False for tokens that do not count.
+            ids: ``(vocab,)`` ids of the logits, ascending; None if these are the indices.
         """
-        logits, noise = logits.float(), noise.float()
+        place, known = places_of(tokens, None if ids is None else ids.to(tokens.device))
+        tokens, valid = place.flatten(), (known & valid).flatten()
+        logits, noise = (part.flatten(0, -2).float() for part in (logits, noise))
         expected = (self.sharpness * logits + self.share * noise).softmax(-1)
         kept = valid / valid.sum().clamp(min=1)
         slopes = [
@@ -93,13 +101,9 @@ class Tempering:
         self._squares = squares[0], squares[1]
 
 
-def noise_ahead(drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
-    """What sampling adds to the logits of the drafter's vocabulary at distances 1 to ``depth``,
-    ``(batch, depth, tokens)``; None if nothing is sampled."""
-    if state.noise is None:
-        return None
-    ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens
-    return state.noise.ahead(depth, ids)
+def following(emitted: Sequence[Sequence[int]], count: int, device: torch.device) -> Tensor:
+    """``(batch, count)`` the first tokens that each sequence emitted; -1 behind them."""
+    return sent([[*row, *[-1] * count][:count] for row in emitted], device)
 
 
 class Sample(NamedTuple):
@@ -108,7 +112,7 @@ class Sample(NamedTuple):
     Attributes:
         drafter: made them.
         hidden, root, known: see :meth:`TreeDrafter.predictions`.
-        noise: see :func:`noise_ahead`.
+        noise: ``(batch, depth, tokens)``, see :meth:`SamplingNoise.ahead`.
     """
 
     drafter: TreeDrafter
@@ -121,13 +125,10 @@ class Sample(NamedTuple):
         """Learn from the tokens of each sequence, at all distances that they reach."""
         drafter, hidden, root, known, noise = self
         depth, device = noise.shape[1], noise.device
-        tokens = sent([[*row, *[-1] * depth][:depth] for row in emitted], device)
+        tokens = following(emitted, depth, device)
         distances = torch.arange(depth, device=device)
         reached = torch.as_tensor(known, device=device)[:, None] > distances
         before = tokens[:, :-1].clamp(min=0)
         previous = torch.cat([root.to(device)[:, None], before], dim=1)
-        ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens.to(device)
-        place, known = places_of(tokens, ids)
         logits = drafter.given(hidden, previous.to(hidden.device)).to(device)
-        parts = logits, noise, place, known & reached
-        tempering.learn(*(part.flatten(0, 1) for part in parts))
+        tempering.learn(logits, noise, tokens, reached, drafter.token_ids)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hf_spec.policy.calibration import ALPHA, GUESSED, LEAST, MOST, Calibration, walk
+from hf_spec.drafting.calibration import ALPHA, GUESSED, LEAST, MOST, Calibration, walk
 
 
 def test_the_factor_by_hand() -> None:

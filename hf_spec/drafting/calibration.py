@@ -1,4 +1,4 @@
-"""Calibration of predicted probabilities, learned while decoding. Knows only numbers."""
+"""Calibration of predicted probabilities, learned while decoding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from hf_spec.core.host_tree import HostTree
+from hf_spec.core.memory import locked
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -53,23 +56,27 @@ class Calibration:
         found: list[float] = np.log(factors).tolist()
         return found
 
+    @locked
+    def learn(
+        self, trees: HostTree, trust: Sequence[float], emitted: Sequence[Sequence[int]]
+    ) -> None:
+        """Learn from the tokens that each sequence emitted after its tree was proposed.
+
+        Args:
+            trees: the proposed trees.
+            trust: log-factors that their probabilities contain, per distance.
+            emitted: the tokens that followed in each row; the first is that of distance 1.
+        """
+        columns = trees.parents.tolist(), trees.tokens.tolist(), trees.probs.tolist()
+        for parents, tokens, probs, following in zip(*columns, emitted):
+            walk(self, parents, tokens, probs, trust, following)
+
 
 def walk(
-    calibration: Calibration,
-    parents: Sequence[int],
-    tokens: Sequence[int],
-    chances: Sequence[float],
-    trust: Sequence[float],
-    emitted: Sequence[int],
-) -> None:
-    """Learn from the tokens that followed where a row's tree was proposed.
-
-    Args:
-        calibration: the calibration to update.
-        parents, tokens, chances: of the tree's nodes; ``chances`` of whole paths.
-        trust: log-factors that the chances contain, per distance.
-        emitted: the tokens that followed; the first is that of distance 1.
-    """
+    calibration: Calibration, parents: Sequence[int], tokens: Sequence[int],
+    chances: Sequence[float], trust: Sequence[float], emitted: Sequence[int],
+) -> None:  # fmt: skip
+    """:meth:`Calibration.learn` of one row, given its nodes; ``chances`` are of whole paths."""
     node = 0
     for distance, token in enumerate(emitted, 1):
         below = [n for n in range(1, len(parents)) if parents[n] == node and chances[n] > 0]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import hf_spec
 from hf_spec.core import memory
+from hf_spec.drafting.draft_vocabulary import places_of
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.predictions import Predictions, Tempered
-from hf_spec.methods.registry import get_method
-from hf_spec.policy.tempering import (
+from hf_spec.drafting.tempering import (
     OFTEN,
     SELDOM,
     SETTLED,
@@ -28,6 +28,7 @@ from hf_spec.policy.tempering import (
     Sample,
     Tempering,
 )
+from hf_spec.methods.registry import get_method
 
 TRUE = torch.tensor([True])
 
@@ -93,7 +94,7 @@ def test_both_numbers_stay_within_bounds() -> None:
 def test_what_has_settled_learns_less_often() -> None:
     for updates, often in ((0, OFTEN), (SETTLED - 1, OFTEN), (SETTLED, SELDOM)):
         learned = Tempering(updates=updates)
-        assert sum(learned.learns(step) for step in range(1, 161)) == 160 // often
+        assert sum(learned.learns() for _ in range(160)) == 160 // often
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_logits_given_the_tokens_before(drafting: tuple[Any, str]) -> None:
 class Copying:
     """Predicts at distance d the token of number ``seen + d``, with certainty."""
 
-    vocabulary: Any = None
+    token_ids: Any = None
 
     def given(self, seen: Tensor, previous: Tensor) -> Tensor:
         self.previous = previous
@@ -189,8 +190,10 @@ class Copying:
 
 
 class Noted(Tempering):
-    def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None:
-        self.told = logits.argmax(-1)[valid].tolist(), tokens[valid].tolist(), noise.shape
+    def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor, ids: Any) -> None:
+        place, known = places_of(tokens, ids)
+        valid = valid & known
+        self.told = logits.argmax(-1)[valid].tolist(), place[valid].tolist(), noise.shape
 
 
 @pytest.mark.parametrize("ids", [None, [1, 2, 3, 5, 6, 7]])
@@ -198,14 +201,14 @@ def test_what_is_learned_from(ids: Sequence[int] | None) -> None:
     """All distances that a sequence has reached and that were predicted, of drafted tokens."""
     drafter: Any = Copying()
     if ids is not None:
-        drafter.vocabulary = type("Some", (), {"tokens": torch.tensor(ids)})
+        drafter.token_ids = torch.tensor(ids)
     noise = torch.zeros(3, 3, 9)
     sample = Sample(drafter, torch.tensor([0, 3, 1]), torch.tensor([7, 7, 8]), (3, 2, 3), noise)
     noted = Noted()
     sample.teach(noted, [[1, 2, 4, 8], [4, 5, 6], []])
     assert drafter.previous[0].tolist()[0] == 7
     expected, came, shape = noted.told
-    assert shape == (9, 9)
+    assert shape == (3, 3, 9)
     if ids is None:
         assert came == [1, 2, 4, 4, 5] and expected == [1, 2, 3, 4, 5]
         assert drafter.previous.tolist()[:2] == [[7, 1, 2], [7, 4, 5]]

@@ -3,13 +3,10 @@ and costs. Knows only numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from hf_spec.core.host_tree import Row
-from hf_spec.core.memory import locked, recall
-from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.tempering import Tempering
+from hf_spec.core.memory import locked
+from hf_spec.drafting.calibration import Calibration
 
 #: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
 AGAIN = 64
@@ -28,11 +25,6 @@ class DraftExit:
     def __init__(self, depth: int):
         self.calibration = Calibration(depth)
         self._idle = 0
-
-    @property
-    def trust(self) -> list[float]:
-        """Terms added to log-probabilities, per distance."""
-        return self.calibration.log_factors
 
     @locked
     def due(self) -> bool:
@@ -71,32 +63,3 @@ class DraftExit:
                 return distance - 1
             path *= self.calibration.rate(distance)
         return most
-
-    @locked
-    def learn(
-        self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]
-    ) -> None:
-        """Learn from the tokens that each sequence emitted after its tree was proposed."""
-        for tree, tokens in zip(trees, emitted):
-            walk(self.calibration, tree.parents, tree.tokens, tree.probs, trust, tokens)
-
-
-def learned(
-    model: Any, key: tuple[Hashable, ...], depth: int, timed: bool, sampled: bool
-) -> tuple[DraftExit, Tempering]:
-    """What earlier calls have learned about a drafter.
-
-    Args:
-        model: the model that it is kept for.
-        key: the drafter, its adapter and options.
-        depth: depth of the deepest draft token.
-        timed: whether drafts may depend on time. If not, they must not depend on earlier calls.
-        sampled: whether the call samples: such text is harder to predict.
-    """
-    if not timed:
-        return DraftExit(depth), Tempering()
-    key = *key, sampled
-    return (
-        recall(model, (DraftExit, *key), lambda: DraftExit(depth)),
-        recall(model, (Tempering, *key), Tempering),
-    )
