@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,8 +30,9 @@ def _time_step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def mamba2_run(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, chunk_size: int | None = None, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """S_t = exp(A d_t) S_p + d_t x_t B_t', one decay per head; the dual, quadratic form.
 
@@ -42,7 +45,7 @@ def mamba2_run(
         B, C: ``(batch, n, groups, states)``
         state: ``(batch, heads, p, states)``
     """
-    d = _time_step(dt, dt_bias, softplus)
+    d = _time_step(dt, dt_bias, dt_softplus)
     logs = joined(earlier, "g", path_logs(A.float() * d).transpose(1, 2), 2)
     own = step.sums(logs)
     cum = joined(earlier, "c", own, 2)
@@ -71,8 +74,9 @@ def mamba2_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> T
 
 
 def mamba1_run(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
+    delta_softplus: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """S_t = exp(d_t A) S_p + d_t x_t B_t', a decay per channel and state.
 
@@ -84,8 +88,8 @@ def mamba1_run(
         B, C: ``(batch, states, n)``
         state: ``(batch, d, states)``
     """
-    bias = None if dt_bias is None else dt_bias[..., None]
-    d = joined(earlier, "d", _time_step(dt, bias, softplus).transpose(1, 2), 1)
+    bias = None if delta_bias is None else delta_bias[..., None]
+    d = joined(earlier, "d", _time_step(dt, bias, delta_softplus).transpose(1, 2), 1)
     xs = joined(earlier, "x", d[:, step.old :] * x.float().transpose(1, 2), 1)
     b = joined(earlier, "b", B.float().transpose(1, 2), 1)
     kept = {"d": d, "x": xs, "b": b, "a": A.float().expand(len(d), *A.shape)}

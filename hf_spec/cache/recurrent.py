@@ -138,7 +138,7 @@ class RecurrentStates:
         self._steps = {}
         self._narrowed = set(self._index) - set(self._kept)
 
-    def run_next(self, layer: int, number: int) -> None:
+    def run_next(self, layer: int, number: int = 0) -> None:
         """The rules that run next are those of this layer and state."""
         self._running, self._calls = (layer, number), 0
 
@@ -162,27 +162,19 @@ class RecurrentStates:
         """What a plain step makes of a recurrent state."""
         self._kept["rule", layer, number] = [{"state": state}]
 
-    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
-        """See :class:`modeling_patches.linear_attention.States`."""
-        place = self._place(rule)
-        kept = self._kept.get(place, ())
+    def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See :class:`modeling_patches.inline_recurrences.States`."""
+        place, call = (rule.kind, *self._running), self._calls
         state = self._state(place)
         self._device = state.device
         if state.ndim > rule.state_ndim:  # a call per head
-            state = state[:, self._calls]
-        earlier = self.step.old and len(kept) > self._calls
-        return state, kept[self._calls] if earlier else None
-
-    def keep(self, rule: Rule, kept: Kept) -> None:
-        """See :class:`modeling_patches.linear_attention.States`."""
-        place = self._place(rule)
-        calls = self._kept.setdefault(place, [])
-        index = 0 if rule is CONV else self._calls
-        calls[index : index + 1] = [kept]
-        self._calls += rule is not CONV
-
-    def _place(self, rule: Rule) -> Place:
-        return ("conv" if rule is CONV else "rule", *self._running)
+            state = state[:, call]
+        kept = self._kept.get(place, [])
+        earlier = kept[call] if self.step.old and len(kept) > call else None
+        out, new = rule.run(state, self.step, earlier, *args, **kwargs)
+        self._kept[place] = [*kept[:call], new, *kept[call + 1 :]]
+        self._calls += rule.kind == "rule"
+        return out, state
 
     def _rule(self, place: Place) -> Rule:
         return CONV if place[0] == "conv" else self.rules[place[1]]

@@ -21,11 +21,11 @@ from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import near
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
+from modeling_patches.inline_recurrences import Running
 from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks

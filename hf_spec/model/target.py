@@ -24,13 +24,13 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import Slots, tree_mask
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
+from modeling_patches.inline_recurrences import Running
 from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
@@ -207,7 +207,6 @@ class Target:
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
-        self._running.states = self.cache.recurrent
         inputs = self._inputs(block, keys)
         if changes is not None:
             run = self.attention.changes.run
@@ -236,12 +235,14 @@ class Target:
         return {}
 
     def _inputs(self, block: Block, keys: int) -> dict[str, Any]:
-        """Inputs of the model's forward."""
-        lengths = self.cache.lengths
+        """Inputs of the model's forward, which runs next."""
+        lengths, recurrent = self.cache.lengths, self.cache.recurrent
+        if recurrent is not None:
+            self._running.states = recurrent
         positions = torch.minimum(
             lengths[:, None] + self.position_shift + block.depths, self.last_position
         )
-        recurrent_only = self.cache.recurrent is not None and self.cache.states.is_empty
+        recurrent_only = recurrent is not None and self.cache.states.is_empty
         inputs: dict[str, Any] = {
             **self.model_kwargs,
             **{
@@ -326,7 +327,6 @@ class Target:
             running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
             return rows
 
-        self._running.states = self.cache.recurrent
         inputs = self._inputs(Block.of(tree), keys)
         changes, seen = self._watched(tree.num_tokens, tree.num_probes)
         if not self._prunes:
