@@ -33,8 +33,8 @@ from modeling_patches.recurrences import Rule
 class TreeCache(StatefulCache):
     """One preallocated cache for speculative decoding.
 
-    Create it with :func:`hf_spec.cache.convert.pack` after a prefill, or empty. In an empty cache,
-    the first block sets the layers' shapes.
+    After a prefill, :func:`hf_spec.cache.convert.take_over` fills it. If it stays empty, the first
+    block sets the layers' shapes.
 
     Attributes:
         states: what its attention layers hold.
@@ -228,8 +228,6 @@ class TreeCache(StatefulCache):
     def rollback(self) -> None:
         """Close the block and discard all of its nodes."""
         self.block = None
-        if self.recurrent is not None:
-            self.recurrent.rollback()
 
     def repair(self) -> None:
         """Close the block, and rebuild what an exception may have left half done."""

@@ -4,7 +4,7 @@ to step as its inputs."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,14 +55,13 @@ class CompiledTarget(Target):
         return bucket(tokens) + bucket(probes)
 
     def step(
-        self, call: Callable[..., Any], tree: Tree, first: int, keys: int,
-        changes: Changes | None, match: bool,
-    ) -> Output:  # fmt: skip
+        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
+    ) -> Output:
         """By compiled code, where the accepted nodes of a ``match`` are then in the first slots
         after each row's tokens."""
         if first and self.cache.recurrent is not None:
             # What earlier forwards of the step have kept has no recurring size.
-            return super().step(call, tree, first, keys, changes, match)
+            return super().step(tree, first, keys, changes, match)
         if first:
             width = bucket(tree.num_tokens - first)
             padded = tree.padded(max(PARTS, bucket(first + width)), 0)
@@ -90,7 +89,7 @@ class CompiledTarget(Target):
             traced = cache.traced_with(held, lengths, lengths[:, None] + nodes, rows)
             own = self.traced_with(traced, variables)
             block = Block.of(rows, nodes if first else slice(None))
-            output = own.forward(call, rows, block, cache.capacity, changes)
+            output = own.forward(rows, block, cache.capacity, changes)
             found = [output.logits] + ([] if output.hidden is None else [output.hidden])
             kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
             if not match:
@@ -102,7 +101,7 @@ class CompiledTarget(Target):
             return (*found, *accepted, result.last, result.bonus, *kept)
 
         def eager() -> tuple[Tensor, ...]:
-            output = self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
+            output = self.forward(tree, Block.of(tree, slice(first, None)), keys, changes)
             return tuple(part for part in output[1:3] if part is not None)
 
         count, probes = tree.num_tokens - first, tree.num_probes

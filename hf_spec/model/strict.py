@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -30,11 +29,11 @@ class StrictTarget(Target):
         return {"strict": {"products": self._bitwise.products}}
 
     def forward(
-        self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
-        changes: Changes | None = None, logits_at: Tensor | None = None,
+        self, tree: Tree, block: Block, keys: int, changes: Changes | None = None,
+        logits_at: Tensor | None = None,
     ) -> Output:  # fmt: skip
         if changes is None:
             parents = tree.parents[:, : tree.num_tokens].tolist()
             front = self.num_front and self.cache.states.front if block.num_probes else 0
             self._bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
-        return super().forward(call, tree, block, keys, changes, logits_at)
+        return super().forward(tree, block, keys, changes, logits_at)

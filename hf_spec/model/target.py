@@ -24,7 +24,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.tree_mask import Slots, tree_mask
+from hf_spec.model.tree_mask import tree_mask
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
@@ -176,38 +176,34 @@ class Target:
         """
         front = self.num_front if tree.num_probes else 0
         keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
-        call = self._reaching(tree, first)
         if pruning is not None and tree.num_tokens > 1:
-            return self._pruned(call, tree, keys, pruning)
+            return self._pruned(tree, keys, pruning)
         if logits_at is None and self.reach is None:
-            return self.step(call, tree, first, keys, changes, match)
-        block = Block.of(tree, slice(first, None))
-        return self.forward(call, tree, block, keys, changes, logits_at)
+            return self.step(tree, first, keys, changes, match)
+        return self.forward(tree, Block.of(tree, slice(first, None)), keys, changes, logits_at)
 
     def step(
-        self, call: Callable[..., Any], tree: Tree, first: int, keys: int,
-        changes: Changes | None, match: bool,
-    ) -> Output:  # fmt: skip
+        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
+    ) -> Output:
         """:meth:`forward` of a tree's nodes ``first ..``.
 
         Args:
             match: see :meth:`__call__`.
         """
-        return self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
+        return self.forward(tree, Block.of(tree, slice(first, None)), keys, changes)
 
     def forward(
-        self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
-        changes: Changes | None = None, logits_at: Tensor | None = None,
+        self, tree: Tree, block: Block, keys: int, changes: Changes | None = None,
+        logits_at: Tensor | None = None,
     ) -> Output:  # fmt: skip
         """The whole forward over an open block, on tensors only, so that it can be traced.
 
         Args:
-            call: runs the model.
             tree, block: the tree, and the nodes of it that are run.
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
-        inputs = self._inputs(block, keys)
+        call, inputs = self._reaching(tree, block), self._inputs(block, keys)
         if changes is not None:
             run = self.attention.changes.run
             return Output(tree, changes.run(run, call, **inputs).logits)
@@ -242,24 +238,14 @@ class Target:
         positions = torch.minimum(
             lengths[:, None] + self.position_shift + block.depths, self.last_position
         )
-        recurrent_only = recurrent is not None and self.cache.states.is_empty
+        no_keys = recurrent is not None and self.cache.states.is_empty
         inputs: dict[str, Any] = {
             **self.model_kwargs,
             **{
                 name: value.expand(-1, positions.shape[1], *value.shape[2:])
                 for name, value in self.per_token.items()
             },
-            "attention_mask": None
-            if recurrent_only
-            else tree_mask(
-                self.attention,
-                block,
-                keys,
-                positions,
-                Slots(self.cache, self.position_shift, self.last_position, self.padding),
-                self.probe_inputs,
-                self.dtype,
-            ),
+            "attention_mask": None if no_keys else tree_mask(self, block, keys, positions),
             CACHE: self.cache,
             "use_cache": takes_any_cache(self.model),
             "return_dict": True,
@@ -279,13 +265,13 @@ class Target:
         """The states of the nodes without those of padding."""
         return hidden[:, : self._pass.tokens + self._pass.probes]
 
-    def _reaching(self, tree: Tree, first: int) -> Callable[..., Any]:
+    def _reaching(self, tree: Tree, block: Block) -> Callable[..., Any]:
         """The model's call, with the nodes' reach if its rotary frequencies depend on it."""
         if self.reach is None:
             return self.model
         deepest = tree.max_depth + max(tree.group.offsets if tree.group else (), default=0)
         lengths = self.cache.host_lengths
-        return partial(self.reach.run, self.model, lengths, tree.depths[:, first:], deepest)
+        return partial(self.reach.run, self.model, lengths, block.depths, deepest)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
@@ -309,7 +295,7 @@ class Target:
         if self.axes is not None:
             self.axes = own(self.axes.transpose(0, 1)).transpose(0, 1)
 
-    def _pruned(self, call: Callable[..., Any], tree: Tree, keys: int, pruning: Pruning) -> Output:
+    def _pruned(self, tree: Tree, keys: int, pruning: Pruning) -> Output:
         """The forward with early pruning."""
         if self.reads.layers:
             raise ValueError("a drafter that reads the states of layers cannot prune nodes.")
@@ -327,7 +313,8 @@ class Target:
             running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
             return rows
 
-        inputs = self._inputs(Block.of(tree), keys)
+        block = Block.of(tree)
+        call, inputs = self._reaching(tree, block), self._inputs(block, keys)
         changes, seen = self._watched(tree.num_tokens, tree.num_probes)
         if not self._prunes:
             # After averaged exits, which must see the last layer's output first.
@@ -348,19 +335,13 @@ class Target:
         running = self._pass
         running.tokens, running.probes, running.logits_at = tokens, probes, logits_at
         if self._watching is None:
-            changes = Changes().update(self._changes)
-
-            def count() -> int:
-                return running.tokens
-
-            if self.probe_inputs is not None:
-                averaged_exits(self.model, changes, self.probe_inputs.exits, count)
-                if self.probe_inputs.update is not None:
-                    self.probe_inputs.update.add_to(
+            changes, inputs = Changes().update(self._changes), self.probe_inputs
+            if inputs is not None:
+                averaged_exits(self.model, changes, inputs.exits, lambda: running.tokens)
+                if inputs.update is not None:
+                    inputs.update.add_to(
                         changes, lambda: (running.tokens + running.probes, running.probes)
                     )
-            self._watching = (
-                changes,
-                captured(self.model, changes, self.reads.layers, running.wanted),
-            )
+            seen = captured(self.model, changes, self.reads.layers, running.wanted)
+            self._watching = changes, seen
         return self._watching
