@@ -130,6 +130,14 @@ def check_length(model: Any, length: int) -> None:
         )
 
 
+def checkpoints(model: Any) -> bool:
+    """Whether activations are recomputed in the backward pass."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) and module.training
+        for module in model.modules()
+    )
+
+
 @torch.no_grad()
 def check_cache_stays(model: Any) -> None:
     """Check that a model in training does not drop its cache for gradient checkpointing.
@@ -140,11 +148,7 @@ def check_cache_stays(model: Any) -> None:
     Raises:
         ValueError: it does.
     """
-    checkpointing = any(
-        getattr(module, "gradient_checkpointing", False) and module.training
-        for module in model.modules()
-    )
-    if checkpointing and not one_token(model).get_seq_length():
+    if checkpoints(model) and not one_token(model).get_seq_length():
         raise ValueError(
             f"{type(model).__name__} is in training mode with gradient checkpointing, in which it "
             "drops its cache: each token would be computed from the one before it alone. Call "

@@ -114,7 +114,7 @@ def decode(
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes.all(drafter.num_probes, strategy.lookup)
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
-        rows_stay = handover.keeps_rows or strategy.strict or state.batch_size == 1
+        rows_stay = handover.wanted or strategy.strict or state.batch_size == 1
         shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)
         prompt_seconds = watch.step()
 

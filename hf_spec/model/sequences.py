@@ -29,7 +29,7 @@ from modeling_patches.inline_recurrences import Running
 from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
-from modeling_patches.support import takes_any_cache
+from modeling_patches.support import checkpoints, takes_any_cache
 from modeling_patches.weights import placement
 
 
@@ -90,18 +90,12 @@ def probe_sequences(
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     real = attention_mask.bool()
-    checkpointing = model.training and not frozen and _checkpoints(model)
-    attention = TreeAttention(model, checkpointing)
+    attention = TreeAttention(model, checkpointing=not frozen and checkpoints(model))
     run = _Run(model, attention, input_ids, real, anchors, group, probe_inputs)
     if not frozen:
         return run.together()
     with _evaluating(model):
         return run.apart(while_probing)
-
-
-def _checkpoints(model: Any) -> bool:
-    """Whether activations are recomputed in the backward pass."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 @contextmanager
