@@ -88,8 +88,8 @@ class Target:
         cache: the KV cache.
         last_position: ``(batch,)`` larger positions are clamped to this one: deeper nodes exceed
             the call's budget and are never accepted, but learned position tables are finite.
-        position_shift: ``(batch,)`` position of a new token minus the number of tokens before it;
-            None for 0, the value unless the caller passed position ids. ``(axes, batch)`` for a
+        position_shift: ``(axes, batch)`` position of a new token minus the number of tokens before
+            it; None for 0, the value unless the caller passed position ids. One axis, but for a
             model that rotates by several positions per token, which differ after an image; the
             first one counts for windows.
         padding: ``(batch,)`` columns of padding before a row's first token, which some models count
@@ -126,15 +126,12 @@ class Target:
         if packed is not None:
             packed.add_to(self.attention.changes)
         self.last_position = last_position[:, None]
-        none = torch.zeros_like(last_position)
-        position_shift = none if position_shift is None else position_shift
+        none = torch.zeros_like(self.last_position)
+        shift = none[None] if position_shift is None else position_shift[:, :, None]
+        self.position_shift = shift[0]
         #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
-        self.axes: Tensor | None = None
-        if position_shift.ndim == 2:
-            self.axes = (position_shift - position_shift[0])[:, :, None]
-            position_shift = position_shift[0]
-        self.position_shift = position_shift[:, None]
-        self.padding = (none if padding is None else padding)[:, None]
+        self.axes = shift - shift[0] if len(shift) > 1 else None
+        self.padding = none if padding is None else padding[:, None]
         self.model_kwargs, self.per_token = model_kwargs or {}, per_token or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
         self.device, self.dtype = placement(model)
@@ -147,11 +144,15 @@ class Target:
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = Pass(), False
         self.probe_embeddings: Tensor | None = None
+        #: ``(kinds, slots)`` bool, which front slots each kind of probe sees.
+        self.front_seen: Tensor | None = None
         if probe_inputs is not None:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
                 cache.states.set_front(probe_inputs.front, Ranks(model).own_heads)
+                kinds = torch.arange(len(probe_inputs.embeddings), device=cache.lengths.device)
+                self.front_seen = probe_inputs.sees_front(kinds)
 
     def __call__(
         self,
@@ -180,7 +181,7 @@ class Target:
             return self._pruned(tree, keys, pruning)
         if logits_at is None and self.reach is None:
             return self.step(tree, first, keys, changes, match)
-        return self.forward(tree, Block.of(tree, slice(first, None)), keys, changes, logits_at)
+        return self.forward(Block.of(tree, slice(first, None)), keys, changes, logits_at)
 
     def step(
         self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
@@ -190,26 +191,26 @@ class Target:
         Args:
             match: see :meth:`__call__`.
         """
-        return self.forward(tree, Block.of(tree, slice(first, None)), keys, changes)
+        return self.forward(Block.of(tree, slice(first, None)), keys, changes)
 
     def forward(
-        self, tree: Tree, block: Block, keys: int, changes: Changes | None = None,
+        self, block: Block, keys: int, changes: Changes | None = None,
         logits_at: Tensor | None = None,
     ) -> Output:  # fmt: skip
         """The whole forward over an open block, on tensors only, so that it can be traced.
 
         Args:
-            tree, block: the tree, and the nodes of it that are run.
+            block: the nodes that are run.
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
-        call, inputs = self._reaching(tree, block), self._inputs(block, keys)
+        tree, call, inputs = block.tree, self._reaching(block), self._inputs(block, keys)
         if changes is not None:
             run = self.attention.changes.run
             return Output(tree, changes.run(run, call, **inputs).logits)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
-        watching, seen = self._watched(block.ids.shape[1], block.num_probes, logits_at)
+        watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
         logits = watching.run(call, **inputs).logits
         return Output(tree, logits, self._hidden(seen.pop()))
 
@@ -254,7 +255,7 @@ class Target:
             on_axes = positions if self.axes is None else positions + self.axes
             inputs["position_ids"] = on_axes.to(self.device)
         ids = block.ids.to(self.device)
-        if not block.num_probes:
+        if not block.tree.num_probes:
             return inputs | {"input_ids": ids}
         embeddings = self.model.get_input_embeddings()(ids)
         assert self.probe_embeddings is not None
@@ -265,11 +266,12 @@ class Target:
         """The states of the nodes without those of padding."""
         return hidden[:, : self._pass.tokens + self._pass.probes]
 
-    def _reaching(self, tree: Tree, block: Block) -> Callable[..., Any]:
+    def _reaching(self, block: Block) -> Callable[..., Any]:
         """The model's call, with the nodes' reach if its rotary frequencies depend on it."""
         if self.reach is None:
             return self.model
-        deepest = tree.max_depth + max(tree.group.offsets if tree.group else (), default=0)
+        tree, group = block.tree, block.tree.group
+        deepest = tree.max_depth + max(group.offsets if group else (), default=0)
         lengths = self.cache.host_lengths
         return partial(self.reach.run, self.model, lengths, block.depths, deepest)
 
@@ -314,7 +316,7 @@ class Target:
             return rows
 
         block = Block.of(tree)
-        call, inputs = self._reaching(tree, block), self._inputs(block, keys)
+        call, inputs = self._reaching(block), self._inputs(block, keys)
         changes, seen = self._watched(tree.num_tokens, tree.num_probes)
         if not self._prunes:
             # After averaged exits, which must see the last layer's output first.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.core import mask as masks
 from hf_spec.model.block import Block
@@ -24,10 +25,7 @@ def tree_mask(target: Target, block: Block, keys: int, positions: Tensor) -> Any
         keys: number of slots that attention sees, without the front slots.
         positions: ``(batch, n)`` of the nodes.
     """
-    attention, cache, probe_inputs = target.attention, target.cache, target.probe_inputs
-    lengths = cache.lengths
-    batch, count = positions.shape
-    shape = (batch, count, keys, lengths.device)
+    attention, cache, lengths = target.attention, target.cache, target.cache.lengths
     if block.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
         full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
     else:
@@ -40,20 +38,19 @@ def tree_mask(target: Target, block: Block, keys: int, positions: Tensor) -> Any
         # Counted from each row's first token, whatever positions the caller gave.
         at_queries = positions - target.position_shift
         last = target.last_position - target.position_shift
-        at_keys = slot_positions(lengths, block.slot_depths, keys, last)
+        at_keys = slot_positions(lengths, block.tree.depths, keys, last)
         for local in narrow:
-            made[local] = full & masks.build(near(local, at_queries, at_keys), *shape)
+            made[local] = full & near(local, at_queries, at_keys)
         if attention.wants_positions:
             if front:  # they stand where the sequence begins, as in prefix tuning
-                at_keys = torch.cat([at_keys.new_zeros(batch, front), at_keys], dim=1)
+                at_keys = pad(at_keys, (front, 0))
             attention.set_positions(at_queries, at_keys, target.padding)
-    if front and probe_inputs is not None and block.num_probes:
-        learned = full.new_zeros((batch, 1, count, front))
-        seen = probe_inputs.sees_front(block.kinds.to(full.device))
-        learned[:, 0, -block.num_probes :, front - probe_inputs.num_front :] = seen
+    if front and target.front_seen is not None:
+        learned = full.new_zeros((*positions.shape, front))[:, None]
+        seen = target.front_seen[block.kinds.to(full.device)]
+        learned[:, 0, -block.tree.num_probes :, front - target.num_front :] = seen
         made = {local: torch.cat([learned, mask], dim=3) for local, mask in made.items()}
-        full = made[None]
-    by_kind = {kind: made.get(local, full) for kind, local in kinds.items()}
+    by_kind = {kind: made.get(local, made[None]) for kind, local in kinds.items()}
     return attention.convert(by_kind, target.dtype)
 
 
@@ -78,8 +75,7 @@ def slot_positions(
     return torch.where(in_tree, at_node, slots)
 
 
-def near(local: Local, query_positions: Tensor, key_positions: Tensor) -> masks.Predicate:
-    """The keys that local attention sees, given ``(batch, query)`` and ``(batch, key)``
-    positions."""
-    predicate = masks.chunk if local.chunked else masks.window
-    return predicate(local.size, query_positions, key_positions)
+def near(local: Local, queries: Tensor, keys: Tensor) -> Tensor:
+    """The keys that local attention sees, given ``(batch, query)`` and ``(batch, key)`` positions:
+    ``(batch, 1, query, key)``."""
+    return (masks.chunk if local.chunked else masks.window)(local.size, queries, keys)

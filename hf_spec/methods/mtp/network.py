@@ -91,9 +91,7 @@ class MtpNetwork:
             at_keys = slot_positions(cache.lengths, cache.block.tree.depths, mask.shape[-1])
         seen = mask & (at_keys >= index)[:, None, None]
         if size is not None:
-            near = masks.window(size, positions, at_keys)
-            batch, _, count, slots = mask.shape
-            seen = seen & masks.build(near, batch, count, slots, positions.device)
+            seen = seen & masks.window(size, positions, at_keys)
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
         device = self.weight.device
