@@ -315,10 +315,13 @@ def delta_run(
 
 
 def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) k_j u_j'."""
-    decay, weights = at_end(kept["c"], path, counts)
+    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) k_j u_j', with c per head or per channel."""
+    logs = kept["c"] if kept["c"].ndim == 4 else kept["c"][..., None]
+    batch, heads, _, dim = logs.shape
+    decay, weights = at_end(logs.transpose(2, 3).flatten(1, 2), path, counts)
     k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
-    return decayed(state, decay[..., None, None], (k * weights[..., None]).transpose(2, 3), u)
+    left = k.transpose(-1, -2) * weights.view(batch, heads, dim, -1)
+    return decayed(state, decay.view(batch, heads, dim, 1), left, u)
 
 
 def kda_run(
@@ -348,15 +351,6 @@ def kda_run(
     reads = torch.cat([k * decay * b, q * decay], 2) @ state.float()
     out, u = _delta_outputs(system, attention, reads, v, b, step, earlier)
     return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
-
-
-def kda_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    batch, heads, _, dim = kept["c"].shape
-    flat = kept["c"].transpose(2, 3).reshape(batch, heads * dim, -1)
-    decay, weights = at_end(flat, path, counts)
-    k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
-    left = k.transpose(-1, -2) * weights.view(batch, heads, dim, -1)
-    return decayed(state, decay.view(batch, heads, dim, 1), left, u)
 
 
 # -- lightning attention (MiniMax) ----------------------------------------------------------------
@@ -389,5 +383,5 @@ CONV = Rule(conv_run, conv_advance, 3, ("x",), "conv")
 WINDOWS = CONV._replace(run=windows)
 DELAY = Rule(delay_run, delay_advance, 2, ("x",))
 DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
-KDA = Rule(kda_run, kda_advance, 4, _DECAYED)
+KDA = Rule(kda_run, delta_advance, 4, _DECAYED)
 LIGHTNING = Rule(lightning_run, delta_advance, 4, _DECAYED)

@@ -73,10 +73,8 @@ def _obstacles(model: Any) -> Iterator[str]:
     if model.config.is_encoder_decoder:
         yield " is an encoder-decoder model: strategies decode decoder-only models"
     text = model.config.get_text_config(decoder=True)
-    states = {
-        index for index, layer in enumerate(DynamicCache(config=text).layers)
-        if hasattr(layer, "conv_states")
-    }  # fmt: skip
+    layers = DynamicCache(config=text).layers
+    states = {index for index, layer in enumerate(layers) if hasattr(layer, "conv_states")}
     try:
         known = set(recurrent_rules(model))
     except ValueError as error:
@@ -85,7 +83,7 @@ def _obstacles(model: Any) -> Iterator[str]:
         stateful = getattr(model, "_is_stateful", False)
         if states - known or (not known and (stateful or not takes_any_cache(model))):
             yield " keeps a recurrent state in a way that is not written for trees"
-    kinds = [type(layer).__name__ for layer in DynamicCache(config=text).layers]
+    kinds = [type(layer).__name__ for layer in layers]
     for kind in kinds:
         if kind not in LAYERS:
             yield (
@@ -106,7 +104,7 @@ def _obstacles(model: Any) -> Iterator[str]:
     forward = inspect.signature(model.forward).parameters
     if CACHE not in forward:
         yield f".forward takes no {CACHE}: it has no KV cache"
-    attends = any(hasattr(layer, "keys") for layer in DynamicCache(config=text).layers)
+    attends = any(hasattr(layer, "keys") for layer in layers)
     if attends and "position_ids" not in forward and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 

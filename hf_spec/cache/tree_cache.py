@@ -211,17 +211,15 @@ class TreeCache(StatefulCache):
         """
         if self.states.is_empty and any(layer.is_initialized for layer in self.layers):
             self.states.join()
-        places = path
-        if path is not None and slots is not None:
-            places = slots.gather(1, path.to(slots.device))
-        if self.recurrent is not None:
-            given = torch.arange(max(max(counts), 1), device=self.lengths.device)
-            given = given.expand(self.batch_size, -1)
-            if path is None or places is None:
-                path = places = given
-            self.recurrent.commit(self.host_lengths, counts, places, path)
-        if places is not None and not moved and not self.states.is_empty:
-            self.states.move(self.lengths, places)
+        if path is None and self.recurrent is not None:
+            moved, path = True, torch.arange(max(*counts, 1), device=self.lengths.device)
+            path = path.expand(self.batch_size, -1)
+        if path is not None:
+            places = path if slots is None else slots.gather(1, path.to(slots.device))
+            if self.recurrent is not None:
+                self.recurrent.commit(self.host_lengths, counts, places, path)
+            if not moved and not self.states.is_empty:
+                self.states.move(self.lengths, places)
         self.block = None
         self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
 
