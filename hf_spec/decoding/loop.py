@@ -27,6 +27,7 @@ from hf_spec.decoding.strict import check_strict, check_strict_call
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
+from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.ranks import Ranks
@@ -103,7 +104,8 @@ def decode(
         )  # fmt: skip
 
         context, device = max(prompt).bit_length(), str(model.device)
-        policy = strategy.policy(stats, (len(prompt), context, device), target.width)
+        setting = len(prompt), context, device
+        policy = StepPolicy(stats, strategy.learned, setting, strategy.timed, target.width)
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, sequences, watch, handover.ends)
         steps.first(prefilled)
