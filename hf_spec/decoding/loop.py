@@ -79,13 +79,8 @@ def decode(
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
 
-    handover = Handover(
-        cache_in(model_kwargs),
-        sequences,
-        returns_dict,
-        graphs.allocate if graphs else zeros,
-        recurrent_rules(model),
-    )
+    allocate, rules = graphs.allocate if graphs else zeros, recurrent_rules(model)
+    handover = Handover(cache_in(model_kwargs), sequences, returns_dict, allocate, rules)
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
         with watch.phase("forward"):
