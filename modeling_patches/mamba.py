@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modeling_patches.recurrences import (
+    DELTA,
     LOG2E,
     Kept,
     Rule,
     Step,
-    at_end,
-    decayed,
     entries,
     finite,
     joined,
@@ -49,8 +48,8 @@ def mamba2_run(
     logs = joined(earlier, "g", path_logs(A.float() * d).transpose(1, 2), 2)
     own = step.sums(logs)
     cum = joined(earlier, "c", own, 2)
-    values = joined(earlier, "x", finite(x * d[..., None]).transpose(1, 2), 2)
-    keys, c = joined(earlier, "b", finite(B).transpose(1, 2), 2), C.float().transpose(1, 2)
+    values = joined(earlier, "k", finite(x * d[..., None]).transpose(1, 2), 2)
+    keys, c = joined(earlier, "u", finite(B).transpose(1, 2), 2), C.float().transpose(1, 2)
     gram, each = c @ keys.transpose(-1, -2), x.shape[2] // B.shape[2]
     if each > 1:  # a group serves several heads
         gram, c = gram.repeat_interleave(each, 1), c.repeat_interleave(each, 1)
@@ -59,15 +58,7 @@ def mamba2_run(
     out = out.transpose(1, 2)
     if D is not None:
         out = out + D.float()[..., None] * x.float()
-    return out.to(x.dtype).contiguous(), {"g": logs, "c": cum, "x": values, "b": keys}
-
-
-def mamba2_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) d_j x_j B_j'."""
-    decay, weights = at_end(kept["c"], path, counts)
-    x, b = entries(kept["x"], path, 2), entries(kept["b"], path, 2)
-    b = b.repeat_interleave(x.shape[1] // b.shape[1], 1)
-    return decayed(state, decay[..., None, None], (x * weights[..., None]).transpose(2, 3), b)
+    return out.to(x.dtype).contiguous(), {"g": logs, "c": cum, "k": values, "u": keys}
 
 
 # -- Mamba-1 (Gu and Dao, 2023) --------------------------------------------------------------------
@@ -153,5 +144,5 @@ def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> T
     return (state.float() * (left[:, 0, :, None] * kept["a"]).exp() + new).to(state.dtype)
 
 
-MAMBA2 = Rule(mamba2_run, mamba2_advance, 4, ("g", "c", "x", "b"))
+MAMBA2 = DELTA._replace(run=mamba2_run)
 MAMBA1 = Rule(mamba1_run, mamba1_advance, 3, ("d", "x", "b", "a"))

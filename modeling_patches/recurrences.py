@@ -152,13 +152,6 @@ def at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(counts[:, None] > 0, end[..., 0], 0).exp2(), weights
 
 
-def decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``state * decay + left @ right``, in the state's dtype."""
-    new = state.float() * decay
-    new.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
-    return new.to(state.dtype)
-
-
 def path_logs(decay: Tensor) -> Tensor:
     """Log decays to the base 2, of natural ones, in float32; their sums and differences are finite,
     see :data:`LEAST`."""
@@ -315,13 +308,18 @@ def delta_run(
 
 
 def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) k_j u_j', with c per head or per channel."""
+    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) k_j u_j', with c per head or per channel, and u
+    of a head or of a group."""
     logs = kept["c"] if kept["c"].ndim == 4 else kept["c"][..., None]
     batch, heads, _, dim = logs.shape
     decay, weights = at_end(logs.transpose(2, 3).flatten(1, 2), path, counts)
     k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
+    if u.shape[1] != heads:
+        u = u.repeat_interleave(heads // u.shape[1], 1)
     left = k.transpose(-1, -2) * weights.view(batch, heads, dim, -1)
-    return decayed(state, decay.view(batch, heads, dim, 1), left, u)
+    new = state.float() * decay.view(batch, heads, dim, 1)
+    new.flatten(0, 1).baddbmm_(left.flatten(0, 1), u.flatten(0, 1))
+    return new.to(state.dtype)
 
 
 def kda_run(
