@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches.given_positions import Positions
-from modeling_patches.per_call import Changes, replaced, step_aside
+from modeling_patches.per_call import Changes, Replaceable, step_aside
 from modeling_patches.positions import needs_positions, tree_positions
 
 logger = logging.getLogger(__name__)
@@ -90,16 +89,6 @@ class Local(NamedTuple):
     chunked: bool = False
 
 
-class _Attention:
-    """An attention function of Transformers that runs the call's own one instead, if any."""
-
-    def __init__(self, name: str, plain: Callable[..., Any]):
-        self.name, self.plain = name, plain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (replaced(AttentionInterface, self.name) or self.plain)(*args, **kwargs)
-
-
 class TreeAttention:
     """How a model runs forwards with 4-D masks: masks are converted, and ``changes`` run.
 
@@ -149,8 +138,9 @@ class TreeAttention:
         by_name = getattr(model, "_supports_attention_backend", False)
         if by_name and current in ALL_ATTENTION_FUNCTIONS:
             stock = ALL_ATTENTION_FUNCTIONS[current]
-            if not isinstance(stock, _Attention):
-                AttentionInterface.register(current, _Attention(current, stock))
+            if not isinstance(stock, Replaceable):
+                stock = Replaceable(AttentionInterface, current, stock)
+                AttentionInterface.register(current, stock)
             self.changes.replace_function(AttentionInterface, current, grouped_sdpa)
             if current != "sdpa":
                 _warn_switched(current)
@@ -166,7 +156,7 @@ class TreeAttention:
         made: dict[int, Any] = {}
         for mask in masks.values():
             if id(mask) not in made:
-                made[id(mask)] = _block_mask(mask) if self._flex else _additive(mask, dtype)
+                made[id(mask)] = block_mask(mask) if self._flex else _additive(mask, dtype)
         if "" in masks:
             return made[id(masks[""])]
         by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
@@ -181,7 +171,8 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros.masked_fill_(~mask, -torch.inf)
 
 
-def _block_mask(mask: Tensor) -> Any:
+def block_mask(mask: Tensor) -> Any:
+    """The block mask of a boolean one (batch, 1, query, key), its attribute ``tree_mask``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, _, queries, keys = mask.shape
@@ -192,16 +183,6 @@ def _block_mask(mask: Tensor) -> Any:
     made: Any = create_block_mask(visible, batch, None, queries, keys, device=str(mask.device))
     made.tree_mask = mask
     return made
-
-
-def narrowed_block_mask(mask: Any, pick: Callable[[Tensor], Tensor]) -> Any:
-    """A block mask made by :meth:`TreeAttention.convert`, for some of its query tokens.
-
-    Args:
-        mask: the block mask.
-        pick: selects these query tokens of a boolean mask (batch, 1, query, key).
-    """
-    return _block_mask(pick(mask.tree_mask))
 
 
 def local_attention(model: Any) -> dict[str, Local | None]:

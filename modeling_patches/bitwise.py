@@ -176,10 +176,7 @@ class _Behind:
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 #: The same for several nodes, given the product for one.
 Way = Callable[[Product, Tensor, Tensor, Tensor | None], Tensor]
-
-
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return nn.functional.linear(inputs, weight, bias)
+LINEAR: Product = nn.functional.linear
 
 
 def _conv1d(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -195,7 +192,7 @@ def at_once(kind: Product, inputs: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def batched(kind: Product, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A product for each node, in one call."""
-    factor = (weight.T if kind is _linear else weight).expand(inputs.shape[1], -1, -1)
+    factor = (weight.T if kind is LINEAR else weight).expand(inputs.shape[1], -1, -1)
     nodes = inputs.transpose(0, 1)
     made = torch.bmm(nodes, factor) if bias is None else torch.baddbmm(bias, nodes, factor)
     # Functions of single numbers may round otherwise where these are not next to one another.
@@ -225,7 +222,7 @@ def product(
         batch, nodes: sizes of the input.
         threads: those that products run in, on which their order may depend.
     """
-    features, outputs = shape[::-1] if kind is _linear else shape
+    features, outputs = shape[::-1] if kind is LINEAR else shape
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -237,7 +234,7 @@ def product(
     weight = torch.cat([block, -block[:, order], block.new_zeros(len(block), features % 2)], 1)
     weight = weight.repeat(-(-outputs // len(block)), 1)[:outputs].contiguous()
     inputs = torch.cat([own, own[..., order], own.new_zeros(batch, nodes, features % 2)], 2)
-    if kind is not _linear:
+    if kind is not LINEAR:
         weight = weight.T.contiguous()
     added = random(outputs) * 2**-16 if bias else None  # about as large as the rounding
     expected = one_by_one(kind, inputs, weight, added)
@@ -253,7 +250,7 @@ def product(
 def _kind(module: Any) -> Product | None:
     """The product of a linear module with a plain weight; None for other modules."""
     runs = getattr(plain(module, "forward"), "__func__", None)
-    kind = {nn.Linear.forward: _linear, Conv1D.forward: _conv1d}.get(runs)
+    kind = {nn.Linear.forward: LINEAR, Conv1D.forward: _conv1d}.get(runs)
     if kind is None or type(module.weight) not in (Tensor, nn.Parameter):
         return None
     return kind

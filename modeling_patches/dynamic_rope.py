@@ -220,15 +220,6 @@ def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
     return False
 
 
-class _Filled(DynamicCache):
-    """A cache that reports a given number of tokens."""
-
-    filled = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.filled
-
-
 def forgets_at(model: Any) -> int | None:
     """The length past which plain generation recomputes the whole sequence, if it does.
 
@@ -238,8 +229,8 @@ def forgets_at(model: Any) -> int | None:
     length = getattr(text, "original_max_position_embeddings", None)
     if length is None or not followers(model):
         return None
-    cache = _Filled(config=text)
-    cache.filled = length
+    cache: Any = DynamicCache(config=text)
+    cache.get_seq_length = lambda layer_idx=0: length  # as if it were full
     ids = torch.zeros(1, length + 1, dtype=torch.long, device="cpu")
     inputs = model.prepare_inputs_for_generation(
         ids, attention_mask=torch.ones_like(ids), next_sequence_length=1,

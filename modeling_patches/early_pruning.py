@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling_patches.attention_masks import narrowed_block_mask
+from modeling_patches.attention_masks import block_mask
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
 
@@ -110,7 +110,7 @@ class _Narrowing:
             return tuple(map(self, value))
         if id(value) not in self._made:
             if hasattr(value, "tree_mask"):
-                narrowed = narrowed_block_mask(value, lambda mask: self._pick(mask, 2))
+                narrowed = block_mask(self._pick(value.tree_mask, 2))
             elif isinstance(value, Tensor) and value.ndim in (2, 3, 4):
                 dim = 2 if value.ndim == 4 else 1
                 per_token = value.shape[0] in (1, self._batch) and value.shape[dim] == self._tokens

@@ -12,25 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling_patches.recurrences import (
-    CONV,
-    DELAY,
-    LIGHTNING,
-    Kept,
-    Rule,
-    Step,
-    delay_run,
-    lightning_run,
-    windows,
-)
+from modeling_patches.recurrences import DELAY, LIGHTNING, WINDOWS, Rule
 
 
 class States(Protocol):
-    """What holds the states of a call."""
-
-    @property
-    def step(self) -> Step:
-        """The tokens of the running forward."""
+    """What holds the states of a forward."""
 
     @property
     def plain(self) -> bool:
@@ -40,11 +26,15 @@ class States(Protocol):
     def run_next(self, layer: int) -> None:
         """The module that runs next is of this layer."""
 
-    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
-        """The running layer's state before the step, and what it has kept of the step so far."""
+    def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The outputs of a rule of the running layer, whose further arguments are given, and the
+        layer's state before the step."""
 
-    def keep(self, rule: Rule, kept: Kept) -> None:
-        """Keep what the rule needs to advance the running layer's state."""
+
+class Running:
+    """The states of the running forward, to be set before it."""
+
+    states: States
 
 
 class Inline(NamedTuple):
@@ -69,9 +59,7 @@ def minimax_attention(
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     qkv = qkv.view(batch, n, module.num_attention_heads, 3 * module.head_dim).transpose(1, 2)
     q, k, v = qkv.split(module.head_dim, dim=-1)
-    state, earlier = states.read(LIGHTNING)
-    out, kept = lightning_run(q, k, v, module.slope_rate, state, states.step, earlier)
-    states.keep(LIGHTNING, kept)
+    out, state = states.run(LIGHTNING, q, k, v, module.slope_rate)
     out = module.norm(out.transpose(1, 2).reshape(batch, n, -1))
     return module.out_proj(F.sigmoid(module.output_gate(hidden_states)) * out), state
 
@@ -87,19 +75,14 @@ def zaya_projection(
     query = (queries.view(shape) + keys.view(shape).repeat_interleave(groups, 2)) * 0.5
     key = query.view(*shape[:2], -1, groups, module.head_dim).mean(-2)
 
-    state, earlier = states.read(CONV)
     both = torch.cat([queries, keys], -1)
-    seen, kept = windows(both, module.conv_kernel_size + 1, state, states.step, earlier)
-    states.keep(CONV, kept)
+    seen, _ = states.run(WINDOWS, both, module.conv_kernel_size + 1)
     mixed = module.conv_qk_depthwise(seen.flatten(0, 1).transpose(1, 2))
     mixed = module.conv_qk_grouped(mixed).view(both.shape)
     query = query + mixed[..., : queries.shape[-1]].view(shape)
     key = key + mixed[..., queries.shape[-1] :].view(shape)
 
-    state, earlier = states.read(DELAY)
-    delayed = module.v_proj_delayed(hidden_states)
-    delayed, kept = delay_run(delayed, state, states.step, earlier)
-    states.keep(DELAY, kept)
+    delayed, _ = states.run(DELAY, module.v_proj_delayed(hidden_states))
     value = torch.cat([module.v_proj_current(hidden_states), delayed], -1)
     return query, key, value.view(shape)
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from modeling_patches import recurrences as rules
-from modeling_patches.inline_recurrences import INLINE, Inline, States
-from modeling_patches.mamba import MAMBA1, MAMBA2, mamba1_run, mamba2_run
-from modeling_patches.per_call import Changes, plain, replaced
+from modeling_patches.inline_recurrences import INLINE, Inline, Running
+from modeling_patches.mamba import MAMBA1, MAMBA2
+from modeling_patches.per_call import Changes, Replaceable, plain
 from modeling_patches.recurrences import Rule
 
 _CONV = "causal_conv1d_fn"
@@ -37,6 +37,8 @@ RULES: dict[str, Rule] = {
 }
 #: Those of them that take no state before their first token, in Transformers and in its kernels.
 WITHOUT_STATE = frozenset({"mamba_selective_scan"})
+#: Those that return the state after their last token unasked.
+RETURNS_STATE = frozenset({"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"})
 #: Methods of a cache with which a layer changes its states.
 _UPDATES = {"update_conv_state", "update_recurrent_state", "get_linear_cache"}
 
@@ -124,24 +126,25 @@ def _names(kind: type) -> frozenset[str]:
     return frozenset(name for code in codes for name in code.co_names)
 
 
-def tree_recurrences(model: nn.Module, changes: Changes, states: States) -> None:
-    """Have the model's layers apply their rules to the tokens of ``states.step``."""
+def tree_recurrences(model: nn.Module, changes: Changes, running: Running) -> None:
+    """Have the model's layers apply their rules to the tokens of the running step."""
     for module, owner, functions, inline in recurrent_modules(model):
         if inline is not None:
-            changes.instead(module, "forward", _forward(module, inline, states))
+            changes.instead(module, "forward", _forward(module, inline, running))
         own = vars(module).get("forward")
         if getattr(own, "__func__", None) is not None and not hasattr(own, "_hf_hook"):
             # A kernel from the Hub replaces the whole layer: run the class's forward.
             changes.instead(module, "forward", type(module).forward.__get__(module))
         for name in functions:
             function = getattr(owner, name)
-            if not isinstance(function, _Function):
-                setattr(owner, name, _Function(owner, name, function))
-            changes.replace_function(owner, name, _ADAPTED[name](states))
+            if not isinstance(function, Replaceable):
+                setattr(owner, name, Replaceable(owner, name, function))
+            changes.replace_function(owner, name, _function(name, running))
 
 
-def _forward(module: Any, inline: Inline, states: States) -> Callable[..., Any]:
+def _forward(module: Any, inline: Inline, running: Running) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
+        states = running.states
         if states.plain:
             return plain(module, "forward")(*args, **kwargs)
         states.run_next(module.layer_idx)
@@ -150,84 +153,13 @@ def _forward(module: Any, inline: Inline, states: States) -> Callable[..., Any]:
     return forward
 
 
-class _Function:
-    """A module-level function that runs the call's own one instead, if there is one."""
+def _function(name: str, running: Running) -> Callable[..., Any]:
+    rule = RULES[name]
 
-    def __init__(self, owner: ModuleType, name: str, function: Callable[..., Any]):
-        self.owner, self.name, self.plain = owner, name, function
-        self.__name__, self.__wrapped__ = name, function
+    def function(*args: Any, **kwargs: Any) -> Any:
+        out, state = running.states.run(rule, *args, **kwargs)
+        # Caches ignore the state.
+        asked = kwargs.get("return_final_states") or kwargs.get("return_last_state")
+        return (out, state) if name in RETURNS_STATE or asked else out
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (replaced(self.owner, self.name) or self.plain)(*args, **kwargs)
-
-
-def _conv(states: States) -> Callable[..., Any]:
-    def causal_conv1d_fn(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
-        state, earlier = states.read(rules.CONV)
-        out, kept = rules.conv_run(
-            x, weight, bias, activation, state, states.step, earlier
-        )  # fmt: skip
-        states.keep(rules.CONV, kept)
-        return out
-
-    return causal_conv1d_fn
-
-
-def _delta(rule: Rule) -> Callable[[States], Callable[..., Any]]:
-    def adapted(states: States) -> Callable[..., Any]:
-        def chunk_delta_rule(
-            query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
-            use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
-        ) -> tuple[Tensor, Tensor]:  # fmt: skip
-            state, earlier = states.read(rule)
-            out, kept = rule.run(
-                query, key, value, g, beta, use_qk_l2norm_in_kernel, state, states.step, earlier
-            )
-            states.keep(rule, kept)
-            return out, state  # the cache ignores it
-
-        return chunk_delta_rule
-
-    return adapted
-
-
-def _mamba2(states: States) -> Callable[..., Any]:
-    def mamba2_chunk_scan(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None = None,
-        D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
-        return_final_states: bool = False, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        state, earlier = states.read(MAMBA2)
-        out, kept = mamba2_run(x, dt, A, B, C, D, dt_bias, dt_softplus, state, states.step, earlier)
-        states.keep(MAMBA2, kept)
-        return (out, state) if return_final_states else out
-
-    return mamba2_chunk_scan
-
-
-def _mamba1(states: States) -> Callable[..., Any]:
-    def mamba_selective_scan(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-        return_last_state: bool = False, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        state, earlier = states.read(MAMBA1)
-        out, kept = mamba1_run(
-            x, dt, A, B, C, D, z, delta_bias, delta_softplus, state, states.step, earlier
-        )
-        states.keep(MAMBA1, kept)
-        return (out, state) if return_last_state else out
-
-    return mamba_selective_scan
-
-
-_ADAPTED: dict[str, Callable[[States], Callable[..., Any]]] = {
-    _CONV: _conv,
-    "torch_chunk_gated_delta_rule": _delta(rules.DELTA),
-    "chunk_kimi_delta_attention": _delta(rules.KDA),
-    "mamba2_chunk_scan": _mamba2,
-    "mamba_selective_scan": _mamba1,
-}
+    return function

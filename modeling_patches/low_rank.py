@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class LowRank:
         """Update all calls of the modules from now on."""
         if not self._handles:
             self._handles = [
-                module.register_forward_hook(_Hook(self, name))
+                module.register_forward_hook(_Hook(self, name), with_kwargs=True)
                 for name, module in self.modules.items()
             ]
 
@@ -90,7 +91,7 @@ class LowRank:
         """
         for name, module in self.modules.items():
             hook = _Hook(self, name)
-            changes.after(module, hook.within_call if gate is None else _Gated(hook, gate))
+            changes.after(module, partial(hook, module) if gate is None else _Gated(hook, gate))
 
     @property
     def merged(self) -> bool:
@@ -164,10 +165,9 @@ class _Hook:
         self.owner = owner
         self.name = name
 
-    def within_call(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
-        return self(None, args, output)
-
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: Any, output: Tensor
+    ) -> Tensor | None:
         factors = None if self.owner.merged else self.owner.factors(self.name)
         return None if factors is None else self.updated(args[0], output, factors)
 
@@ -200,7 +200,7 @@ class _Gated:
         if not last:
             return None
         if last == tokens:
-            return self.hook(None, args, output)
+            return self.hook(None, args, kwargs, output)
         inputs, whole = args[0], output
         if output.ndim == 2:  # some models flatten (batch, tokens, features) before a module
             inputs, whole = (x.unflatten(0, (-1, tokens)) for x in (inputs, output))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from modeling_patches.recurrences import (
+    DELTA,
     LOG2E,
     Kept,
     Rule,
     Step,
-    at_end,
-    decayed,
     entries,
     finite,
     joined,
@@ -28,8 +29,9 @@ def _time_step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def mamba2_run(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, chunk_size: int | None = None, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """S_t = exp(A d_t) S_p + d_t x_t B_t', one decay per head; the dual, quadratic form.
 
@@ -42,12 +44,12 @@ def mamba2_run(
         B, C: ``(batch, n, groups, states)``
         state: ``(batch, heads, p, states)``
     """
-    d = _time_step(dt, dt_bias, softplus)
+    d = _time_step(dt, dt_bias, dt_softplus)
     logs = joined(earlier, "g", path_logs(A.float() * d).transpose(1, 2), 2)
     own = step.sums(logs)
     cum = joined(earlier, "c", own, 2)
-    values = joined(earlier, "x", finite(x * d[..., None]).transpose(1, 2), 2)
-    keys, c = joined(earlier, "b", finite(B).transpose(1, 2), 2), C.float().transpose(1, 2)
+    values = joined(earlier, "k", finite(x * d[..., None]).transpose(1, 2), 2)
+    keys, c = joined(earlier, "u", finite(B).transpose(1, 2), 2), C.float().transpose(1, 2)
     gram, each = c @ keys.transpose(-1, -2), x.shape[2] // B.shape[2]
     if each > 1:  # a group serves several heads
         gram, c = gram.repeat_interleave(each, 1), c.repeat_interleave(each, 1)
@@ -56,23 +58,16 @@ def mamba2_run(
     out = out.transpose(1, 2)
     if D is not None:
         out = out + D.float()[..., None] * x.float()
-    return out.to(x.dtype).contiguous(), {"g": logs, "c": cum, "x": values, "b": keys}
-
-
-def mamba2_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) d_j x_j B_j'."""
-    decay, weights = at_end(kept["c"], path, counts)
-    x, b = entries(kept["x"], path, 2), entries(kept["b"], path, 2)
-    b = b.repeat_interleave(x.shape[1] // b.shape[1], 1)
-    return decayed(state, decay[..., None, None], (x * weights[..., None]).transpose(2, 3), b)
+    return out.to(x.dtype).contiguous(), {"g": logs, "c": cum, "k": values, "u": keys}
 
 
 # -- Mamba-1 (Gu and Dao, 2023) --------------------------------------------------------------------
 
 
 def mamba1_run(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
+    delta_softplus: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """S_t = exp(d_t A) S_p + d_t x_t B_t', a decay per channel and state.
 
@@ -84,8 +79,8 @@ def mamba1_run(
         B, C: ``(batch, states, n)``
         state: ``(batch, d, states)``
     """
-    bias = None if dt_bias is None else dt_bias[..., None]
-    d = joined(earlier, "d", _time_step(dt, bias, softplus).transpose(1, 2), 1)
+    bias = None if delta_bias is None else delta_bias[..., None]
+    d = joined(earlier, "d", _time_step(dt, bias, delta_softplus).transpose(1, 2), 1)
     xs = joined(earlier, "x", d[:, step.old :] * x.float().transpose(1, 2), 1)
     b = joined(earlier, "b", B.float().transpose(1, 2), 1)
     kept = {"d": d, "x": xs, "b": b, "a": A.float().expand(len(d), *A.shape)}
@@ -149,5 +144,5 @@ def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> T
     return (state.float() * (left[:, 0, :, None] * kept["a"]).exp() + new).to(state.dtype)
 
 
-MAMBA2 = Rule(mamba2_run, mamba2_advance, 4, ("g", "c", "x", "b"))
+MAMBA2 = DELTA._replace(run=mamba2_run)
 MAMBA1 = Rule(mamba1_run, mamba1_advance, 3, ("d", "x", "b", "a"))

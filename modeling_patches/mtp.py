@@ -224,11 +224,6 @@ class MtpLayers(nn.Module):
         if self.rotary is not None:
             self.rotary.to(device)
 
-    @staticmethod
-    def _by_kind(rotary: nn.Module) -> bool:
-        """Whether a rotary module rotates by the kind of layer."""
-        return "layer_type" in inspect.signature(type(rotary).forward).parameters
-
     def window(self, index: int) -> int | None:
         """Number of positions that a layer sees; None for all."""
         if self.kinds[index] != SLIDING:
@@ -250,7 +245,8 @@ class MtpLayers(nn.Module):
         """
         inputs: dict[str, Any] = {CACHE: cache, "position_ids": positions}
         if self.rotary is not None:
-            given = {"layer_type": self.kinds[index]} if self._by_kind(self.rotary) else {}
+            by_kind = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
+            given = {"layer_type": self.kinds[index]} if by_kind else {}
             inputs["position_embeddings"] = self.rotary(embeddings, positions, **given)
         if self.config._attn_implementation == "eager":
             mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, -torch.inf)

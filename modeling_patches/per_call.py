@@ -64,7 +64,7 @@ class Changes:
         self._instead[module, method] = function
 
     def replace_function(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let :func:`replaced` return ``function``, for functions that are not methods."""
+        """Call ``function`` instead of a :class:`Replaceable` one."""
         self._instead[owner, name] = function
 
     def update(self, other: Changes) -> Changes:
@@ -113,6 +113,22 @@ def replaced(owner: Any, name: str) -> Callable[..., Any] | None:
         if function is not None:
             return function
     return None
+
+
+class Replaceable:
+    """A function, other than a method, that runs the call's own one instead, if there is one.
+
+    Args:
+        owner, name: as for :meth:`Changes.replace_function`.
+        plain: the function.
+    """
+
+    def __init__(self, owner: Any, name: str, plain: Callable[..., Any]):
+        self.owner, self.name, self.plain = owner, name, plain
+        self.__name__, self.__wrapped__ = name, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (replaced(self.owner, self.name) or self.plain)(*args, **kwargs)
 
 
 def plain(module: nn.Module, method: str) -> Callable[..., Any]:

@@ -127,11 +127,10 @@ def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
 _COLUMNS = "tree_columns"
 
 
-def _pass_columns(decoder: Any, positions: Positions, changes: Changes) -> None:
-    def before_decoder(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | {_COLUMNS: positions.columns}
-
-    changes.before(decoder, before_decoder)
+def _pass_columns(
+    decoder: Any, positions: Positions, changes: Changes, name: str = _COLUMNS
+) -> None:
+    changes.before(decoder, lambda args, kwargs: (args, kwargs | {name: positions.columns}))
 
 
 def _columns_in(attention: Any, changes: Changes) -> dict[str, Tensor]:
@@ -242,10 +241,7 @@ def _table(decoder: Any, positions: Positions, changes: Changes) -> None:
 
 
 def _inside(decoder: Any, positions: Positions, changes: Changes) -> None:
-    def before_decoder(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | {"position_ids": positions.columns}
-
-    changes.before(decoder, before_decoder)
+    _pass_columns(decoder, positions, changes, "position_ids")
 
 
 _PATCHES: dict[str, _Patch] = {

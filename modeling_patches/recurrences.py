@@ -8,8 +8,9 @@ path.
 
 A :class:`Rule` is a pair of functions:
 
-* ``run(*inputs, state, step, earlier)`` returns the outputs of the new tokens and what to keep of
-  all tokens of the step, by name; ``earlier`` is what was kept of those before.
+* ``run(state, step, earlier, ...)`` returns the outputs of the new tokens and what to keep of all
+  tokens of the step, by name; ``earlier`` is what was kept of those before. Its other arguments are
+  those of the function in Transformers that applies the rule, those without effect here left out.
 * ``advance(state, kept, path, counts)`` returns the state after the first ``counts[b]`` tokens of
   ``path[b]``.
 
@@ -22,7 +23,7 @@ products are in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +46,14 @@ class Rule(NamedTuple):
     Attributes:
         state_ndim: dimensions of its state, the batch included.
         keeps: names of what it keeps.
+        kind: ``conv`` or ``rule``, which of a layer's states it advances.
     """
 
     run: Callable[..., tuple[Tensor, Kept]]
     advance: Callable[[Tensor, Kept, Tensor, Tensor], Tensor]
     state_ndim: int
     keeps: tuple[str, ...]
+    kind: str = "rule"
 
 
 class Step:
@@ -149,13 +152,6 @@ def at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(counts[:, None] > 0, end[..., 0], 0).exp2(), weights
 
 
-def decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``state * decay + left @ right``, in the state's dtype."""
-    new = state.float() * decay
-    new.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
-    return new.to(state.dtype)
-
-
 def path_logs(decay: Tensor) -> Tensor:
     """Log decays to the base 2, of natural ones, in float32; their sums and differences are finite,
     see :data:`LEAST`."""
@@ -172,8 +168,8 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def conv_run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor,
-    step: Step, earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, weight: Tensor,
+    bias: Tensor | None = None, activation: str | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """Each token is convolved with its ancestors.
 
@@ -212,8 +208,8 @@ def conv_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Ten
 
 
 def windows(
-    x: Tensor, width: int, state: Tensor, step: Step, earlier: Kept | None
-) -> tuple[Tensor, Kept]:  # fmt: skip
+    state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, width: int
+) -> tuple[Tensor, Kept]:
     """What convolutions of modules see of each token: its last inputs, oldest first.
 
     Args:
@@ -231,16 +227,14 @@ def windows(
     return seen.movedim(0, 2), {"x": inputs}
 
 
-def delay_run(
-    x: Tensor, state: Tensor, step: Step, earlier: Kept | None
-) -> tuple[Tensor, Kept]:  # fmt: skip
+def delay_run(state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor) -> tuple[Tensor, Kept]:
     """The previous token's input.
 
     Args:
         x: ``(batch, n, channels)``
         state: ``(batch, channels)``
     """
-    seen, kept = windows(x, 2, state[..., None], step, earlier)
+    seen, kept = windows(state[..., None], step, earlier, x, 2)
     return seen[:, :, 0], kept
 
 
@@ -283,8 +277,8 @@ def _delta_outputs(
 
 
 def delta_run(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalize: bool,
-    state: Tensor, step: Step, earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, query: Tensor, key: Tensor, value: Tensor,
+    g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """Gated delta rule: S_t = a_t S_p + b_t k_t (v_t - k_t' a_t S_p)'.
 
@@ -300,7 +294,7 @@ def delta_run(
     Returns:
         ``(batch, n, heads, d_v)``
     """
-    q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
+    q, k, v, b = _delta_inputs(query, key, value, beta, use_qk_l2norm_in_kernel)
     logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
     own = step.sums(logs)
     keys, cum = joined(earlier, "k", k, 2), joined(earlier, "c", own, 2)
@@ -314,22 +308,30 @@ def delta_run(
 
 
 def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) k_j u_j'."""
-    decay, weights = at_end(kept["c"], path, counts)
+    """S_e = 2^c_e S + sum over j of 2^(c_e - c_j) k_j u_j', with c per head or per channel, and u
+    of a head or of a group."""
+    logs = kept["c"] if kept["c"].ndim == 4 else kept["c"][..., None]
+    batch, heads, _, dim = logs.shape
+    decay, weights = at_end(logs.transpose(2, 3).flatten(1, 2), path, counts)
     k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
-    return decayed(state, decay[..., None, None], (k * weights[..., None]).transpose(2, 3), u)
+    if u.shape[1] != heads:
+        u = u.repeat_interleave(heads // u.shape[1], 1)
+    left = k.transpose(-1, -2) * weights.view(batch, heads, dim, -1)
+    new = state.float() * decay.view(batch, heads, dim, 1)
+    new.flatten(0, 1).baddbmm_(left.flatten(0, 1), u.flatten(0, 1))
+    return new.to(state.dtype)
 
 
 def kda_run(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalize: bool,
-    state: Tensor, step: Step, earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, query: Tensor, key: Tensor, value: Tensor,
+    g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """:func:`delta_run` with a decay per channel of the key; g is ``(batch, n, heads, d_k)``.
 
     D_ij is a vector. It is not split into 2^c_i 2^-c_j, two products of matrices, as 2^-c_j
     overflows.
     """
-    q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
+    q, k, v, b = _delta_inputs(query, key, value, beta, use_qk_l2norm_in_kernel)
     logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
     own = step.sums(logs.transpose(2, 3)).transpose(2, 3).contiguous()
     keys, cum = joined(earlier, "k", k, 2), joined(earlier, "c", own, 2)
@@ -349,21 +351,12 @@ def kda_run(
     return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
 
 
-def kda_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    batch, heads, _, dim = kept["c"].shape
-    flat = kept["c"].transpose(2, 3).reshape(batch, heads * dim, -1)
-    decay, weights = at_end(flat, path, counts)
-    k, u = entries(kept["k"], path, 2), entries(kept["u"], path, 2)
-    left = k.transpose(-1, -2) * weights.view(batch, heads, dim, -1)
-    return decayed(state, decay.view(batch, heads, dim, 1), left, u)
-
-
 # -- lightning attention (MiniMax) ----------------------------------------------------------------
 
 
 def lightning_run(
-    q: Tensor, k: Tensor, v: Tensor, slope: Tensor, state: Tensor, step: Step,
-    earlier: Kept | None,
+    state: Tensor, step: Step, earlier: Kept | None, /, q: Tensor, k: Tensor, v: Tensor,
+    slope: Tensor,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """S_t = exp(-s) S_p + k_t v_t', a constant decay per head.
 
@@ -383,8 +376,10 @@ def lightning_run(
 
 
 _DECAYED = "g", "c", "k", "u"
-CONV = Rule(conv_run, conv_advance, 3, ("x",))
+CONV = Rule(conv_run, conv_advance, 3, ("x",), "conv")
+#: A convolution of a module's own code.
+WINDOWS = CONV._replace(run=windows)
 DELAY = Rule(delay_run, delay_advance, 2, ("x",))
 DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
-KDA = Rule(kda_run, kda_advance, 4, _DECAYED)
+KDA = Rule(kda_run, delta_advance, 4, _DECAYED)
 LIGHTNING = Rule(lightning_run, delta_advance, 4, _DECAYED)

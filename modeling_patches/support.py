@@ -73,10 +73,8 @@ def _obstacles(model: Any) -> Iterator[str]:
     if model.config.is_encoder_decoder:
         yield " is an encoder-decoder model: strategies decode decoder-only models"
     text = model.config.get_text_config(decoder=True)
-    states = {
-        index for index, layer in enumerate(DynamicCache(config=text).layers)
-        if hasattr(layer, "conv_states")
-    }  # fmt: skip
+    layers = DynamicCache(config=text).layers
+    states = {index for index, layer in enumerate(layers) if hasattr(layer, "conv_states")}
     try:
         known = set(recurrent_rules(model))
     except ValueError as error:
@@ -85,7 +83,7 @@ def _obstacles(model: Any) -> Iterator[str]:
         stateful = getattr(model, "_is_stateful", False)
         if states - known or (not known and (stateful or not takes_any_cache(model))):
             yield " keeps a recurrent state in a way that is not written for trees"
-    kinds = [type(layer).__name__ for layer in DynamicCache(config=text).layers]
+    kinds = [type(layer).__name__ for layer in layers]
     for kind in kinds:
         if kind not in LAYERS:
             yield (
@@ -106,7 +104,7 @@ def _obstacles(model: Any) -> Iterator[str]:
     forward = inspect.signature(model.forward).parameters
     if CACHE not in forward:
         yield f".forward takes no {CACHE}: it has no KV cache"
-    attends = any(hasattr(layer, "keys") for layer in DynamicCache(config=text).layers)
+    attends = any(hasattr(layer, "keys") for layer in layers)
     if attends and "position_ids" not in forward and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 
@@ -130,6 +128,14 @@ def check_length(model: Any, length: int) -> None:
         )
 
 
+def checkpoints(model: Any) -> bool:
+    """Whether activations are recomputed in the backward pass."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) and module.training
+        for module in model.modules()
+    )
+
+
 @torch.no_grad()
 def check_cache_stays(model: Any) -> None:
     """Check that a model in training does not drop its cache for gradient checkpointing.
@@ -140,11 +146,7 @@ def check_cache_stays(model: Any) -> None:
     Raises:
         ValueError: it does.
     """
-    checkpointing = any(
-        getattr(module, "gradient_checkpointing", False) and module.training
-        for module in model.modules()
-    )
-    if checkpointing and not one_token(model).get_seq_length():
+    if checkpoints(model) and not one_token(model).get_seq_length():
         raise ValueError(
             f"{type(model).__name__} is in training mode with gradient checkpointing, in which it "
             "drops its cache: each token would be computed from the one before it alone. Call "

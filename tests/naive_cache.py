@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_spec.cache.buffers import ALIGNMENT
-from hf_spec.cache.convert import pack
+from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
 
@@ -67,7 +67,7 @@ class Pair:
         mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]  # padding on the left
         self.naive = NaiveCache(specs, rows)
         self.naive.accept(prompt, [row.nonzero()[:, 0].tolist() for row in mask])
-        self.cache = pack(dynamic(prompt), None if mask.all() else mask, capacity, "cpu")
+        self.cache = pack(dynamic(prompt), None if mask.all() else mask, capacity)
 
     def states(self, rows: int, nodes: int) -> list[tuple[Tensor, Tensor]]:
         """Random keys and values (batch, heads, nodes, dim) of every layer."""
@@ -153,6 +153,15 @@ def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | Non
         window = windows[layer] if windows else None
         cache.layers.append(DynamicSlidingWindowLayer(window) if window else DynamicLayer())
         cache.update(keys, values, layer)
+    return cache
+
+
+def pack(source: DynamicCache, mask: Tensor | None, capacity: int) -> TreeCache:
+    """The states of a prefill in a new cache."""
+    keys = (getattr(layer, "keys", None) for layer in source.layers)
+    rows = next(len(tensor) for tensor in keys if tensor is not None)
+    cache = TreeCache(len(source.layers), rows, "cpu")
+    take_over(cache, source, mask, capacity)
     return cache
 
 

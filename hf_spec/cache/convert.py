@@ -9,23 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from hf_spec.cache.buffers import aligned
-from hf_spec.cache.stock_states import fill
 from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.support import LAYERS
-
-
-def pack(
-    source: DynamicCache, mask: Tensor | None, capacity: int, device: torch.device | str,
-    front: int = 0,
-) -> TreeCache:  # fmt: skip
-    """Create a cache from the states of a prefill; see :func:`take_over`.
-
-    Args:
-        device: where ``lengths`` lives.
-    """
-    cache = TreeCache(len(source.layers), _rows(source), device)
-    take_over(cache, source, mask, capacity, front)
-    return cache
 
 
 def take_over(
@@ -105,28 +90,26 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
     """
     cache.count_appended()
     if cache.recurrent is not None:
-        fill(target.layers, cache.recurrent.states())
-    batch = len(cache.host_lengths)
-    if mask is None:
-        seq = cache.max_length
-        index = None
-    else:
-        seq = mask.shape[1]
-        index = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        for (kind, place, number), state in cache.recurrent.states():
+            stock = target.layers[place]
+            if kind == "conv":
+                stock.has_previous_state[number] = False
+                stock.update_conv_state(state, number)
+            else:
+                stock.update_recurrent_state(state, number)
+    seq = cache.max_length if mask is None else mask.shape[1]
     for own, layer in zip(cache.layers, target.layers):
         if not own.is_initialized or not (layer.keys is None or layer.values is None):
             continue
         states = {}
         for name in own.with_front:
             tensor = getattr(own, name)
-            if mask is None or index is None:
-                full = tensor[:, :, :seq].clone()
+            if mask is None:
+                states[name] = tensor[:, :, :seq].clone()
             else:
-                where = index.to(tensor.device)[:, None, :, None]
-                shape = (batch, tensor.shape[1], seq, tensor.shape[3])
-                full = tensor.gather(2, where.expand(shape))
-                full = full * mask.to(tensor.device)[:, None, :, None]
-            states[name] = full
+                held = mask.to(tensor.device)[:, None, :, None]
+                where = (held.long().cumsum(2) - 1).clamp(min=0)
+                states[name] = tensor.take_along_dim(where, 2) * held
         if not layer.is_initialized:
             layer.lazy_initialization(states["keys"], states["values"])
         if (index_keys := states.pop("indexer_keys", None)) is not None:
@@ -158,12 +141,12 @@ def check_packable(cache: Cache) -> None:
         )
     for layer in cache.layers:
         # Subclasses of the dynamic layer not named there quantize or compress.
-        if type(layer).__name__ not in LAYERS or "Static" in type(layer).__name__:
-            static = "Static" in type(layer).__name__
-            asks = " For compiled steps give cache_implementation='static' instead." * static
+        name = type(layer).__name__
+        if name not in LAYERS:
+            static = " For compiled steps give cache_implementation='static' instead."
             raise ValueError(
-                f"the given cache has a layer of type {type(layer).__name__}: rows cannot be "
-                f"rolled back there. {remedy}{asks}"
+                f"the given cache has a layer of type {name}: rows cannot be rolled back there. "
+                f"{remedy}{static if 'Static' in name else ''}"
             )
     lengths = {
         layer.keys.shape[2] for layer in cache.layers
@@ -187,11 +170,6 @@ def _held(layer: Any) -> dict[str, Tensor]:
     return held
 
 
-def _rows(cache: DynamicCache) -> int:
-    keys = (getattr(layer, "keys", None) for layer in cache.layers)
-    return next(tensor.shape[0] for tensor in keys if tensor is not None)
-
-
 def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> None:
     """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
 
@@ -201,8 +179,6 @@ def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> 
     if order is None:
         target[:, :, dropped:seq] = source
         return
-    slots = order.to(source.device) - dropped
-    index = slots.clamp(min=0)[:, None, :, None]
-    shape = (source.shape[0], source.shape[1], slots.shape[1], source.shape[3])
-    packed = source.gather(2, index.expand(shape))
-    target[:, :, : slots.shape[1]] = packed * (slots >= 0)[:, None, :, None]
+    slots = (order.to(source.device) - dropped)[:, None, :, None]
+    packed = source.take_along_dim(slots.clamp(min=0), 2)
+    target[:, :, : slots.shape[2]] = packed * (slots >= 0)

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_spec.cache.stock_states import Place, stock_states
 from hf_spec.core.transfer import sent
 from modeling_patches.recurrences import CONV, Kept, Rule, Step
+
+#: ``conv`` or ``rule``, the layer, and the number of the state in it.
+Place = tuple[str, int, int]
 
 
 class Version(NamedTuple):
@@ -57,7 +59,7 @@ class RecurrentStates:
         batch_size: number of rows.
 
     Attributes:
-        visible: which nodes each node of the open block sees; None outside a block.
+        visible: which nodes each node of the last block sees.
         plain: whether the running forward is one token per row, for which layers run their own
             code on copies of the states.
         beside_keys: whether any layer of the model has keys.
@@ -69,7 +71,7 @@ class RecurrentStates:
         self.rules = rules
         self.groups: list[list[Place]] = []
         self.version = Version([0] * batch_size, [])
-        self.visible: Tensor | None = None
+        self.visible = torch.empty(0, device="cpu")
         self.plain = False
         self._steps: dict[torch.device, Step] = {}
         self._kept: dict[Place, list[Kept]] = {}
@@ -123,7 +125,6 @@ class RecurrentStates:
     @property
     def step(self) -> Step:
         """The open block, on the running layer's device."""
-        assert self.visible is not None
         device = self._device
         if device not in self._steps:
             self._steps[device] = Step(self.visible.to(device), False if self._traced else None)
@@ -131,14 +132,13 @@ class RecurrentStates:
 
     def narrow(self, rows: Tensor) -> None:
         """Keep only these nodes, ``(batch, n)``, in the layers that are yet to run."""
-        assert self.visible is not None
         rows = rows.to(self.visible.device)
         some = self.visible.gather(1, rows[:, :, None].expand(-1, -1, self.visible.shape[2]))
         self.visible = some.gather(2, rows[:, None].expand(-1, rows.shape[1], -1))
         self._steps = {}
         self._narrowed = set(self._index) - set(self._kept)
 
-    def run_next(self, layer: int, number: int) -> None:
+    def run_next(self, layer: int, number: int = 0) -> None:
         """The rules that run next are those of this layer and state."""
         self._running, self._calls = (layer, number), 0
 
@@ -162,27 +162,19 @@ class RecurrentStates:
         """What a plain step makes of a recurrent state."""
         self._kept["rule", layer, number] = [{"state": state}]
 
-    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
-        """See :class:`modeling_patches.linear_attention.States`."""
-        place = self._place(rule)
-        kept = self._kept.get(place, ())
+    def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See :class:`modeling_patches.inline_recurrences.States`."""
+        place, call = (rule.kind, *self._running), self._calls
         state = self._state(place)
         self._device = state.device
         if state.ndim > rule.state_ndim:  # a call per head
-            state = state[:, self._calls]
-        earlier = self.step.old and len(kept) > self._calls
-        return state, kept[self._calls] if earlier else None
-
-    def keep(self, rule: Rule, kept: Kept) -> None:
-        """See :class:`modeling_patches.linear_attention.States`."""
-        place = self._place(rule)
-        calls = self._kept.setdefault(place, [])
-        index = 0 if rule is CONV else self._calls
-        calls[index : index + 1] = [kept]
-        self._calls += rule is not CONV
-
-    def _place(self, rule: Rule) -> Place:
-        return ("conv" if rule is CONV else "rule", *self._running)
+            state = state[:, call]
+        kept = self._kept.get(place, [])
+        earlier = kept[call] if self.step.old and len(kept) > call else None
+        out, new = rule.run(state, self.step, earlier, *args, **kwargs)
+        self._kept[place] = [*kept[:call], new, *kept[call + 1 :]]
+        self._calls += rule.kind == "rule"
+        return out, state
 
     def _rule(self, place: Place) -> Rule:
         return CONV if place[0] == "conv" else self.rules[place[1]]
@@ -216,7 +208,6 @@ class RecurrentStates:
         last = Committed(start, self._kept, path, self._narrowed, narrowed)
         lengths = [length + count for length, count in zip(before, counts)]
         self._last, self.version = last, Version(lengths, self._advanced(last, counts))
-        self.visible = None
 
     def _advanced(self, last: Committed, counts: Sequence[int]) -> list[Tensor]:
         """The states after so many nodes of each row's path."""
@@ -259,18 +250,13 @@ class RecurrentStates:
             parts.append(rule.advance(state, flat, paths, counts).unflatten(0, states.shape[:2]))
         return torch.stack(parts, 2) if split else parts[0]
 
-    def rollback(self) -> None:
-        """Close the block; the states stay."""
-        self.visible = None
-
     def repair(self, lengths: list[int]) -> list[int]:
-        """Close the block, and make the states those of these lengths after an exception, which
-        may have left the keys' lengths behind.
+        """Make the states those of these lengths after an exception, which may have left the keys'
+        lengths behind.
 
         Returns:
             The lengths that keys and states have then.
         """
-        self.visible = None
         last = self._last
         if not self.groups or self.version.lengths == lengths:
             return lengths
@@ -376,6 +362,15 @@ class RecurrentStates:
                 names = ("state",) if self.plain else rule.keeps
                 for call in range(tensor.shape[2] if split else 1):
                     yield from ((place, call, name) for name in names)
+
+
+def stock_states(layers: Sequence[Any]) -> Iterator[tuple[Place, Tensor]]:
+    """The states of Transformers' cache layers, ``(batch, ...)`` each."""
+    for index, layer in enumerate(layers):
+        for kind, name in (("conv", "conv_states"), ("rule", "recurrent_states")):
+            for number, state in (getattr(layer, name, None) or {}).items():
+                if state is not None:
+                    yield (kind, index, number), state
 
 
 def _selected(version: Version, rows: Sequence[int]) -> Version:

@@ -44,13 +44,10 @@ class StatefulCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of a convolution; None in a block, whose nodes run by other rules."""
-        return self._state("conv", layer_idx, state_idx)
+        return self._in_block().copy("conv", layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._state("rule", layer_idx, state_idx)
-
-    def _state(self, kind: str, layer: int, number: int) -> Tensor | None:
-        return self._in_block().copy(kind, layer, number)
+        return self._in_block().copy("rule", layer_idx, state_idx)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any

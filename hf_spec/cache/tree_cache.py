@@ -33,8 +33,8 @@ from modeling_patches.recurrences import Rule
 class TreeCache(StatefulCache):
     """One preallocated cache for speculative decoding.
 
-    Create it with :func:`hf_spec.cache.convert.pack` after a prefill, or empty. In an empty cache,
-    the first block sets the layers' shapes.
+    After a prefill, :func:`hf_spec.cache.convert.take_over` fills it. If it stays empty, the first
+    block sets the layers' shapes.
 
     Attributes:
         states: what its attention layers hold.
@@ -211,25 +211,21 @@ class TreeCache(StatefulCache):
         """
         if self.states.is_empty and any(layer.is_initialized for layer in self.layers):
             self.states.join()
-        places = path
-        if path is not None and slots is not None:
-            places = slots.gather(1, path.to(slots.device))
-        if self.recurrent is not None:
-            given = torch.arange(max(max(counts), 1), device=self.lengths.device)
-            given = given.expand(self.batch_size, -1)
-            if path is None or places is None:
-                path = places = given
-            self.recurrent.commit(self.host_lengths, counts, places, path)
-        if places is not None and not moved and not self.states.is_empty:
-            self.states.move(self.lengths, places)
+        if path is None and self.recurrent is not None:
+            moved, path = True, torch.arange(max(*counts, 1), device=self.lengths.device)
+            path = path.expand(self.batch_size, -1)
+        if path is not None:
+            places = path if slots is None else slots.gather(1, path.to(slots.device))
+            if self.recurrent is not None:
+                self.recurrent.commit(self.host_lengths, counts, places, path)
+            if not moved and not self.states.is_empty:
+                self.states.move(self.lengths, places)
         self.block = None
         self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
 
     def rollback(self) -> None:
         """Close the block and discard all of its nodes."""
         self.block = None
-        if self.recurrent is not None:
-            self.recurrent.rollback()
 
     def repair(self) -> None:
         """Close the block, and rebuild what an exception may have left half done."""

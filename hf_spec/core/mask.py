@@ -1,21 +1,14 @@
-"""Attention masks: that of a tree, and small predicates for what else limits attention.
+"""Attention masks: that of a tree, and what else limits attention, to be joined by ``&``.
 
-A predicate answers "may this query token see this key slot?". It is called with three index tensors
-that broadcast against each other, ``row`` (batch, 1, 1), ``query`` (1, query, 1) and ``slot``
-(1, 1, key), and returns a boolean tensor that broadcasts to (batch, query, key). Slots are places
-in the cache, whose row ``r`` holds ``lengths[r]`` accepted tokens followed by the nodes of the
-tree. A method that needs another rule adds a predicate.
+Each is ``(batch, 1, query, key)`` bool, True = attend. Keys are slots of the cache, whose row ``r``
+holds ``lengths[r]`` accepted tokens followed by the nodes of the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def tree(ancestors: Tensor, lengths: Tensor, keys: int) -> Tensor:
@@ -37,33 +30,17 @@ def tree(ancestors: Tensor, lengths: Tensor, keys: int) -> Tensor:
     return seen.gather(2, column)[:, None]
 
 
-def prefix(lengths: Tensor) -> Predicate:
-    """Slots of the accepted prefix. ``lengths``: (batch,)."""
-    return lambda row, query, slot: slot < lengths[row]
-
-
-def window(size: int, query_positions: Tensor, key_positions: Tensor) -> Predicate:
+def window(size: int, queries: Tensor, keys: Tensor) -> Tensor:
     """Keys fewer than ``size`` positions back, as in sliding-window attention.
 
-    ``query_positions``: (batch, query), ``key_positions``: (batch, key), both token positions.
+    ``queries``: (batch, query), ``keys``: (batch, key), both token positions.
     """
-    return lambda row, query, slot: query_positions[row, query] - key_positions[row, slot] < size
+    return queries[:, None, :, None] - keys[:, None, None] < size
 
 
-def chunk(size: int, query_positions: Tensor, key_positions: Tensor) -> Predicate:
+def chunk(size: int, queries: Tensor, keys: Tensor) -> Tensor:
     """Keys of the query's own chunk of ``size`` positions, as in chunked attention.
 
-    ``query_positions``: (batch, query), ``key_positions``: (batch, key), both token positions.
+    ``queries``: (batch, query), ``keys``: (batch, key), both token positions.
     """
-    queries, keys = query_positions // size, key_positions // size
-    return lambda row, query, slot: queries[row, query] == keys[row, slot]
-
-
-def build(
-    predicate: Predicate, batch: int, queries: int, keys: int, device: torch.device
-) -> Tensor:
-    """Evaluate a predicate everywhere: (batch, 1, query, key) bool, True = attend."""
-    row = torch.arange(batch, device=device)[:, None, None]
-    query = torch.arange(queries, device=device)[None, :, None]
-    slot = torch.arange(keys, device=device)[None, None, :]
-    return predicate(row, query, slot).expand(batch, queries, keys)[:, None]
+    return queries[:, None, :, None] // size == keys[:, None, None] // size

@@ -72,10 +72,11 @@ class Acceptance:
         if self.matches(tree):
             return verify.match(tree, verify.likeliest(logits))
         stateful = bool(self.scorer.stateful)
-        if stateful and self.scorer.eos:
+        eos = self.scorer.sequences.eos
+        if stateful and eos:
             # Plain generation calls no processor for a row that has ended. The end itself is still
             # emitted, as the token after its parent.
-            tree = tree.without(list(self.scorer.eos))
+            tree = tree.without(list(eos))
         self.recorded = []
         active = sent(unfinished, logits.device)
         if self.options.acceptance == "typical":

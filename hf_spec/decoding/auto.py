@@ -15,7 +15,7 @@ from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.decoding.config import AUTO, StoredOptions
-from hf_spec.methods.registry import methods
+from hf_spec.methods.registry import Method, methods
 
 #: What works with every model, and needs nothing.
 LOOKUPS = "prompt_lookup"
@@ -53,30 +53,31 @@ def choose(model: Any, assistant: Any = None) -> Choice:
         name = next(name for name, method in methods().items() if method.needs_assistant)
         return Choice(name, "the call has an assistant model")
     passed: dict[str, str] = {}
+
+    def adapter_of(method: Method) -> ActiveAdapter | None:
+        return None if method.peft_type is None else find_active(model, method.peft_type)
+
+    def with_adapter(name: str, own: ActiveAdapter) -> Choice:
+        return Choice(name, f"its adapter {own.name!r} is active", _stored(own, name), passed)
+
     for name, method in methods().items():
         if method.included is not None:
-            own = None if method.peft_type is None else find_active(model, method.peft_type)
+            own = adapter_of(method)
             if own is not None:
-                reason = f"its adapter {own.name!r} is active"
-                return Choice(name, reason, _stored(own, name), passed)
+                return with_adapter(name, own)
             obstacle = _obstacle(model, name, method.included)
             if obstacle is None:
                 return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
             passed[name] = obstacle
-    active = {}
-    for name, method in methods().items():
-        if method.peft_type is not None:
-            found = find_active(model, method.peft_type)
-            if found is not None:
-                active[name] = found
+    found = {name: adapter_of(method) for name, method in methods().items()}
+    active = {name: own for name, own in found.items() if own is not None}
     if len(active) > 1:
         raise ValueError(
             f"assistant_strategy={AUTO!r}: adapters of {', '.join(active)} are active. Name one "
             "of these strategies, or activate one adapter with model.set_adapter(...)."
         )
     for name, adapter in active.items():
-        reason = f"its adapter {adapter.name!r} is active"
-        return Choice(name, reason, _stored(adapter, name), passed)
+        return with_adapter(name, adapter)
     return Choice(LOOKUPS, "it needs no adapter, and none is active", passed=passed)
 
 

@@ -47,13 +47,10 @@ def may_shrink(model: Any, model_kwargs: dict[str, Any], batch_size: int) -> boo
     Args:
         model_kwargs: further arguments of its forwards.
     """
-    grouped = (value for value in model_kwargs.values() if isinstance(value, (list, tuple, dict)))
-    return not any(grouped) and not _hooks_know_rows(model, batch_size)
-
-
-def _hooks_know_rows(model: Any, batch_size: int) -> bool:
-    """Whether a hook gives modules a value per batch row, as PEFT's for ``adapter_names`` do."""
-    return any(
+    if any(isinstance(one, (list, tuple, dict)) and one for one in model_kwargs.values()):
+        return False
+    # Hooks may have a value per batch row, as PEFT's for ``adapter_names`` do.
+    return not any(
         (isinstance(value, (list, tuple)) and len(value) == batch_size)
         or (isinstance(value, Tensor) and value.shape[:1] == (batch_size,))
         for module in model.modules()

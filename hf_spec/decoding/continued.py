@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.decoding.handover import Handover
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.appending import CHUNK, RECURRENT_CHUNK, End, append
+from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
@@ -87,13 +87,13 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> End:
+def extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> Prefilled:
     """Append each row's new tokens to a continued TreeCache."""
     cache = target.cache
     if followers(target.model):
         target.reach = Reach(target.model, [1] * len(rows))
         target.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
-    return append(target, rows, CHUNK if cache.recurrent is None else RECURRENT_CHUNK, group)
+    return append(target, rows, group)
 
 
 def reach_of(target: Target, width: int) -> Reach | None:
@@ -130,6 +130,6 @@ def catch_up(state: DecodeState) -> None:
         rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
         cache.truncate([0 if now else length for length, now in zip(lengths, due)])
         target.reach.least = least
-        append(target, rows, CHUNK)
+        append(target, rows)
         target.reach.least = 0
         target.reach.renewed(lengths)

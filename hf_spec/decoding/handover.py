@@ -41,6 +41,7 @@ class Handover:
         history: tokens of each row that the cache holds before those of ``sequences``; None if they
             are unknown.
         start: lengths of the rows after the prompt; None while it runs.
+        wanted: whether the cache is returned, so that finished rows must stay in it.
     """
 
     def __init__(
@@ -57,17 +58,12 @@ class Handover:
         # generate() creates a cache if the caller passed none; only the caller's is filled again.
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self._target: DynamicCache | None = given if callers else None
-        self._wanted = returned or callers or isinstance(given, TreeCache)
+        self.wanted = returned or callers or isinstance(given, TreeCache)
         #: The layers before the prompt. Layers replace their keys, so these stay valid; recurrent
         #: states are copied.
         self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
         self._mask: Tensor | None = None
         self._done = False
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether finished rows must stay in the cache, as it is returned."""
-        return self._wanted
 
     def take_over(
         self, source: DynamicCache, mask: Tensor | None, capacity: int, front: int, logits: Tensor
@@ -102,7 +98,7 @@ class Handover:
 
     def begin(self, cache: TreeCache) -> None:
         """Note that the call's cache holds the prompt, to which it may be cut later."""
-        if cache.recurrent is not None and self._wanted:
+        if cache.recurrent is not None and self.wanted:
             cache.recurrent.remember()
         self.start = cache.host_lengths
 
@@ -133,14 +129,14 @@ class Handover:
                 vars(layer).clear()
                 vars(layer).update(state)
             del self._target.layers[len(self._before) :]
-        elif self.cache is not None and self._wanted and not self._done:
+        elif self.cache is not None and self.wanted and not self._done:
             self._give_back(self.cache)
             self._done = True
         return self.cache if self._target is None else self._target
 
     def release(self) -> list[Tensor]:
         """The buffers of a cache that is not returned, once the call is over; else none."""
-        kept = isinstance(self.given, TreeCache) or (self._wanted and self._target is None)
+        kept = isinstance(self.given, TreeCache) or (self.wanted and self._target is None)
         return [] if kept or self.cache is None else self.cache.states.release()
 
     def _give_back(self, cache: TreeCache) -> None:
@@ -187,10 +183,7 @@ def _state_of(layer: Any) -> dict[str, Any]:
 
     def own(value: Any) -> Any:
         if isinstance(value, dict):
-            return {
-                number: one.clone() if isinstance(one, Tensor) else one
-                for number, one in value.items()
-            }
+            return {key: x.clone() if isinstance(x, Tensor) else x for key, x in value.items()}
         return value
 
     return {name: own(value) for name, value in vars(layer).items()}

@@ -193,9 +193,8 @@ def _asked(
                 "is_first_iteration": first, **given},
     )  # fmt: skip
     # ``generate`` adds an empty dictionary of encoders' outputs to calls that have no image.
-    others = {k: value for k, value in inputs.items() if k not in _MADE and not _is_empty(value)}
+    others = {
+        name: value for name, value in inputs.items()
+        if name not in _MADE and value is not None and not (isinstance(value, dict) and not value)
+    }  # fmt: skip
     return inputs.get("position_ids"), others
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and not value)

@@ -27,6 +27,7 @@ from hf_spec.decoding.strict import check_strict, check_strict_call
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
+from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.ranks import Ranks
@@ -78,13 +79,8 @@ def decode(
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
 
-    handover = Handover(
-        cache_in(model_kwargs),
-        sequences,
-        returns_dict,
-        graphs.allocate if graphs else zeros,
-        recurrent_rules(model),
-    )
+    allocate, rules = graphs.allocate if graphs else zeros, recurrent_rules(model)
+    handover = Handover(cache_in(model_kwargs), sequences, returns_dict, allocate, rules)
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
         with watch.phase("forward"):
@@ -103,7 +99,8 @@ def decode(
         )  # fmt: skip
 
         context, device = max(prompt).bit_length(), str(model.device)
-        policy = strategy.policy(stats, (len(prompt), context, device), target.width)
+        setting = len(prompt), context, device
+        policy = StepPolicy(stats, strategy.learned, setting, strategy.timed, target.width)
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, sequences, watch, handover.ends)
         steps.first(prefilled)
@@ -114,7 +111,7 @@ def decode(
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes.all(drafter.num_probes, strategy.lookup)
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
-        rows_stay = handover.keeps_rows or strategy.strict or state.batch_size == 1
+        rows_stay = handover.wanted or strategy.strict or state.batch_size == 1
         shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)
         prompt_seconds = watch.step()
 

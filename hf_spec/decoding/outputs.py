@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
+from modeling_patches.modules import unwrapped
 
 
 @dataclass
@@ -32,11 +32,5 @@ def last_stats(model: nn.Module) -> SpecStats | None:
     Args:
         model: the model, or a PEFT or ``torch.compile`` wrapper around it.
     """
-    outer: Any = model
-    while outer is not None:
-        stats: SpecStats | None = memory(outer).get(SpecStats)
-        if stats is not None:
-            return stats
-        inner = getattr(outer, "_orig_mod", None)
-        outer = inner or (outer.get_base_model() if hasattr(outer, "get_base_model") else None)
-    return None
+    stats: SpecStats | None = memory(unwrapped(model)).get(SpecStats)
+    return stats

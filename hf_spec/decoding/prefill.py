@@ -9,7 +9,6 @@ short prompt the same way if the strategy has probes, which run under the prompt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,11 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from hf_spec.cache.convert import check_packable, with_layers
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.transfer import sent
-from hf_spec.core.verify import StepResult
 from hf_spec.decoding.continued import extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.appending import append
+from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
@@ -49,40 +46,6 @@ TAKES_MASKS = ("eager", "sdpa")
 
 #: Slots allocated after the prompt at first; more are added by doubling.
 RESERVE = 512
-
-
-@dataclass
-class Prefilled:
-    """State after the prompt.
-
-    Attributes:
-        target: runs trees over ``target.cache``.
-        logits: ``(batch, vocab)`` after the last prompt token.
-        hidden: what the drafter reads of the prompt, see :meth:`Drafter.advance`; None if nothing.
-        following: of each row, the prompt's tokens after the first one whose state is read; none
-            where only the last one's is read.
-        num_probes: probes of the last token.
-    """
-
-    target: Target
-    logits: Tensor
-    hidden: Tensor | None
-    following: list[list[int]]
-    num_probes: int = 0
-
-    def committed(self, result: StepResult) -> StepResult:
-        """The prompt as the result of a step.
-
-        Args:
-            result: of a step whose tree was the prompt's last token.
-        """
-        most, device = max(map(len, self.following)), result.tokens.device
-        counts = sent([len(row) + 1 for row in self.following], device)
-        rows = [row + [0] * (most + 1 - len(row)) for row in self.following]
-        tokens = sent(rows, device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
-        path = torch.arange(most + 1, device=device).expand(len(rows), -1)
-        probes = torch.full_like(counts, self.num_probes)
-        return StepResult(path, counts, tokens, probes, counts - 1, result.bonus)
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -145,8 +108,8 @@ def prefill(
         if graphs is not None:
             make = partial(CompiledTarget, graphs=graphs)
         return make(
-            model, cache, limit, shift if len(shift) > 1 else shift[0], padding, later.others,
-            later.per_token, probe_inputs, reads, packed,
+            model, cache, limit, shift, padding, later.others, later.per_token, probe_inputs,
+            reads, packed,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")
@@ -155,15 +118,13 @@ def prefill(
         cache, rows = given, new_tokens(handover, mask, config, model)
         first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
-        target = make_target(cache, cache.lengths + counts, later)
-        end = extend(target, rows, group)
+        found = extend(make_target(cache, cache.lengths + counts, later), rows, group)
     elif group is not None and not strict and _rides(model, config, model_kwargs, handover, first):
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
         cache.states.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
-        target = make_target(cache, lengths, later)
-        end = append(target, rows, RIDING, group)
+        found = append(make_target(cache, lengths, later), rows, group, RIDING)
         handover.adopt(cache, real)
     else:
         if given is not None:
@@ -174,23 +135,24 @@ def prefill(
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
-        end = outputs.logits[:, -1], *_read(reads, chunks, input_ids, real), 0
+        logits = outputs.logits[:, -1]
         source = with_layers(cache_in(outputs))
         check_packable(source)
         width = sequences.width if mask is None else mask.shape[1]
         capacity = max(width, sequences.width) + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
-        cache = handover.take_over(source, real, capacity, front, end[0])
+        cache = handover.take_over(source, real, capacity, front, logits)
         later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(first.once(later))
         cache.generated = first.changed(later)
         target = make_target(cache, cache.lengths, later)
+        found = Prefilled(target, logits, *_read(reads, chunks, input_ids, real))
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]
     cache.padding = padding_before(columns, cache.host_lengths)
-    target.reach = reach_of(target, input_ids.shape[1])
-    return Prefilled(target, *end)
+    found.target.reach = reach_of(found.target, input_ids.shape[1])
+    return found
 
 
 def _rides(

@@ -74,11 +74,6 @@ class Scorer:
         self._logits: Tensor | None = None
 
     @property
-    def eos(self) -> set[int]:
-        """Tokens that end a row."""
-        return self.sequences.eos
-
-    @property
     def trivial(self) -> bool:
         """Whether scores are just the logits."""
         return len(self.processors) == 0

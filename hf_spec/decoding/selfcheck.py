@@ -153,14 +153,9 @@ class _Trial:
         sequences = Sequences(self.prompt, self.mask.bool(), until(2 * _PROMPT))
         handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(model))
         with as_before(model):
+            wanted = Reads("last" if reads else None)
             target = prefill(
-                model,
-                self.prompt,
-                self.config,
-                inputs,
-                handover,
-                drafter,
-                Reads("last" if reads else None),
+                model, self.prompt, self.config, inputs, handover, drafter, wanted
             ).target
             if target.cache.max_length != _PROMPT:
                 raise ValueError(

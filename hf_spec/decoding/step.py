@@ -14,11 +14,11 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.continued import catch_up
-from hf_spec.decoding.prefill import Prefilled
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
 from hf_spec.drafting.state import DecodeState
+from hf_spec.model.appending import Prefilled
 from hf_spec.model.hidden_states import Reads, states_at
 from hf_spec.model.target import Output
 from hf_spec.policy.step_policy import StepPolicy

@@ -10,7 +10,6 @@ from transformers import GenerationConfig
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.memory import recall
-from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
@@ -21,7 +20,6 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for
-from hf_spec.policy.step_policy import StepPolicy
 
 
 @dataclass
@@ -87,14 +85,6 @@ class Strategy:
         """Whether the output equals plain generation's bit for bit."""
         return self.options.exact == STRICT
 
-    def policy(self, stats: SpecStats, setting: tuple[int, int, str], width: Any) -> StepPolicy:
-        """The policy that decides how much to draft, with what earlier calls have learned.
-
-        Args:
-            setting, width: see :class:`StepPolicy`.
-        """
-        return StepPolicy(stats, self.learned, setting, self.timed, width)
-
     @property
     def learned(self) -> Learned:
         """What earlier calls have learned, or at first what ``hf-spec tune`` has saved."""
@@ -126,12 +116,10 @@ def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[b
 
 def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
     """The method's active adapter, on which acceptance depends."""
-    if method.adapter_config is None:
-        return None
-    found = None
-    with suppress(ValueError):  # several are active; the drafter raises if that is a problem
-        found = find_active(model, method.adapter_config.type_name)
-    return found
+    if method.peft_type is not None:
+        with suppress(ValueError):  # several are active; the drafter raises if that is a problem
+            return find_active(model, method.peft_type)
+    return None
 
 
 def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedWeights | None:

@@ -14,20 +14,12 @@ from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_cache_stays, check_model
 
-#: Options of other decoding modes, with the values that turn them off.
-_OTHER_MODES = {
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "low_memory": None,
-    "prompt_lookup_num_tokens": None,
-    "assistant_early_exit": None,
-    "assistant_ensemble_weight": None,
-    "use_mtp": None,
-    "speculation_type": None,
-    "constraints": None,
-    "force_words_ids": None,
-    "num_beam_groups": 1,
-}
+#: Options of other decoding modes.
+_OTHER_MODES = (
+    "penalty_alpha", "dola_layers", "low_memory", "prompt_lookup_num_tokens",
+    "assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type",
+    "constraints", "force_words_ids",
+)  # fmt: skip
 
 
 def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -49,13 +41,13 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
         raise ValueError(f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}")
 
     leave = "Leave one of the two out."
-    if (config.num_beams or 1) > 1:
-        refuse(
-            "num_beams", config.num_beams, "beam search keeps several hypotheses per row.", leave
-        )
-    for option, off in _OTHER_MODES.items():
+    for option in ("num_beams", "num_beam_groups"):
         value = getattr(config, option, None)
-        if value is not None and value != off and value is not False:
+        if (value or 1) > 1:
+            refuse(option, value, "beam search keeps several hypotheses per row.", leave)
+    for option in _OTHER_MODES:
+        value = getattr(config, option, None)
+        if value is not None and value is not False:
             refuse(option, value, "it names another decoding method.", leave)
     if method.needs_assistant or assistant is not None:
         method.make_drafter(model, options, assistant)

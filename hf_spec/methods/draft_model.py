@@ -23,7 +23,7 @@ from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.options import key_of
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import Method
-from hf_spec.model.appending import CHUNK, RECURRENT_CHUNK, append
+from hf_spec.model.appending import append
 from hf_spec.model.hidden_states import Reads, taken
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
@@ -88,9 +88,8 @@ class DraftModelDrafter(ForwardDrafter):
         )
         new = [row for row, tokens in enumerate(rows) if tokens]
         if new:  # finished sequences have none
-            chunk = CHUNK if target.cache.recurrent is None else RECURRENT_CHUNK
             assert self._logits is not None
-            self._logits[new] = append(target, rows, chunk)[0]
+            self._logits[new] = append(target, rows).logits
 
     def _prompt(self, state: DecodeState) -> Target:
         """The assistant after the text so far, which runs as Transformers runs a prompt."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
 from hf_spec.model.target import Target
 
 #: New tokens per forward; bounds the size of the explicit mask.
@@ -15,23 +19,57 @@ CHUNK = 256
 #: The same with recurrent layers, some of whose rules hold a vector for each pair of tokens.
 RECURRENT_CHUNK = 64
 
-#: What a prompt's forward returns: the attributes of :class:`Prefilled` after ``target``.
-End = tuple[Tensor, Tensor | None, list[list[int]], int]
+
+@dataclass
+class Prefilled:
+    """State after the prompt.
+
+    Attributes:
+        target: runs trees over ``target.cache``.
+        logits: ``(batch, vocab)`` after the last prompt token.
+        hidden: what the drafter reads of the prompt, see :meth:`Drafter.advance`; None if nothing.
+        following: of each row, the prompt's tokens after the first one whose state is read; none
+            where only the last one's is read.
+        num_probes: probes of the last token.
+    """
+
+    target: Target
+    logits: Tensor
+    hidden: Tensor | None
+    following: list[list[int]]
+    num_probes: int = 0
+
+    def committed(self, result: StepResult) -> StepResult:
+        """The prompt as the result of a step.
+
+        Args:
+            result: of a step whose tree was the prompt's last token.
+        """
+        most, device = max(map(len, self.following)), result.tokens.device
+        counts = sent([len(row) + 1 for row in self.following], device)
+        rows = [row + [0] * (most + 1 - len(row)) for row in self.following]
+        tokens = sent(rows, device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
+        path = torch.arange(most + 1, device=device).expand(len(rows), -1)
+        probes = torch.full_like(counts, self.num_probes)
+        return StepResult(path, counts, tokens, probes, counts - 1, result.bonus)
 
 
 def append(
-    target: Target, rows: list[list[int]], at_once: int, group: ProbeGroup | None = None
-) -> End:
+    target: Target, rows: list[list[int]], group: ProbeGroup | None = None,
+    at_once: int | None = None,
+) -> Prefilled:  # fmt: skip
     """Forward and keep new tokens after each row; their number may differ between rows.
 
     Args:
-        at_once: tokens per row in one target.
         group: probes that run under the last token of each row.
+        at_once: most tokens per row in one forward.
 
     Returns:
         The outputs at the last tokens of the rows that have new tokens.
     """
     cache, device, reads = target.cache, target.cache.lengths.device, target.reads
+    if at_once is None:
+        at_once = CHUNK if cache.recurrent is None else RECURRENT_CHUNK
     logits: dict[int, Tensor] = {}
     hidden: dict[int, Tensor] = {}
     chunks: list[Tensor] = []
@@ -64,6 +102,7 @@ def append(
     count = 0 if group is None else len(group)
     stacked = torch.stack([logits[row] for row in sorted(logits)])
     if chunks:
-        return stacked, torch.cat(chunks, dim=1), [row[1:] for row in rows], count
+        following = [row[1:] for row in rows]
+        return Prefilled(target, stacked, torch.cat(chunks, dim=1), following, count)
     kept = torch.stack([hidden[row] for row in sorted(hidden)]) if hidden else None
-    return stacked, kept, [[] for _ in rows], count
+    return Prefilled(target, stacked, kept, [[] for _ in rows], count)

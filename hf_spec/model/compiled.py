@@ -4,8 +4,7 @@ to step as its inputs."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +21,11 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Output, Pass, Target
 from modeling_patches.per_call import Changes
 
-#: Names of a forward's own variables; see :meth:`CompiledTarget.variables`.
-_SHIFT, _LAST, _AXES, _PADDING = "/shift", "/last", "/axes", "/padding"
-_PROBES, _SEEN = "/probes", "/front_seen"
-#: Before the names of inputs with one value per token.
-_TOKEN = "/token/"
+#: Attributes of a target that differ between calls: tensors, or values by name.
+_VARIABLES = (
+    "position_shift", "last_position", "padding", "axes", "probe_embeddings", "front_seen",
+    "model_kwargs", "per_token",
+)  # fmt: skip
 #: Least number of nodes, padding included, of a tree that is forwarded in parts.
 PARTS = 64
 
@@ -55,14 +54,13 @@ class CompiledTarget(Target):
         return bucket(tokens) + bucket(probes)
 
     def step(
-        self, call: Callable[..., Any], tree: Tree, first: int, keys: int,
-        changes: Changes | None, match: bool,
-    ) -> Output:  # fmt: skip
+        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
+    ) -> Output:
         """By compiled code, where the accepted nodes of a ``match`` are then in the first slots
         after each row's tokens."""
         if first and self.cache.recurrent is not None:
             # What earlier forwards of the step have kept has no recurring size.
-            return super().step(call, tree, first, keys, changes, match)
+            return super().step(tree, first, keys, changes, match)
         if first:
             width = bucket(tree.num_tokens - first)
             padded = tree.padded(max(PARTS, bucket(first + width)), 0)
@@ -72,7 +70,7 @@ class CompiledTarget(Target):
         cache, graphs = self.cache, self.graphs
         cache.states.reserve(cache.max_length + first + width)
         buffers, parts = cache.tensors(), padded.tensors()
-        named, others = self.variables(tree.num_probes > 0)
+        named, others = self.variables()
         start = sent([first] if first else [], cache.lengths.device)
         small = [cache.lengths, *parts, *named.values(), start]
         # In code for each layer's buffer, which takes longer to compile than the forward, or after
@@ -83,14 +81,14 @@ class CompiledTarget(Target):
             given = iter(tensors)
             held = [next(given) for _ in buffers]
             lengths, rows = next(given), padded.with_tensors([next(given) for _ in parts])
-            variables = {name: next(given) for name in named}
+            variables = {place: next(given) for place in named}
             nodes = torch.arange(width, device=lengths.device)
             if first:
                 nodes = nodes + next(given)
             traced = cache.traced_with(held, lengths, lengths[:, None] + nodes, rows)
             own = self.traced_with(traced, variables)
             block = Block.of(rows, nodes if first else slice(None))
-            output = own.forward(call, rows, block, cache.capacity, changes)
+            output = own.forward(block, cache.capacity, changes)
             found = [output.logits] + ([] if output.hidden is None else [output.hidden])
             kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
             if not match:
@@ -101,7 +99,7 @@ class CompiledTarget(Target):
             return (*found, *result, *kept)
 
         def eager() -> tuple[Tensor, ...]:
-            output = self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
+            output = self.forward(Block.of(tree, slice(first, None)), keys, changes)
             return tuple(part for part in output[1:3] if part is not None)
 
         count, probes = tree.num_tokens - first, tree.num_probes
@@ -135,40 +133,32 @@ class CompiledTarget(Target):
             cache.recurrent.set_kept(kept)
         return Output(tree, logits, hidden, result)
 
-    def variables(self, probes: bool) -> tuple[dict[str, Tensor], Hashable]:
+    def variables(self) -> tuple[dict[tuple[str, str], Tensor], Hashable]:
         """What forwards read besides the tree and the KV cache.
 
-        Args:
-            probes: whether there are probes.
-
         Returns:
-            The tensors by name, which :meth:`traced_with` replaces, and a key of everything else.
+            The tensors by attribute and name, which :meth:`traced_with` replaces, and a key of
+            everything else.
         """
-        given = self.model_kwargs
-        named = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        others = tuple((name, repr(given[name])) for name in given if name not in named)
-        named |= {_TOKEN + name: value for name, value in self.per_token.items()}
-        named |= {_SHIFT: self.position_shift, _LAST: self.last_position}
-        named[_PADDING] = self.padding
-        if self.axes is not None:
-            named[_AXES] = self.axes
-        if probes and self.probe_inputs is not None and self.probe_embeddings is not None:
-            named[_PROBES] = self.probe_embeddings
-            if self.probe_inputs.front_seen is not None:
-                named[_SEEN] = self.probe_inputs.front_seen
-        return named, others
+        named: dict[tuple[str, str], Tensor] = {}
+        others = []
+        for attribute in _VARIABLES:
+            held = getattr(self, attribute)
+            for name, value in (held if isinstance(held, dict) else {"": held}).items():
+                if isinstance(value, Tensor):
+                    named[attribute, name] = value
+                else:
+                    others.append((attribute, name, repr(value)))
+        return named, tuple(others)
 
-    def traced_with(self, cache: TreeCache, variables: dict[str, Tensor]) -> CompiledTarget:
+    def traced_with(
+        self, cache: TreeCache, variables: dict[tuple[str, str], Tensor]
+    ) -> CompiledTarget:
         """The same with these cache and :meth:`variables`, as a graph sees them."""
-        own, given = copy.copy(self), dict(variables)
+        own = copy.copy(self)
         own._watching, own._prunes, own._pass = None, False, Pass()
         own.cache = cache
-        own.position_shift, own.last_position = given.pop(_SHIFT), given.pop(_LAST)
-        own.padding, own.axes = given.pop(_PADDING), given.pop(_AXES, None)
-        own.per_token = {name: given.pop(_TOKEN + name) for name in self.per_token}
-        own.probe_embeddings = given.pop(_PROBES, own.probe_embeddings)
-        if own.probe_inputs is not None:
-            seen = given.pop(_SEEN, own.probe_inputs.front_seen)
-            own.probe_inputs = replace(own.probe_inputs, front_seen=seen)
-        own.model_kwargs = {**self.model_kwargs, **given}
+        for (attribute, name), value in variables.items():
+            held = {**getattr(own, attribute), name: value} if name else value
+            setattr(own, attribute, held)
         return own

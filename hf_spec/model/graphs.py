@@ -134,10 +134,36 @@ class Graphs:
             cut: selects the wanted part of the function's results.
             static: number of leading inputs whose memory is the same in every call.
         """
-        graph = self.get(name, inputs)
-        if graph is None:
-            return self._first(name, function, inputs, plain, cut, static)
-        return self._call(graph, inputs, cut)
+        known = self.get(name, inputs)
+        if known is not None:
+            return self._call(known, inputs, cut)
+        expected, kept = plain(), self._kept
+        if self.obstacle is not None or (self._kind, name) in kept.refused:
+            return expected
+        with _COMPILING:
+            if self.get(name, inputs) is not None:  # another thread was faster
+                return expected
+            began = time.monotonic()
+            try:
+                with torch._inductor.config.patch(freezing=self.frozen):
+                    graph = self._compile(function, inputs, static)
+                    found = self._call(graph, inputs, cut)[: len(expected)]
+                problem = _difference(graph.tolerance, expected, found)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a model, tracer or compiler may raise anything
+                logger.debug("compiling %s", name, exc_info=True)
+                problem = f"{type(error).__name__}: {first_line(error)}"
+            self.made += 1
+            logger.info("compiled code no. %d, %.0f s", self.made, time.monotonic() - began)
+            if self.tell is not None:
+                self.tell(self.made)
+            if problem is None:
+                kept.graphs[self._key(name, inputs)] = graph
+            else:
+                kept.refused.add((self._kind, name))
+                self._warn(problem)
+        return plain()  # overwrites what the check has written
 
     def get(self, name: Hashable, inputs: Sequence[Tensor]) -> Graph | None:
         """The code for this key; None if there is none, or if it is for other weights."""
@@ -180,40 +206,6 @@ class Graphs:
     def _key(self, name: Hashable, inputs: Sequence[Tensor]) -> Hashable:
         return self._kind, name, tuple(map(_shape, inputs))
 
-    def _first(
-        self, name: Hashable, function: Function, inputs: Sequence[Tensor],
-        plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-        static: int,
-    ) -> Sequence[Tensor]:  # fmt: skip
-        """Compute the results without compiled code, and compile the code."""
-        expected, kept = plain(), self._kept
-        if self.obstacle is not None or (self._kind, name) in kept.refused:
-            return expected
-        with _COMPILING:
-            if self.get(name, inputs) is not None:  # another thread was faster
-                return expected
-            began = time.monotonic()
-            try:
-                with torch._inductor.config.patch(freezing=self.frozen):
-                    graph = self._compile(function, inputs, static)
-                    found = self._call(graph, inputs, cut)[: len(expected)]
-                problem = _difference(graph.tolerance, expected, found)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # a model, tracer or compiler may raise anything
-                logger.debug("compiling %s", name, exc_info=True)
-                problem = f"{type(error).__name__}: {first_line(error)}"
-            self.made += 1
-            logger.info("compiled code no. %d, %.0f s", self.made, time.monotonic() - began)
-            if self.tell is not None:
-                self.tell(self.made)
-            if problem is None:
-                kept.graphs[self._key(name, inputs)] = graph
-            else:
-                kept.refused.add((self._kind, name))
-                self._warn(problem)
-        return plain()  # overwrites what the check has written
-
     def _call(
         self, graph: Graph, inputs: Sequence[Tensor],
         cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
@@ -254,7 +246,7 @@ class Graphs:
             return captured
         for tensor in static:
             torch._dynamo.mark_static_address(tensor, guard=False)
-        options = {**self._options, "guard_filter_fn": _no_guards}
+        options = {**self._options, "guard_filter_fn": lambda guards: [False] * len(guards)}
         return torch.compile(
             captured, fullgraph=True, dynamic=False, backend=self._backend, options=options
         )
@@ -298,10 +290,6 @@ def _capturing() -> Iterator[None]:
     finally:
         log.disabled = disabled
         torch.clear_autocast_cache()
-
-
-def _no_guards(entries: Sequence[Any]) -> list[bool]:
-    return [False] * len(entries)
 
 
 def _shape(tensor: Tensor) -> Hashable:

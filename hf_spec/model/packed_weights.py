@@ -56,21 +56,19 @@ class PackedWeights:
 
     Args:
         linears: modules that are :func:`packable`.
+
+    Attributes:
+        packed: the contents of the weights that were packed.
     """
 
     def __init__(self, linears: list[nn.Linear]):
         self.linears = linears
-        self._state = self._contents()
+        self.packed = contents([linear.weight for linear in linears])
         self._copies: dict[int, _Copy] = {}
         for linear in linears:  # some may share their weight
             place = linear.weight.data_ptr()
             if place not in self._copies:
                 _COPIES[place] = self._copies[place] = _Copy(linear.weight)
-
-    @property
-    def current(self) -> bool:
-        """Whether the modules' weights are still those that were packed."""
-        return self._contents() == self._state
 
     @property
     def num_bytes(self) -> int:
@@ -82,9 +80,6 @@ class PackedWeights:
         for linear in self.linears:
             copy = self._copies[linear.weight.data_ptr()]
             changes.instead(linear, "forward", partial(_product, linear, copy))
-
-    def _contents(self) -> Any:
-        return contents([linear.weight for linear in self.linears])
 
 
 @locked
@@ -102,7 +97,8 @@ def packed_weights(model: nn.Module, unasked: bool = False) -> PackedWeights | N
     found: PackedWeights | None = kept.get(_KEPT)
     if unasked and not (linears and _pays(linears) and (found or _fits(linears))):
         return None
-    if found is None or found.linears != linears or not found.current:
+    now = contents([linear.weight for linear in linears])
+    if found is None or found.linears != linears or found.packed != now:
         kept[_KEPT] = found = None  # frees the memory first
         if linears:
             kept[_KEPT] = found = PackedWeights(linears)

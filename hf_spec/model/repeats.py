@@ -60,7 +60,7 @@ def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..
             body: Any = cut.get_submodule(node.target)
             if not _separate(body):
                 return None
-            kind = _operations(body), _layouts(body)
+            kind = _operations(body), tuple(map(_layout, _inputs(body)))
             code = codes.setdefault(kind, _Code(body, compile_part))
             delattr(cut, node.target)
             vars(cut)[node.target] = code  # called as it is, not as a module
@@ -128,10 +128,6 @@ def _layout(node: fx.Node) -> Hashable:
 
 def _inputs(body: fx.GraphModule) -> list[fx.Node]:
     return list(body.graph.find_nodes(op="placeholder"))
-
-
-def _layouts(body: fx.GraphModule) -> Hashable:
-    return tuple(map(_layout, _inputs(body)))
 
 
 def _separate(body: fx.GraphModule) -> bool:

@@ -10,39 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.sequence_cache import sequence_cache, states_before
-from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.running import Running
 from hf_spec.model.tree_mask import near
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
+from modeling_patches.inline_recurrences import Running
 from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
-from modeling_patches.support import takes_any_cache
+from modeling_patches.support import checkpoints, takes_any_cache
 from modeling_patches.weights import placement
 
-
-class Keeper(Protocol):
-    """Keeps the hidden states of sequences that recur."""
-
-    def __call__(
-        self, compute: Callable[[Tensor, Tensor], Tensor], input_ids: Tensor, mask: Tensor,
-        layers: Sequence[int],
-    ) -> Tensor:  # fmt: skip
-        """Those of some sequences: kept ones, or what ``compute`` gives for ids and mask."""
-
-
+#: Keeps the hidden states of sequences that recur. From what computes them of ids and mask, these
+#: two, and the layers, to kept states or computed ones.
+Keeper = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor, Sequence[int]], Tensor]
 #: That of the running training.
 KEEPER: ContextVar[Keeper | None] = ContextVar("hf_spec_keeper", default=None)
 
@@ -87,21 +79,12 @@ def probe_sequences(
             everything runs and is differentiated together.
         while_probing: changes to a frozen model while the probes run.
     """
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    real = attention_mask.bool()
-    checkpointing = model.training and not frozen and _checkpoints(model)
-    attention = TreeAttention(model, checkpointing)
-    run = _Run(model, attention, input_ids, real, anchors, group, probe_inputs)
+    attention = TreeAttention(model, checkpointing=not frozen and checkpoints(model))
+    run = _Run(model, attention, input_ids, attention_mask, anchors, group, probe_inputs)
     if not frozen:
         return run.together()
     with _evaluating(model):
         return run.apart(while_probing)
-
-
-def _checkpoints(model: Any) -> bool:
-    """Whether activations are recomputed in the backward pass."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 @contextmanager
@@ -124,7 +107,7 @@ class _Run:
         model: Any,
         attention: TreeAttention,
         input_ids: Tensor,
-        real: Tensor,
+        mask: Tensor | None,
         anchors: Tensor,
         group: ProbeGroup,
         inputs: ProbeInputs,
@@ -132,7 +115,8 @@ class _Run:
         self.model, self.attention, self.inputs = model, attention, inputs
         self.embed = model.get_input_embeddings()
         self.device, self.dtype = placement(model)
-        self.input_ids, self.real = input_ids.to(self.device), real.to(self.device)
+        self.input_ids = input_ids.to(self.device)
+        self.real = (torch.ones_like(input_ids) if mask is None else mask).to(self.device).bool()
         self.anchors = anchors = anchors.to(self.device)
         self.batch, self.seq = input_ids.shape
         self.group = group
@@ -165,6 +149,12 @@ class _Run:
             return learned.flatten(1, 2)
         return learned.repeat(count, 1).expand(self.batch, -1, -1)
 
+    def _token_rows(self) -> Tensor:
+        """What tokens see of tokens, padding itself at least: (batch, seq, seq) bool."""
+        places = torch.arange(self.seq, device=self.device)
+        own = places[None] == places[:, None]
+        return (places[None] <= places[:, None]) & self.real[:, None] | own
+
     def _probe_rows(self) -> Tensor:
         """What probes see of tokens and probes: (batch, probes, seq + probes) bool."""
         size, count = len(self.group), self.anchors.shape[1]
@@ -181,18 +171,14 @@ class _Run:
             return None
         key_positions = torch.cat([self.positions, self.probe_positions], dim=1)
         key_positions = key_positions[:, : visible.shape[2]]
-        shape = (*visible.shape, self.device)
         seen: dict[Local | None, Tensor] = {None: visible[:, None]}
         for local in {local for local in self.attention.locals.values() if local is not None}:
-            predicate = near(local, query_positions, key_positions)
-            seen[local] = visible[:, None] & masks.build(predicate, *shape)
+            seen[local] = visible[:, None] & near(local, query_positions, key_positions)
         if front:
             kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
             learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
             seen = {local: torch.cat([learned, mask], dim=3) for local, mask in seen.items()}
-            key_positions = torch.cat(
-                [key_positions.new_zeros(self.batch, front), key_positions], 1
-            )
+            key_positions = pad(key_positions, (front, 0))
         if self.attention.wants_positions:
             self.attention.set_positions(query_positions, key_positions)
         by_layers = {kind: seen[local] for kind, local in self.attention.locals.items()}
@@ -200,9 +186,7 @@ class _Run:
 
     def apart(self, while_probing: Changes | None) -> ProbedSequences:
         with torch.no_grad():
-            causal = torch.arange(self.seq, device=self.device)
-            visible = (causal[None] <= causal[:, None]) & self.real[:, None]
-            visible = visible | torch.eye(self.seq, dtype=torch.bool, device=self.device)
+            visible = self._token_rows()
             cache = sequence_cache(self.states)
             changes = self._changes(visible)
             seen = captured(self.model, changes)
@@ -249,9 +233,7 @@ class _Run:
     def together(self) -> ProbedSequences:
         if self.inputs.num_front or self.inputs.update is not None:
             raise ValueError("what probes alone have learned needs a frozen base model.")
-        causal = torch.arange(self.seq, device=self.device)
-        tokens = (causal[None] <= causal[:, None]) & self.real[:, None]
-        tokens = tokens | torch.eye(self.seq, dtype=torch.bool, device=self.device)
+        tokens = self._token_rows()
         unseen = tokens.new_zeros(self.batch, self.seq, self.probe_positions.shape[1])
         visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
         positions = torch.cat([self.positions, self.probe_positions], dim=1)

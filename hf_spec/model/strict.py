@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from hf_spec.core.tree import Tree
 from hf_spec.model.block import Block
 from hf_spec.model.target import Output, Target
 from modeling_patches.bitwise import Bitwise, Nodes
@@ -30,11 +28,12 @@ class StrictTarget(Target):
         return {"strict": {"products": self._bitwise.products}}
 
     def forward(
-        self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
-        changes: Changes | None = None, logits_at: Tensor | None = None,
+        self, block: Block, keys: int, changes: Changes | None = None,
+        logits_at: Tensor | None = None,
     ) -> Output:  # fmt: skip
         if changes is None:
+            tree = block.tree
             parents = tree.parents[:, : tree.num_tokens].tolist()
-            front = self.num_front and self.cache.states.front if block.num_probes else 0
+            front = self.num_front and self.cache.states.front if tree.num_probes else 0
             self._bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
-        return super().forward(call, tree, block, keys, changes, logits_at)
+        return super().forward(block, keys, changes, logits_at)

@@ -24,13 +24,13 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.running import Running
-from hf_spec.model.tree_mask import Slots, tree_mask
+from hf_spec.model.tree_mask import tree_mask
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
+from modeling_patches.inline_recurrences import Running
 from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
@@ -88,8 +88,8 @@ class Target:
         cache: the KV cache.
         last_position: ``(batch,)`` larger positions are clamped to this one: deeper nodes exceed
             the call's budget and are never accepted, but learned position tables are finite.
-        position_shift: ``(batch,)`` position of a new token minus the number of tokens before it;
-            None for 0, the value unless the caller passed position ids. ``(axes, batch)`` for a
+        position_shift: ``(axes, batch)`` position of a new token minus the number of tokens before
+            it; None for 0, the value unless the caller passed position ids. One axis, but for a
             model that rotates by several positions per token, which differ after an image; the
             first one counts for windows.
         padding: ``(batch,)`` columns of padding before a row's first token, which some models count
@@ -126,15 +126,12 @@ class Target:
         if packed is not None:
             packed.add_to(self.attention.changes)
         self.last_position = last_position[:, None]
-        none = torch.zeros_like(last_position)
-        position_shift = none if position_shift is None else position_shift
+        none = torch.zeros_like(self.last_position)
+        shift = none[None] if position_shift is None else position_shift[:, :, None]
+        self.position_shift = shift[0]
         #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
-        self.axes: Tensor | None = None
-        if position_shift.ndim == 2:
-            self.axes = (position_shift - position_shift[0])[:, :, None]
-            position_shift = position_shift[0]
-        self.position_shift = position_shift[:, None]
-        self.padding = (none if padding is None else padding)[:, None]
+        self.axes = shift - shift[0] if len(shift) > 1 else None
+        self.padding = none if padding is None else padding[:, None]
         self.model_kwargs, self.per_token = model_kwargs or {}, per_token or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
         self.device, self.dtype = placement(model)
@@ -147,11 +144,15 @@ class Target:
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = Pass(), False
         self.probe_embeddings: Tensor | None = None
+        #: ``(kinds, slots)`` bool, which front slots each kind of probe sees.
+        self.front_seen: Tensor | None = None
         if probe_inputs is not None:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
                 cache.states.set_front(probe_inputs.front, Ranks(model).own_heads)
+                kinds = torch.arange(len(probe_inputs.embeddings), device=cache.lengths.device)
+                self.front_seen = probe_inputs.sees_front(kinds)
 
     def __call__(
         self,
@@ -176,45 +177,40 @@ class Target:
         """
         front = self.num_front if tree.num_probes else 0
         keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
-        call = self._reaching(tree, first)
         if pruning is not None and tree.num_tokens > 1:
-            return self._pruned(call, tree, keys, pruning)
+            return self._pruned(tree, keys, pruning)
         if logits_at is None and self.reach is None:
-            return self.step(call, tree, first, keys, changes, match)
-        block = Block.of(tree, slice(first, None))
-        return self.forward(call, tree, block, keys, changes, logits_at)
+            return self.step(tree, first, keys, changes, match)
+        return self.forward(Block.of(tree, slice(first, None)), keys, changes, logits_at)
 
     def step(
-        self, call: Callable[..., Any], tree: Tree, first: int, keys: int,
-        changes: Changes | None, match: bool,
-    ) -> Output:  # fmt: skip
+        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
+    ) -> Output:
         """:meth:`forward` of a tree's nodes ``first ..``.
 
         Args:
             match: see :meth:`__call__`.
         """
-        return self.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
+        return self.forward(Block.of(tree, slice(first, None)), keys, changes)
 
     def forward(
-        self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
-        changes: Changes | None = None, logits_at: Tensor | None = None,
+        self, block: Block, keys: int, changes: Changes | None = None,
+        logits_at: Tensor | None = None,
     ) -> Output:  # fmt: skip
         """The whole forward over an open block, on tensors only, so that it can be traced.
 
         Args:
-            call: runs the model.
-            tree, block: the tree, and the nodes of it that are run.
+            block: the nodes that are run.
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
-        self._running.states = self.cache.recurrent
-        inputs = self._inputs(block, keys)
+        tree, call, inputs = block.tree, self._reaching(block), self._inputs(block, keys)
         if changes is not None:
             run = self.attention.changes.run
             return Output(tree, changes.run(run, call, **inputs).logits)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
-        watching, seen = self._watched(block.ids.shape[1], block.num_probes, logits_at)
+        watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
         logits = watching.run(call, **inputs).logits
         return Output(tree, logits, self._hidden(seen.pop()))
 
@@ -236,29 +232,21 @@ class Target:
         return {}
 
     def _inputs(self, block: Block, keys: int) -> dict[str, Any]:
-        """Inputs of the model's forward."""
-        lengths = self.cache.lengths
+        """Inputs of the model's forward, which runs next."""
+        lengths, recurrent = self.cache.lengths, self.cache.recurrent
+        if recurrent is not None:
+            self._running.states = recurrent
         positions = torch.minimum(
             lengths[:, None] + self.position_shift + block.depths, self.last_position
         )
-        recurrent_only = self.cache.recurrent is not None and self.cache.states.is_empty
+        no_keys = recurrent is not None and self.cache.states.is_empty
         inputs: dict[str, Any] = {
             **self.model_kwargs,
             **{
                 name: value.expand(-1, positions.shape[1], *value.shape[2:])
                 for name, value in self.per_token.items()
             },
-            "attention_mask": None
-            if recurrent_only
-            else tree_mask(
-                self.attention,
-                block,
-                keys,
-                positions,
-                Slots(self.cache, self.position_shift, self.last_position, self.padding),
-                self.probe_inputs,
-                self.dtype,
-            ),
+            "attention_mask": None if no_keys else tree_mask(self, block, keys, positions),
             CACHE: self.cache,
             "use_cache": takes_any_cache(self.model),
             "return_dict": True,
@@ -267,7 +255,7 @@ class Target:
             on_axes = positions if self.axes is None else positions + self.axes
             inputs["position_ids"] = on_axes.to(self.device)
         ids = block.ids.to(self.device)
-        if not block.num_probes:
+        if not block.tree.num_probes:
             return inputs | {"input_ids": ids}
         embeddings = self.model.get_input_embeddings()(ids)
         assert self.probe_embeddings is not None
@@ -278,13 +266,14 @@ class Target:
         """The states of the nodes without those of padding."""
         return hidden[:, : self._pass.tokens + self._pass.probes]
 
-    def _reaching(self, tree: Tree, first: int) -> Callable[..., Any]:
+    def _reaching(self, block: Block) -> Callable[..., Any]:
         """The model's call, with the nodes' reach if its rotary frequencies depend on it."""
         if self.reach is None:
             return self.model
-        deepest = tree.max_depth + max(tree.group.offsets if tree.group else (), default=0)
+        tree, group = block.tree, block.tree.group
+        deepest = tree.max_depth + max(group.offsets if group else (), default=0)
         lengths = self.cache.host_lengths
-        return partial(self.reach.run, self.model, lengths, tree.depths[:, first:], deepest)
+        return partial(self.reach.run, self.model, lengths, block.depths, deepest)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
@@ -308,7 +297,7 @@ class Target:
         if self.axes is not None:
             self.axes = own(self.axes.transpose(0, 1)).transpose(0, 1)
 
-    def _pruned(self, call: Callable[..., Any], tree: Tree, keys: int, pruning: Pruning) -> Output:
+    def _pruned(self, tree: Tree, keys: int, pruning: Pruning) -> Output:
         """The forward with early pruning."""
         if self.reads.layers:
             raise ValueError("a drafter that reads the states of layers cannot prune nodes.")
@@ -326,8 +315,8 @@ class Target:
             running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
             return rows
 
-        self._running.states = self.cache.recurrent
-        inputs = self._inputs(Block.of(tree), keys)
+        block = Block.of(tree)
+        call, inputs = self._reaching(block), self._inputs(block, keys)
         changes, seen = self._watched(tree.num_tokens, tree.num_probes)
         if not self._prunes:
             # After averaged exits, which must see the last layer's output first.
@@ -348,19 +337,13 @@ class Target:
         running = self._pass
         running.tokens, running.probes, running.logits_at = tokens, probes, logits_at
         if self._watching is None:
-            changes = Changes().update(self._changes)
-
-            def count() -> int:
-                return running.tokens
-
-            if self.probe_inputs is not None:
-                averaged_exits(self.model, changes, self.probe_inputs.exits, count)
-                if self.probe_inputs.update is not None:
-                    self.probe_inputs.update.add_to(
+            changes, inputs = Changes().update(self._changes), self.probe_inputs
+            if inputs is not None:
+                averaged_exits(self.model, changes, inputs.exits, lambda: running.tokens)
+                if inputs.update is not None:
+                    inputs.update.add_to(
                         changes, lambda: (running.tokens + running.probes, running.probes)
                     )
-            self._watching = (
-                changes,
-                captured(self.model, changes, self.reads.layers, running.wanted),
-            )
+            seen = captured(self.model, changes, self.reads.layers, running.wanted)
+            self._watching = changes, seen
         return self._watching

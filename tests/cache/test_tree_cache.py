@@ -11,13 +11,23 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from naive_cache import SPECS, NaiveCache, Pair, buffers, chain, dynamic, random_states, uniform
+from naive_cache import (
+    SPECS,
+    NaiveCache,
+    Pair,
+    buffers,
+    chain,
+    dynamic,
+    pack,
+    random_states,
+    uniform,
+)  # fmt: skip
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from hf_spec.cache.buffers import ALIGNMENT
-from hf_spec.cache.convert import check_packable, pack, unpack_into
+from hf_spec.cache.convert import check_packable, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -115,7 +125,7 @@ def test_pack_drops_padding_wherever_it_stands(specs: str, padding: str) -> None
     for window in (None, 2, 4, 6, 7, 50):
         states = random_states(SPECS[specs], 2, 6)
         windows = [None] + [window] * (len(states) - 1)
-        cache = pack(source := dynamic(states, windows), mask, 32, "cpu")
+        cache = pack(source := dynamic(states, windows), mask, 32)
         assert cache.host_lengths == mask.sum(1).tolist()
         for layer, both in enumerate(states):
             held = torch.arange(6) >= 6 - ((windows[layer] or 99) - 1)
@@ -131,7 +141,7 @@ def test_a_layer_without_keys_stays_without_and_others_keep_their_dtype() -> Non
         states = [tuple(part.to(dtype) for part in random_states([(2, 4, 4)], 1, 3)[0])]
         source = dynamic(states)
         source.layers.append(DynamicLayer())
-        cache = pack(source, None, 16, "cpu")
+        cache = pack(source, None, 16)
         assert cache.row(0, 0)[0].dtype == dtype and torch.equal(
             cache.row(0, 0)[0], states[0][0][0]
         )
@@ -166,7 +176,7 @@ def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
 
     ours = dynamic(prompt, windows)
     layers = list(ours.layers)
-    cache = pack(ours, None if mask.all() else mask, 32, "cpu")
+    cache = pack(ours, None if mask.all() else mask, 32)
     cache.begin(chain(cache, 5))
     for layer, states in enumerate(new):
         cache.update(*states, layer)
@@ -287,7 +297,7 @@ def test_rows_are_not_cut_where_a_window_has_dropped_tokens(padding: str) -> Non
     specs, mask = [(2, 4, 4)] * 2, torch.tensor(MASKS[padding])
     for window, safe in ((7, True), (6, False)):
         source = dynamic(random_states(specs, 2, 6), [None, window])
-        cache = pack(source, None if mask.all() else mask, 32, "cpu")
+        cache = pack(source, None if mask.all() else mask, 32)
         lengths = list(cache.host_lengths)
         cache.begin(chain(cache, 2))
         for layer, new in enumerate(random_states(specs, 2, 2)):
@@ -398,7 +408,7 @@ def test_an_index_follows_its_keys() -> None:
     update(source, torch.randn(3, 1, 6, 4, generator=generator))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1]])
     target = copy.deepcopy(source)
-    cache = pack(source, mask, 32, "cpu")
+    cache = pack(source, mask, 32)
     check(cache)
     shape = TokenTree.from_paths([[0], [1], [1, 0]])
     for _ in range(2):

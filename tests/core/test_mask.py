@@ -40,8 +40,7 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
     built = masks.tree(tree.ancestors[:, first:], on_device, keys)
     if window is not None:
         query_positions = on_device[:, None] + tree.depths[:, first:]
-        near = masks.window(window, query_positions, torch.tensor(positions))
-        built = built & masks.build(near, *shape, torch.device("cpu"))
+        built = built & masks.window(window, query_positions, torch.tensor(positions))
     expected = [
         [[rule(b, q, k) for k in range(shape[2])] for q in range(shape[1])] for b in range(shape[0])
     ]
@@ -53,6 +52,6 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
 def test_a_chunk_equals_the_double_loop(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     queries, keys = (torch.randint(12, (2, n), generator=generator) for n in (4, 9))
-    built = masks.build(masks.chunk(size, queries, keys), 2, 4, 9, torch.device("cpu"))
+    built = masks.chunk(size, queries, keys)
     expected = queries[:, :, None] // size == keys[:, None] // size
     assert torch.equal(built[:, 0], expected)

@@ -342,7 +342,7 @@ def test_after_an_error_with_every_strategy(tiny: Tiny, name: str, variant: str,
 def test_after_an_error_in_chunks_of_the_prompt(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_spec.decoding.continued.CHUNK", 2)
+    monkeypatch.setattr("hf_spec.model.appending.CHUNK", 2)
     for kind, chunk in zip(KINDS, (4, 2, None, None)):
         turn = Turn(tiny("llama_tied"), kind)
         for at in (1, 3):

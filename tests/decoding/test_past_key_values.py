@@ -270,7 +270,7 @@ def test_growth_beyond_the_reserve(tiny: Tiny, spec: Spec, monkeypatch: pytest.M
 def test_long_continuation_in_chunks(
     tiny: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
-    monkeypatch.setattr("hf_spec.decoding.continued.CHUNK", 4)
+    monkeypatch.setattr("hf_spec.model.appending.CHUNK", 4)
     model = tiny(architecture)
     first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
     ids = torch.cat([first.sequences, turn(0, 19)], dim=1)

@@ -171,7 +171,7 @@ def test_a_continued_cache(
     tiny: Tiny, first: list[Any], monkeypatch: pytest.MonkeyPatch, architecture: str, chunk: int
 ) -> None:
     """Rows with other numbers of new tokens, so that they end in other chunks."""
-    monkeypatch.setattr("hf_spec.decoding.continued.CHUNK", chunk)
+    monkeypatch.setattr("hf_spec.model.appending.CHUNK", chunk)
     model, batch = tiny(architecture), ragged((12, 5, 9))
     with adapted(model, "bita"):
         cache = model.generate(**batch, **GREEDY, **drafting("bita"), return_dict_in_generate=True)[

@@ -96,7 +96,7 @@ def test_continued_caches_bring_new_tokens_only(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
-    monkeypatch.setattr("hf_spec.decoding.continued.CHUNK", 3)
+    monkeypatch.setattr("hf_spec.model.appending.CHUNK", 3)
     ids, mask = prompts(1)
     how: dict[str, Any] = {"max_new_tokens": 20, "assistant_strategy": "prompt_lookup"}
     tree = model.generate(ids[:, :9], return_dict_in_generate=True, **how).past_key_values

@@ -14,12 +14,12 @@ import pytest
 import torch
 from conftest import prompt, ragged
 from covering import covering
+from naive_cache import pack
 from running import CAPTURED, draft_everything, running
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
-from hf_spec.cache.convert import pack
 from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
@@ -148,7 +148,7 @@ class Setting:
         mask = torch.tensor([[0] * (width + 1 - len(row)) + [1] * (len(row) - 1) for row in rows])
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        cache = pack(prefilled[CACHE], mask, width + 16, "cpu")
+        cache = pack(prefilled[CACHE], mask, width + 16)
         target = Target(model, cache, torch.full((len(rows),), 1000))
         sequences = SimpleNamespace(
             tokens=rows, rows=range(len(rows)), active=[True] * len(rows),

@@ -9,13 +9,13 @@ import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import prompt, ragged
+from naive_cache import pack
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.cache.convert import pack
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
@@ -53,7 +53,7 @@ def step(model: Any, inputs: ProbeInputs) -> tuple[Output, TreeCache]:
     source = DynamicCache()
     with torch.no_grad():
         model(input_ids=prompt(9), **{CACHE: source}, use_cache=True)
-    cache = pack(source, None, 40, "cpu")
+    cache = pack(source, None, 40)
     target = Target(model, cache, torch.tensor([100]), probe_inputs=inputs)
     tree = Tree.of_shapes([TREE]).with_tokens(prompt(5, seed=1))
     with torch.no_grad():

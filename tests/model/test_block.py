@@ -32,7 +32,6 @@ def test_the_rest_of_a_tree_sees_what_was_forwarded_before(first: int, padded: b
     for name in ("tokens", "depths"):
         assert torch.equal(getattr(block, name)[:, :count], getattr(tree, name)[:, first:])
     assert torch.equal(block.visible[:, :count, :7], tree.ancestors[:, first:])
-    assert torch.equal(block.slot_depths[:, :7], tree.depths)
     assert not block.visible[:, :count, 7:].any()
     for node in range(count, block.tokens.shape[1]):  # padding sees itself
         assert block.visible[:, node].nonzero()[:, 1].tolist() == [first + node] * 3

@@ -16,10 +16,10 @@ import torch
 from architectures import build
 from conftest import prompt
 from covering import covering
+from naive_cache import pack
 from recurrent_models import CONFIGS, shared_recurrent
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.cache.convert import pack
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.model.hidden_states import output_logits
@@ -53,7 +53,7 @@ def decoded(
     """(group, hidden) of a step whose root is the last of ``ids`` (seq,)."""
     source = DynamicCache()
     model(input_ids=ids[None, :-1], **{CACHE: source}, use_cache=True)
-    cache = pack(source, None, len(ids) + 8, "cpu")
+    cache = pack(source, None, len(ids) + 8)
     target = Target(model, cache, torch.tensor([1000]), probe_inputs=inputs)
     return target(Tree.roots(ids[-1:]).attach_probes(group)).hidden[0, 1:]
 

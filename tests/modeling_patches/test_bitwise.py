@@ -69,7 +69,7 @@ def test_another_order_of_terms_is_noticed(dtype: torch.dtype, batch: int, bias:
     assert tried[False] is at_once and tried[True] in (batched, one_by_one)
 
 
-@pytest.mark.parametrize("kind", ["_linear", "_conv1d"])
+@pytest.mark.parametrize("kind", ["LINEAR", "_conv1d"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_bits_are_those_of_single_products(dtype: torch.dtype, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +79,7 @@ def test_the_bits_are_those_of_single_products(dtype: torch.dtype, kind: str) ->
             threads = torch.get_num_threads()
             way = product(multiply, shape, dtype, CPU, biased, batch, nodes, threads)
             weight = torch.randn(shape, generator=generator).to(dtype)
-            outputs, features = shape if kind == "_linear" else shape[::-1]
+            outputs, features = shape if kind == "LINEAR" else shape[::-1]
             inputs = torch.randn(batch, nodes, features, generator=generator).to(dtype)
             bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
             single = [multiply(inputs[:, n : n + 1].clone(), weight, bias) for n in range(nodes)]
@@ -91,5 +91,5 @@ def test_trials_leave_random_numbers_alone() -> None:
     torch.manual_seed(5)
     first = torch.rand(3)
     torch.manual_seed(5)
-    product.__wrapped__(bitwise._linear, (8, 8), torch.float32, CPU, True, 1, 2, 1)
+    product.__wrapped__(bitwise.LINEAR, (8, 8), torch.float32, CPU, True, 1, 2, 1)
     assert torch.equal(torch.rand(3), first)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB
+from naive_cache import pack
 from running import added
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.cache.convert import pack
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.pruning import connected
@@ -50,7 +50,7 @@ def run(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes = {} if model.config.model_type in ("bloom", "mpt") else {"position_ids": positions}
     model(input_ids=ids, attention_mask=mask, **{CACHE: source}, use_cache=True, **takes)
-    cache = pack(source, mask, width + 64, "cpu")
+    cache = pack(source, mask, width + 64)
     last = torch.full((len(prompts),), 1000)
     target = Target(model, cache, last, probe_inputs=probe_inputs)
     return target(tree, pruning=pruning), cache

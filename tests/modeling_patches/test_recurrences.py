@@ -51,7 +51,7 @@ class Case(NamedTuple):
             else value
             for name, value in self.inputs.items()
         }
-        out, kept = self.rule.run(*given.values(), self.state, step, earlier)
+        out, kept = self.rule.run(self.state, step, earlier, **given)
         return out.movedim(self.out, 1), kept
 
     def stepwise(self, trees: list[list[int]]) -> tuple[Tensor, list[list[Tensor]]]:
@@ -125,7 +125,7 @@ def delta(rule: Rule, normalize: bool) -> Case:
         "query": normal(BATCH, NODES, 2, size) * scale,
         "key": normal(BATCH, NODES, 2, size) * scale,
         "value": normal(BATCH, NODES, HEADS, 7), "g": decays(BATCH, NODES, *g),
-        "beta": torch.rand(BATCH, NODES, HEADS) * 2, "normalize": normalize,
+        "beta": torch.rand(BATCH, NODES, HEADS) * 2, "use_qk_l2norm_in_kernel": normalize,
     }  # fmt: skip
     axes = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
     return Case(rule, inputs, axes, normal(BATCH, HEADS, size, 7), one, 1)
@@ -143,7 +143,7 @@ def mamba2() -> Case:
         "x": normal(BATCH, NODES, HEADS, 6), "dt": times(BATCH, NODES, HEADS) - 2,
         "A": -torch.rand(HEADS) * 2, "B": normal(BATCH, NODES, 2, 5),
         "C": normal(BATCH, NODES, 2, 5), "D": normal(HEADS), "dt_bias": normal(HEADS),
-        "softplus": True,
+        "dt_softplus": True,
     }  # fmt: skip
     axes = dict.fromkeys(("x", "dt", "B", "C"), 1)
     return Case(mamba.MAMBA2, inputs, axes, normal(BATCH, HEADS, 6, 5), one, 1)
@@ -158,7 +158,7 @@ def mamba1() -> Case:
     inputs = {
         "x": normal(BATCH, 6, NODES), "dt": times(BATCH, 6, NODES), "A": -torch.rand(6, 5) * 2,
         "B": normal(BATCH, 5, NODES), "C": normal(BATCH, 5, NODES), "D": normal(6),
-        "z": normal(BATCH, 6, NODES), "dt_bias": None, "softplus": False,
+        "z": normal(BATCH, 6, NODES), "delta_bias": None, "delta_softplus": False,
     }  # fmt: skip
     axes = dict.fromkeys(("x", "dt", "B", "C", "z"), 2)
     return Case(mamba.MAMBA1, inputs, axes, normal(BATCH, 6, 5), one, 2)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.core import mask as masks
 from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -119,13 +118,11 @@ class BlockDrafter(TreeDrafter):
         tokens = network.blocks(root.to(network.device))
         slots, count = cache.begin(Tree.chain(tokens)), tokens.shape[1]
         positions = lengths[:, None] + torch.arange(count, device=lengths.device)
-        shape = (len(tokens), count, slots, lengths.device)
-        full = masks.build(masks.prefix(lengths + count), *shape)
+        keys = torch.arange(slots, device=lengths.device)[None]
+        full = (keys < (lengths + count)[:, None])[:, None, None].expand(-1, -1, count, -1)
         sliding = full
         if network.config.sliding_layers:
-            keys = torch.arange(slots, device=lengths.device).expand(len(tokens), -1)
-            anchors = lengths[:, None].expand_as(positions)
-            sliding = full & masks.build(window(network.config, anchors, positions, keys), *shape)
+            sliding = full & window(network.config, lengths[:, None], positions, keys)
         hidden = network.run(tokens, positions, full, sliding, cache)
         cache.rollback()
         return network.predicting(hidden)

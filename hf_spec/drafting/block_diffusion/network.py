@@ -27,7 +27,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.core import mask as masks
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.transitions import fresh, prefix, shapes
 from modeling_patches.cache_name import CACHE
@@ -236,23 +235,17 @@ class BlockNetwork:
         return states if self.config.sample_from_anchor else states[..., 1:, :]
 
 
-def window(config: BlockConfig, anchors: Tensor, queries: Tensor, keys: Tensor) -> masks.Predicate:
-    """What layers with a sliding window see, of what others see.
+def window(config: BlockConfig, anchors: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """What layers with a sliding window see, of what others see: ``(batch, 1, queries, keys)``.
 
     Args:
         anchors: ``(batch, queries)`` position of the anchor of each query's block.
         queries: ``(batch, queries)`` positions of the queries.
         keys: ``(batch, keys)`` positions of the keys.
     """
-    size = config.sliding_window or 0
-    by_query = config.sliding_window_from == "query"
-
-    def predicate(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        own, key = queries[row, query], keys[row, slot]
-        if by_query:
-            seen = (own - key < size) & (key - own < size)
-        else:  # speculators counts from the anchor, and one token further
-            seen = key >= anchors[row, query] - size
-        return seen if config.sliding_window_non_causal else seen & (key <= own)
-
-    return predicate
+    size, own, key = config.sliding_window or 0, queries[:, None, :, None], keys[:, None, None]
+    if config.sliding_window_from == "query":
+        seen = (own - key).abs() < size
+    else:  # speculators counts from the anchor, and one token further
+        seen = key >= anchors[:, None, :, None] - size
+    return seen if config.sliding_window_non_causal else seen & (key <= own)

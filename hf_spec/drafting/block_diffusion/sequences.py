@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.core import mask as masks
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
 from hf_spec.model.sequences import token_hidden
 
@@ -43,18 +42,11 @@ def block_sequences(
     own = first[:, :, None] + torch.arange(size, device=device)
     queries, keys = own.flatten(1), torch.cat([places, own.flatten(1)], 1)
     block = torch.arange(count, device=device).repeat_interleave(size)
-    upto = anchors[:, block]
-
-    def sees(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        column = slot.clamp(max=seq - 1)
-        before = (slot < seq) & (column <= upto[row, query]) & (real[row, column] != 0)
-        return before | ((slot >= seq) & (block[(slot - seq).clamp(min=0)] == block[query]))
-
-    shape = (batch, count * size, seq + count * size, device)
-    full = masks.build(sees, *shape)
+    upto = torch.arange(seq, device=device) <= anchors[:, block, None]
+    same = (block[:, None] == block).expand(batch, -1, -1)
+    full = torch.cat([upto & (real[:, None] != 0), same], 2)[:, None]
     sliding = full
     if config.sliding_layers:
-        starts = first[:, block]
-        sliding = full & masks.build(window(config, starts, queries, keys), *shape)
+        sliding = full & window(config, first[:, block], queries, keys)
     hidden = network.run(tokens.flatten(1), queries, full, sliding, cache)
     return network.predicting(hidden.view(batch, count, size, -1))

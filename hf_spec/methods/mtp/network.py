@@ -11,9 +11,8 @@ from torch import Tensor
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.drafting.training_time_test import ChainCache
-from hf_spec.model.block import Block
 from hf_spec.model.hidden_states import output_logits
-from hf_spec.model.tree_mask import Slots
+from hf_spec.model.tree_mask import slot_positions
 from modeling_patches.mtp import MtpLayers
 from modeling_patches.weights import device_of
 
@@ -88,12 +87,11 @@ class MtpNetwork:
         elif size is None:  # drafted rows come behind all others
             at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
         else:
-            at_keys = _key_positions(positions, mask.shape[-1], cache)
+            assert cache.block is not None and cache.block.tree is not None
+            at_keys = slot_positions(cache.lengths, cache.block.tree.depths, mask.shape[-1])
         seen = mask & (at_keys >= index)[:, None, None]
         if size is not None:
-            near = masks.window(size, positions, at_keys)
-            batch, _, count, slots = mask.shape
-            seen = seen & masks.build(near, batch, count, slots, positions.device)
+            seen = seen & masks.window(size, positions, at_keys)
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
         device = self.weight.device
@@ -104,11 +102,3 @@ class MtpNetwork:
     @staticmethod
     def _after(found: list[Tensor]) -> Tensor:
         return found[0] if len(found) == 1 else torch.cat(found[:-1], dim=-1)
-
-
-def _key_positions(positions: Tensor, count: int, cache: TreeCache) -> Tensor:
-    """``(batch, slots)`` positions of what a cache's first ``count`` slots hold."""
-    assert cache.block is not None and cache.block.tree is not None
-    zero = torch.zeros_like(positions[:, :1])
-    slots = Slots(cache, zero, zero + torch.iinfo(torch.int32).max, zero)
-    return slots.positions(Block.of(cache.block.tree), count)
