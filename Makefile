@@ -5,6 +5,7 @@
 #                 servers, wheels and programs of others (lm-eval, TRL, DeepSpeed, Gradio, ...),
 #                 which it installs
 #   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
+#                 (TORCH=latest or TORCH=2.15.0: of PyTorch, too)
 #   make sweep     every causal language model of Transformers with every strategy, and docs/guides/models.md
 #   make random    1,000 random calls of generate with a strategy and without (ARGS="--count 10000")
 #   make docs      the documentation site, in site/
@@ -21,7 +22,7 @@ ARGS ?=
 .PHONY: help venv demo test test-all test-latest sweep random docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,13s/^#\( *\)/\1/p' Makefile
+	@sed -n '2,14s/^#\( *\)/\1/p' Makefile
 
 venv: $(STAMP)
 
@@ -57,12 +58,14 @@ $(PROGRAMS): $(STAMP)
 test-all: $(PROGRAMS)
 	$(PYTEST) --every-case --every-architecture --environments $(ARGS)
 
-# Each call looks for newer releases, so there is no stamp. PyTorch stays: pip may know it for CUDA only.
+# Each call looks for newer releases, so there is no stamp. PyTorch stays unless TORCH is given: pip may
+# know it for CUDA only, which takes gigabytes.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 test-latest: VENV := $(LATEST)
 test-latest:
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@grep '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@echo '$(if $(filter-out latest,$(TORCH)),torch==$(TORCH))' > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(VENV)/constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|peft|tokenizers|huggingface.hub)=='
 	$(PYTEST) $(ARGS)
