@@ -8,13 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from adapter_oracle import SHAPE, load, make_base
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PeftModelForCausalLM,
-    get_peft_model,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
