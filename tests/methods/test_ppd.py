@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
 # -- loss: eq. (4.1) ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["distillation", "hard"])
-@every_config
+@pytest.mark.parametrize(
+    ("fields", "kind"), zip(CONFIGS.values(), cycle(["distillation", "hard"])), ids=CONFIGS
+)
 def test_loss_against_one_place_at_a_time(
     fresh: Callable[..., PreTrainedModel], fields: dict, kind: str
 ) -> None:
