@@ -29,7 +29,7 @@ def load_script(name: str) -> ModuleType:
 
 #: Options of ``hf-spec train``.
 SHORT = (
-    "--max-steps", "2", "--eval-steps", "2", "--held-out", "2", "--served-prompts", "1",
+    "--max-steps", "2", "--eval-steps", "2", "--held-out", "1", "--served-prompts", "1",
     "--served-tokens", "4", "--dtype", "float32",
 )  # fmt: skip
 
