@@ -52,4 +52,4 @@ def base_answers_and_prompts(folder: Path) -> tuple[Path, Path, Path]:
     (folder / "answers").mkdir()
     write_prompts(folder / "answers" / "train.jsonl", rows)
     prompts = write_prompts(folder / "p.jsonl", [{"prompt": row["prompt"]} for row in rows])
-    return save_checkpoint(folder / "base"), folder / "answers", prompts
+    return save_checkpoint(folder / "base", layers=1), folder / "answers", prompts
