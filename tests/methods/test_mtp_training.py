@@ -17,7 +17,7 @@ from running import drafting
 from safetensors.torch import load_file
 from test_mtp import BUILT, model_of
 from torch import Tensor, nn
-from trained import SETTINGS, Stop, history, record, same
+from trained import SETTINGS, history, record, same
 from transformers import DynamicCache, Trainer
 
 import hf_spec
@@ -201,19 +201,6 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
     assert config["base_model_name_or_path"] == model_of(name).name_or_path
     assert config["num_layers"] == len(mtp_layers(model_of(name)).layers)
     assert record(folder)["config"] == {"ttt_steps": 3, "decay": 0.8, "loss": "kl"}
-
-
-def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-
-    def run(output: Path, **given: Any) -> None:
-        train(fresh("qwen3"), answers("qwen3"), "mtp", output, {}, SETTINGS, **given)
-
-    run(whole)
-    with pytest.raises(KeyboardInterrupt):
-        run(broken, callbacks=[Stop()])
-    run(broken, resume=True)
-    assert same(load_file(whole / WEIGHTS), load_file(broken / WEIGHTS))
 
 
 def test_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
