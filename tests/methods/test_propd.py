@@ -258,7 +258,7 @@ def test_auto_tries_steps_with_and_without(
     plain = model.generate(prompt(), **settings)
     trained_like(model)
     kinds, dropped = set(), 0
-    for _ in range(3):
+    for _ in range(2):
         out = model.generate(
             prompt(), **settings, **propd(prune="auto", drafting=chosen, **options)
         )
