@@ -47,7 +47,7 @@ every_strategy = pytest.mark.parametrize(
     ("name", "variant"), FIRST, ids=[name for name, _ in FIRST]
 )
 
-NEW = 16
+NEW = 12
 
 
 def options(name: str, variant: str) -> dict[str, Any]:
