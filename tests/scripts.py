@@ -6,6 +6,12 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny_checkpoint import save_checkpoint, write_prompts
+
+from hf_spec import cli
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -19,3 +25,31 @@ def load_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+#: Options of ``hf-spec train``.
+SHORT = (
+    "--max-steps", "2", "--eval-steps", "2", "--held-out", "1", "--served-prompts", "1",
+    "--served-tokens", "4", "--dtype", "float32",
+)  # fmt: skip
+
+
+def commands_here(script: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """A script's commands run in this process, trainings for two steps; gives what has run."""
+    run: list[tuple[str, ...]] = []
+
+    def in_this_process(*words: str) -> None:
+        run.append(words)
+        assert cli.main([*words, *(SHORT if words[0] == "train" else ())]) == 0
+
+    monkeypatch.setattr(script.measured, "command", in_this_process)
+    return run
+
+
+def base_answers_and_prompts(folder: Path) -> tuple[Path, Path, Path]:
+    """A tiny model, a folder with 40 answers, and their prompts."""
+    rows = [{"prompt": f"{n} and {n + 1}", "answer": f"{2 * n + 1} is it"} for n in range(40)]
+    (folder / "answers").mkdir()
+    write_prompts(folder / "answers" / "train.jsonl", rows)
+    prompts = write_prompts(folder / "p.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    return save_checkpoint(folder / "base", layers=1), folder / "answers", prompts

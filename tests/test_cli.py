@@ -304,10 +304,7 @@ def test_serve_hands_all_other_arguments_over(monkeypatch):
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
     assert cli.main(["serve", "--port", "1", "--strategy", "none", "some/model"]) == 0
     assert len(prepared) == 2
-    assert given == [
-        ["serve", "some/model", "--port", "1"],
-        ["serve", "--port", "1", "some/model"],
-    ]
+    assert given == [["serve", "some/model", "--port", "1"], ["serve", "--port", "1", "some/model"]]
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch):

@@ -268,10 +268,7 @@ def test_help_tells_every_field() -> None:
     from hf_spec.methods.registry import methods
 
     for method in methods().values():
-        for kind, unused in (
-            (method.options, method.drafter.unused),
-            (method.adapter_config, ()),
-        ):
+        for kind, unused in ((method.options, method.drafter.unused), (method.adapter_config, ())):
             if kind is None:
                 continue
             foreign = {one.name for one in dataclasses.fields(PeftConfig)}

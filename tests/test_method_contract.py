@@ -47,7 +47,7 @@ every_strategy = pytest.mark.parametrize(
     ("name", "variant"), FIRST, ids=[name for name, _ in FIRST]
 )
 
-NEW = 16
+NEW = 12
 
 
 def options(name: str, variant: str) -> dict[str, Any]:
@@ -471,6 +471,40 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     statistic = ((counts - expected) ** 2 / expected).sum()
     half = torch.tensor((len(expected) - 1) / 2, dtype=torch.double)
     return float(torch.special.gammaincc(half, statistic / 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [(name, variant) for name, run in RUNS.items() for variant in run.sampled]
+)
+def test_sampled_drafts_carry_their_distribution(
+    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+) -> None:
+    """It is what processors make of the drafts' scores; they see the tokens drafted before."""
+    checked, propose = [], methods()[name].drafter.propose
+
+    def watched(self: Any, state: Any) -> Any:
+        calls, process = [], state.process
+
+        def spy(given: Any, suffixes: Any, active: Any, drafting: bool) -> Any:
+            scores = process(given, suffixes, active, drafting)
+            calls.append(([[int(token) for token in row] for row in suffixes], scores))
+            return scores
+
+        state.process = spy
+        tree = propose(self, state)
+        state.process = process
+        for place, (suffixes, scores) in enumerate(calls, start=1):
+            assert suffixes == tree.tokens[:, 1:place].tolist()
+            assert torch.equal(tree.q[:, place], scores.softmax(-1))
+            assert (tree.q[:, place].gather(1, tree.tokens[:, place : place + 1]) > 0).all()
+            checked.append(place)
+        return tree
+
+    monkeypatch.setattr(methods()[name].drafter, "propose", watched)
+    model, more = tiny("gemma2"), {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2}
+    with adapted(model, name, variant):
+        model.generate(**ragged(), **more, max_new_tokens=8, **strategy(name, variant))
+    assert len(checked) > 4
 
 
 # -- adapters --------------------------------------------------------------------------------

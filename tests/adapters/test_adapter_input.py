@@ -328,32 +328,18 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
     [
         ("Bita", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
         ("Bita", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 0 to 4096"),
-        ("Bita", {"num_layers": -1}, "num_layers=-1: must be a whole number from 1 to 65536"),
         ("Bita", {"head_dim": 10**9}, "head_dim=1000000000: .* from 1 to 65536"),
         ("Space", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
         ("Space", {"rank": 10**7}, "rank=10000000: must be a whole number from 1 to 16384"),
         ("Space", {"alpha": 1e308}, r"alpha=1e\+308: must be a number in \(0.0, 1000000.0\]"),
-        ("Space", {"alpha": float("inf")}, "alpha=inf: must be a number"),
-        ("Space", {"alpha": float("nan")}, "alpha=nan: must be a number"),
         ("Space", {"target_modules": "layers.("}, r"'layers.\(' is no regular expression: missing"),
         ("Space", {"target_modules": "a" * 9999}, "a\\.\\.\\.' has 9999 characters: at most 1000"),
         ("LayerSkip", {"draft_rank": 10**7}, "draft_rank=10000000: .* from 1 to 16384"),
         ("LayerSkip", {"draft_alpha": 1e308}, r"draft_alpha=1e\+308: must be a number in"),
         ("LayerSkip", {"draft_target_modules": "*"}, "no regular expression: nothing to repeat"),
         ("LayerSkip", {"skip_attention": [-1]}, r"skip_attention=\[-1\]: must name each layer"),
-        (
-            "LayerSkip",
-            {"skip_mlp": [1, "2"]},
-            r"skip_mlp=\[1, '2'\]: must name each layer",
-        ),
-        (
-            "LayerSkip",
-            {"skip_mlp": [True]},
-            r"skip_mlp=\[True\]: must name each layer",
-        ),
+        ("LayerSkip", {"skip_mlp": [True]}, r"skip_mlp=\[True\]: must name each layer"),
         ("LayerSkip", {"skip_mlp": [3, 1, 3]}, r"skip_mlp=\[3, 1, 3\]: must name each layer once"),
-        ("LayerSkip", {"skip_mlp": "12"}, "skip_mlp='12': must be a list of layers"),
-        ("LayerSkip", {"skip_attention": 3}, "skip_attention=3: must be a list of layers"),
         *(
             ("LayerSkip", {**fields, "base_facts": {"num_hidden_layers": layers}}, message)
             for fields, layers, message in (
@@ -369,11 +355,9 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
         ("PPD", {"num_ept": 10**7}, "num_ept=10000000: .* from 1 to 341"),  # 1024 of three each
         ("PPD", {"num_prefix_tokens": 10**7}, "num_prefix_tokens=10000000: .* from 0 to 1365"),
         ("PPD", {"head": "residual", "head_rank": 10**7}, "head_rank=10000000: .* to 16384"),
-        ("PPD", {"num_kv_heads": 0}, "num_kv_heads=0: must be a whole number from 1"),
         ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
         ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
-        *(("Medusa", {"markov_rank": n}, "markov_rank=") for n in (-1, 1.5, "3", 10**6)),
-        ("Space", {"markov_learning_rate": 1.5}, "markov_learning_rate=1.5"),
+        ("Medusa", {"markov_rank": 10**6}, "markov_rank="),
     ],
 )
 def test_bad_fields(config: str, fields: dict[str, Any], message: str) -> None:

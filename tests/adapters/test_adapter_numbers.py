@@ -30,12 +30,7 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "ppd": ("ppd", hf_spec.PPDConfig, {"num_prefix_tokens": 2, "num_ept": 2}, {}),
     "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "static"}),
     "space": ("space", hf_spec.SpaceConfig, {"update": "none"}, {}),
-    "space gated": (
-        "space",
-        hf_spec.SpaceConfig,
-        {"markov_rank": 2},
-        {"tree": "chain"},
-    ),
+    "space gated": ("space", hf_spec.SpaceConfig, {"markov_rank": 2}, {"tree": "chain"}),
     "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "sparse"}),
     "layer_skip": (
         "layer_skip",

@@ -76,7 +76,7 @@ def saved(fresh: Fresh, folder: Path, name: str, architecture: str = "llama") ->
 def tokens(model: Any, name: str | None = None, **inputs: Any) -> list[list[int]]:
     inputs = inputs or ragged()
     more = {} if name is None else drafting(STRATEGY[name])
-    return model.generate(**inputs, max_new_tokens=16, do_sample=False, **more).tolist()
+    return model.generate(**inputs, max_new_tokens=10, do_sample=False, **more).tolist()
 
 
 # ------------------------------------------------------------- what PEFT wraps around embeddings

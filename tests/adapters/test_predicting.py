@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import prompt, ragged
+from covering import covering
 from peft import PeftModel
 from running import drafting
 from torch import Tensor
@@ -51,12 +53,6 @@ def weights(model: Any, name: str) -> dict[str, Tensor]:
     return dict(find_active(model, config_class.type_name).weights())
 
 
-def test_who_has_a_markov_head() -> None:
-    assert NAMES == ["bita", "medusa", "ppd", "propd", "space"]
-    assert all(methods()[name].trained["markov_rank"] > 0 for name in NAMES)
-    assert all(config_of(name).markov_rank == 0 for name in NAMES)
-
-
 @every_method
 def test_a_fresh_markov_head_changes_nothing(fresh: Fresh, name: str) -> None:
     """It adds zero, and draft tokens are those of the same adapter without."""
@@ -75,9 +71,10 @@ def test_a_fresh_markov_head_changes_nothing(fresh: Fresh, name: str) -> None:
     assert not output.any() and embedding.any() and state.any()
 
 
-@pytest.mark.parametrize("size", [0, 20])
-@pytest.mark.parametrize("architecture", ["llama", "cohere2", "gemma2", "gpt2"])
-@every_method
+@pytest.mark.parametrize(
+    ("architecture", "name", "size"),
+    covering(product(["llama", "cohere2", "gemma2", "gpt2"], NAMES, [0, 20])),
+)
 def test_decoding_predicts_what_training_judges(
     fresh: Fresh, architecture: str, name: str, size: int
 ) -> None:

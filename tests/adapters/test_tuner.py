@@ -8,13 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from adapter_oracle import SHAPE, load, make_base
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PeftModelForCausalLM,
-    get_peft_model,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -110,19 +104,6 @@ def saved(base_path, path, config, adapter_name="default"):
 # ------------------------------------------------------------------------------- through PeftModel
 
 
-def test_attaching_changes_nothing_in_the_base(base, kind):
-    before, plain = copy.deepcopy(base.state_dict()), logits(base)
-    model = get_peft_model(base, CONFIGS[kind]())
-    assert torch.equal(logits(model), plain)
-    after = model.get_base_model().state_dict()
-    assert same(before, {name: after[name] for name in before})
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trainable) == len(find_active(model, kind).weights()) == (0 if kind != "TOY" else 5)
-    assert all("toy_" in name for name in trainable)
-    model.get_model_status()
-    model.print_trainable_parameters()
-
-
 def test_save_and_load(base, base_path, kind, tmp_path):
     folder, expected, config = saved(base_path, tmp_path, CONFIGS[kind]())
     stored = load_file(f"{folder}/adapter_model.safetensors")
@@ -133,34 +114,39 @@ def test_save_and_load(base, base_path, kind, tmp_path):
     assert type(loaded) is type(config)
     assert loaded.peft_type == kind == loaded.peft_type.value == loaded.peft_type.name
     assert loaded.base_model_name_or_path == base_path and loaded.inference_mode
-    facts = config.to_dict() | {"inference_mode": True}
-    assert loaded.to_dict() == facts
+    assert loaded.to_dict() == config.to_dict() | {"inference_mode": True}
 
-    plain = logits(base)
+    before, plain = copy.deepcopy(base.state_dict()), logits(base)
     model = PeftModel.from_pretrained(base, folder)
     assert isinstance(model, PeftModelForCausalLM)
     assert same(weights(model, kind), expected)
     assert active_adapter_config(model, kind) == loaded == active_adapter_config(base, kind)
     assert torch.equal(logits(model), plain)
+    after = base.state_dict()
+    assert same(before, {name: after[name] for name in before})
     assert not any(p.requires_grad for p in model.parameters())
     trainable = PeftModel.from_pretrained(load(base_path), folder, is_trainable=True)
-    assert len([p for p in trainable.parameters() if p.requires_grad]) == len(expected)
+    names = [name for name, p in trainable.named_parameters() if p.requires_grad]
+    assert len(names) == len(expected) and all("toy_" in name for name in names)
+    trainable.get_model_status()
+    trainable.print_trainable_parameters()
 
 
-def test_other_ways_to_load(base, base_path, kind, tmp_path):
-    """Without memory for fresh weights, onto a base that is dispatched."""
+def test_a_base_that_is_dispatched(base, base_path, kind, tmp_path):
+    """Loading looks the adapter's device up in the base's map."""
     accelerate = pytest.importorskip("accelerate")
     folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
-    base.load_adapter(folder, low_cpu_mem_usage=True)
-    assert same(weights(base, kind), expected)
-    model = PeftModel.from_pretrained(load(base_path), folder, low_cpu_mem_usage=True)
-    assert same(weights(model, kind), expected)
-    # Loading looks the adapter's device up in the base's map.
     device_map = {"model": "cpu", "lm_head": "cpu"}
-    dispatched = accelerate.dispatch_model(load(base_path), device_map, force_hooks=True)
+    dispatched = accelerate.dispatch_model(base, device_map, force_hooks=True)
     dispatched.load_adapter(folder)
     assert same(weights(dispatched, kind), expected)
     assert dispatched.hf_device_map == {**device_map, "spec_modules": "cpu"}
+    # Its weights may be on no device between calls; the adapter's are.
+    offloaded = load(base_path)
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    assert offloaded.get_input_embeddings().weight.device.type == "meta"
+    offloaded.add_adapter(CONFIGS[kind]())
+    assert all(w.device.type == "cpu" for w in find_active(offloaded, kind).weights().values())
 
 
 @pytest.mark.filterwarnings("error:Adapter name")
@@ -226,15 +212,6 @@ def test_adding_keeps_others_trainable(base, kind):
     weight.requires_grad = True  # on purpose, by the user
     base.add_adapter(OTHERS[kind](), adapter_name="another")
     assert weight.requires_grad
-
-
-def test_offloaded_base(base, kind):
-    """The base's weights are on no device between calls; the adapter's are."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.cpu_offload(base, execution_device=torch.device("cpu"))
-    assert base.get_input_embeddings().weight.device.type == "meta"
-    base.add_adapter(CONFIGS[kind]())
-    assert all(w.device.type == "cpu" for w in find_active(base, kind).weights().values())
 
 
 def test_converted_architectures(kind, tmp_path):

@@ -30,9 +30,9 @@ def given(tmp_path: Path) -> list[str]:
         for n in range(4)
     ]
     return [
-        "--model", str(save_checkpoint(tmp_path / "base")),
+        "--model", str(save_checkpoint(tmp_path / "base", layers=1)),
         "--prompts", str(write_prompts(tmp_path / "p.jsonl", rows)), "--limit", "4",
-        "--max-new-tokens", "6", "--threads", "1", "--dtype", "float32", "--batch-sizes", "1,2",
+        "--max-new-tokens", "4", "--threads", "1", "--dtype", "float32", "--batch-sizes", "1,2",
         "--contexts", "100,9999", "--output", str(tmp_path / "out"),
     ]  # fmt: skip
 

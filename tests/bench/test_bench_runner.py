@@ -15,12 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
-from hf_spec.bench.contenders import (
-    Adapter,
-    contenders,
-    parse_names,
-    read_adapters,
-)
+from hf_spec.bench.contenders import Adapter, contenders, parse_names, read_adapters
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run as run_contenders
 from hf_spec.cli.options import parse_kwargs

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import load_script
-from tiny_checkpoint import save_checkpoint, write_prompts
+from scripts import base_answers_and_prompts, commands_here, load_script
 
-from hf_spec import cli
 from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
 from hf_spec.training.train import config_fields
@@ -54,18 +52,8 @@ def test_the_pages_name_tables_that_there_are(script: Any) -> None:
 def test_a_table_is_made_once(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run: list[tuple[str, ...]] = []
-
-    def in_this_process(*words: str) -> None:
-        run.append(words)
-        assert cli.main([*words]) == 0
-
-    monkeypatch.setattr(script.measured, "command", in_this_process)
-    base = save_checkpoint(tmp_path / "base")
-    rows = [{"prompt": f"{n} and {n + 1}", "answer": f"{2 * n + 1} is it"} for n in range(40)]
-    (tmp_path / "answers").mkdir()
-    write_prompts(tmp_path / "answers" / "train.jsonl", rows)
-    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    run = commands_here(script, monkeypatch)
+    base, answers, prompts = base_answers_and_prompts(tmp_path)
     small = script.Table("A table", script.TABLES["bita-trees"].lines[:2])
     monkeypatch.setitem(script.TABLES, "small", small)
     given = [
@@ -74,7 +62,7 @@ def test_a_table_is_made_once(
     ]  # fmt: skip
     with pytest.raises(SystemExit, match="--answers is needed"):
         script.main(given)
-    given += ["--answers", str(tmp_path / "answers")]
+    given += ["--answers", str(answers)]
     script.main(given)
     # Two trees of one adapter.
     assert [words[0] for words in run] == ["train", "bench", "bench"]

@@ -48,7 +48,7 @@ def vllm() -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm")
-    save_checkpoint(folder / "model")
+    save_checkpoint(folder / "model", layers=1)
     rows = [{"prompt": text} for text in ("abcabcabc", "hello hello")]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder

@@ -22,7 +22,7 @@ from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
 from hf_spec.methods.registry import methods
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
-GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 NAMES = {
     "dflash": "dflash/tiny-llama-draft-vocab", "dflash2": "dflash2/tiny-llama",

@@ -78,18 +78,6 @@ def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Ten
     ).logits[0]  # fmt: skip
 
 
-# -- PEFT --------------------------------------------------------------------------------------
-
-
-def trained_like(model: Any, seed: int, name: str = "default", **config: Any) -> None:
-    """Add an adapter with weights that matter."""
-    torch.manual_seed(seed)
-    model.add_adapter(hf_spec.BitaConfig(**config), name)
-    with torch.no_grad():
-        for value in find_active(model, "BITA").weights().values():
-            value.mul_(30)
-
-
 # -- decoding ----------------------------------------------------------------------------------
 
 
@@ -98,8 +86,12 @@ def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None
     accepted, its first c predictions are overtaken, and the others are the next candidates."""
     model = fresh("llama")
     model.lm_head.weight.data[3:] *= 0.01  # three tokens, so that one guess in three is right
-    trained_like(model, 5)
+    torch.manual_seed(5)
+    model.add_adapter(hf_spec.BitaConfig())
     weights = find_active(model, "BITA").weights()
+    with torch.no_grad():
+        for value in weights.values():
+            value.mul_(30)
     steps: list[tuple[list[int], list[int], int]] = []
     propose = BitaDrafter.propose
 

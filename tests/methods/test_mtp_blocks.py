@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 import hf_spec
-from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.mtp.weights import SINGLE, mtp_layers
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
@@ -158,28 +157,6 @@ def test_chains_are_those_of_the_formulas(name: str) -> None:
             drafted = found[row, :-1].argmax(-1).tolist()
             expected = logits_of(name, ids[0, :known], drafted)
             torch.testing.assert_close(found[row], expected, **CLOSE)
-
-
-@pytest.mark.parametrize("name", BUILT)
-@torch.no_grad()
-def test_nodes_of_a_tree_are_those_of_the_formulas(name: str) -> None:
-    """Two nodes of each level, of which the second goes on."""
-    ids = prompt(9)
-    hidden = model_of(name).model(ids).last_hidden_state
-    drafter, state = drafter_of(name, 1)
-    advance(drafter, ids, hidden, [(0, 8)])
-    drafter.catch_up(state)
-    zeros = torch.zeros(1, 1, dtype=torch.long)
-    logits = drafter.level(Frontier(0, zeros, zeros.float(), zeros, zeros))
-    path = list[int]()
-    for level in range(1, 4):
-        tokens = logits[:, -1].topk(2).indices
-        parents = torch.full_like(tokens, logits.shape[1] - 1)
-        logits = drafter.level(Frontier(level, tokens, tokens.float(), tokens, parents))
-        for node, token in enumerate(tokens[0].tolist()):
-            expected = logits_of(name, ids[0], [*path, token])[-1]
-            torch.testing.assert_close(logits[0, node], expected, **CLOSE)
-        path.append(int(tokens[0, 1]))
 
 
 def test_two_pairs(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from released_mtp import FAMILIES, checkpoint
 from running import drafting, no_forward
 from safetensors.torch import load_file, save_file
 from test_mtp import FIXTURES, model_of
+from test_mtp_blocks import attended, norm
 from transformers import DynamicCache
 
 import hf_spec
@@ -275,8 +276,8 @@ def test_families(tmp_path: Path, model_type: str) -> None:
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
     ids = prompt(9)
-    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
-    out = model.generate(ids, max_new_tokens=12, do_sample=False, **drafting("mtp"))
+    plain = model.generate(ids, max_new_tokens=6, do_sample=False)
+    out = model.generate(ids, max_new_tokens=6, do_sample=False, **drafting("mtp"))
     assert out.tolist() == plain.tolist()
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
@@ -288,18 +289,15 @@ def ernie_reference(model: Any, stored: Tensors, ids: torch.Tensor) -> torch.Ten
     eps, dim = config.rms_norm_eps, config.hidden_size // config.num_attention_heads
     heads, groups = config.num_attention_heads, config.num_key_value_heads
 
-    def norm(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return value * (value.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-
     def of(name: str) -> torch.Tensor:
         return stored[f"model.mtp_{name}.weight"]
 
     final = model.model(ids[None]).last_hidden_state[0, :-1]
     embeddings = model.model.embed_tokens(ids)[1:]
-    joined = [norm(embeddings, of("emb_norm.0")), norm(final, of("hidden_norm.0"))]
+    joined = [norm(embeddings, of("emb_norm.0"), eps), norm(final, of("hidden_norm.0"), eps)]
     hidden = torch.cat(joined, -1) @ of("linear_proj.0").T
     count, block = len(hidden), "block.0."
-    inputs = norm(hidden, of(f"{block}input_layernorm"))
+    inputs = norm(hidden, of(f"{block}input_layernorm"), eps)
     theta = config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
     turns = torch.polar(torch.ones(()), torch.arange(count)[:, None] * theta)[:, None]
 
@@ -312,14 +310,11 @@ def ernie_reference(model: Any, stored: Tensors, ids: torch.Tensor) -> torch.Ten
 
     queries = projected("q", heads)
     keys, values = (projected(one, groups).repeat_interleave(heads // groups, 1) for one in "kv")
-    scores = torch.einsum("qhd,khd->hqk", queries, keys) / dim**0.5
-    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-    seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1)
-    hidden = hidden + seen @ of(f"{block}self_attn.o_proj").T
-    inputs = norm(hidden, of(f"{block}post_attention_layernorm"))
+    hidden = hidden + attended(queries, keys, values) @ of(f"{block}self_attn.o_proj").T
+    inputs = norm(hidden, of(f"{block}post_attention_layernorm"), eps)
     gate, up = (inputs @ of(f"{block}mlp.{one}_proj").T for one in ("gate", "up"))
     hidden = hidden + (functional.silu(gate) * up) @ of(f"{block}mlp.down_proj").T
-    return model.lm_head(norm(hidden, model.model.norm.weight))
+    return model.lm_head(norm(hidden, model.model.norm.weight, eps))
 
 
 @torch.no_grad()

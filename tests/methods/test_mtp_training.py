@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from running import drafting
 from safetensors.torch import load_file
 from test_mtp import BUILT, model_of
 from torch import Tensor, nn
-from trained import SETTINGS, Stop, history, record, same
+from trained import SETTINGS, history, record, same
 from transformers import DynamicCache, Trainer
 
 import hf_spec
@@ -33,7 +34,7 @@ from hf_spec.training.train import train
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
 PLAIN: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-LEARN = {**SETTINGS, "max_steps": 120, "eval_steps": 60, "logging_steps": 20, "learning_rate": 5e-3}
+LEARN = {**SETTINGS, "max_steps": 60, "eval_steps": 60, "logging_steps": 10, "learning_rate": 1e-2}
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -86,8 +87,10 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("kind", ["kl", "ce"])
-@pytest.mark.parametrize("name", ["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    zip(["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT], cycle(["kl", "ce"])),
+)
 def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: str) -> None:
     """Of two sequences, the shorter one padded; chains that leave the text are cut off."""
     base, steps, decay = fresh(name).train(), 3, 0.7
@@ -144,7 +147,7 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
 # -- training ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["qwen3", "glm4_moe_2", *BUILT])
+@pytest.fixture(scope="module", params=["glm4_moe_2", "nemotron_h"])
 def learned(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
     name, folder = request.param, tmp_path_factory.mktemp("mtp") / "adapter"
     model, before = fresh(name), model_of(name).state_dict()
@@ -157,7 +160,7 @@ def learned(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
 
 def tau(model: Any, name: str) -> float:
     """On the training's own prompts."""
-    prompts = [row["prompt_ids"] for row in answers(name)]
+    prompts = [row["prompt_ids"] for row in answers(name)][:4]
     stats = EvalDecoding(prompts, "mtp", {"tree": "chain", "max_depth": 3}, 20).measure(model)
     return stats.mean_accepted_tokens
 
@@ -198,19 +201,6 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
     assert config["base_model_name_or_path"] == model_of(name).name_or_path
     assert config["num_layers"] == len(mtp_layers(model_of(name)).layers)
     assert record(folder)["config"] == {"ttt_steps": 3, "decay": 0.8, "loss": "kl"}
-
-
-def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-
-    def run(output: Path, **given: Any) -> None:
-        train(fresh("qwen3"), answers("qwen3"), "mtp", output, {}, SETTINGS, **given)
-
-    run(whole)
-    with pytest.raises(KeyboardInterrupt):
-        run(broken, callbacks=[Stop()])
-    run(broken, resume=True)
-    assert same(load_file(whole / WEIGHTS), load_file(broken / WEIGHTS))
 
 
 def test_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

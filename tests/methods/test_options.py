@@ -65,11 +65,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layer_skip", {**FIXED, "threshold": 0.5}, "threshold=0.5 with draft_exit='fixed'"),
     ("layer_skip", {**FIXED, "beta2": 0.5}, "beta2=0.5 with draft_exit='fixed'"),
     ("layer_skip", {"skip_attention": 3}, "skip_attention=3: must be a list of layers"),
-    (
-        "layer_skip",
-        {"skip_mlp": [1, -1]},
-        r"skip_mlp=\[1, -1\]: must name each layer once",
-    ),
+    ("layer_skip", {"skip_mlp": [1, -1]}, r"skip_mlp=\[1, -1\]: must name each layer once"),
     # propd
     ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
     ("propd", {"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
 # -- loss: eq. (4.1) ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["distillation", "hard"])
-@every_config
+@pytest.mark.parametrize(
+    ("fields", "kind"), zip(CONFIGS.values(), cycle(["distillation", "hard"])), ids=CONFIGS
+)
 def test_loss_against_one_place_at_a_time(
     fresh: Callable[..., PreTrainedModel], fields: dict, kind: str
 ) -> None:
@@ -198,30 +200,6 @@ def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) ->
         fresh().add_adapter(hf_spec.PPDConfig(num_exits=4))
 
 
-# -- trees --------------------------------------------------------------------------------------
-
-DYNAMIC = TreeStates(
-    (
-        TreeState(TokenTree.chain(0), (2,)),
-        TreeState(TokenTree.from_paths([[0], [1]]), (3, 1, 0)),
-        TreeState(TokenTree.from_paths([[0], [0, 0], [0, 1]]), (0, 3, 2, 0)),
-        TreeState(TokenTree.from_paths([[0], [1], [0, 0], [0, 0, 0]]), (1, 2, 0, 0, 3)),
-    )
-)
-
-
-@pytest.fixture(autouse=True)
-def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[TreeStates], None]:
-    """Set the dynamic tree that is saved beside adapters; at first `DYNAMIC`."""
-
-    def save(states: TreeStates) -> None:
-        source = TreeSource(states)
-        monkeypatch.setattr(drafter_module, "dynamic_source", lambda model, adapter: source)
-
-    save(DYNAMIC)
-    return save
-
-
 # -- decoding -----------------------------------------------------------------------------------
 
 
@@ -261,13 +239,14 @@ def test_drafts_are_the_oracle_s(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_in_different_states_of_random_trees(
-    fresh: Callable[..., PreTrainedModel], tuned: Callable[[TreeStates], None], seed: int
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     model = fresh("llama_tied")
     lengths = (12, 1, 5, 9, 2, 11)
     plain = model.generate(**ragged(lengths), max_new_tokens=NEW, do_sample=False)
     with_adapter(model, {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}, seed)
-    tuned(states_of(random.Random(seed), 3))
+    source = TreeSource(states_of(random.Random(seed), 3))
+    monkeypatch.setattr(drafter_module, "dynamic_source", lambda model, adapter: source)
     out = model.generate(
         **ragged(lengths), max_new_tokens=NEW, do_sample=False,
         **drafting("ppd", tree="dynamic"),

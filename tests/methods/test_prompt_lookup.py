@@ -62,27 +62,6 @@ def test_matches_equal_a_rescan_while_the_sequence_grows(
             assert index.matches(tokens, limit) == rescan(tokens, *sizes, limit)
 
 
-class CountingDict(dict):
-    """Counts insertions."""
-
-    insertions = 0
-
-    def setdefault(self, *args: Any) -> Any:
-        self.insertions += 1
-        return super().setdefault(*args)
-
-
-@pytest.mark.parametrize("before", [10, 1000])
-def test_an_update_costs_one_insertion_per_new_token_and_size(before: int) -> None:
-    tokens = sequence(random.Random(0), before, 3)
-    index = index_of(tokens, 1, 4)
-    index._ends = CountingDict(index._ends)
-    index.update(tokens)
-    assert index._ends.insertions == 0
-    index.update([*tokens, 1, 2])
-    assert index._ends.insertions == 2 * 4
-
-
 # -- the tree ------------------------------------------------------------------------------------
 
 

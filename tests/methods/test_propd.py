@@ -23,6 +23,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.adapter import early_states
 from hf_spec.methods.propd.drafter import EarlyPruning, ProPDOptions
+from hf_spec.methods.registry import get_method
 from hf_spec.policy.budget import Budget
 
 NEW = 16
@@ -38,13 +39,10 @@ def propd(**kwargs: Any) -> dict[str, Any]:
     return drafting("propd", **{"prune": True, **kwargs})
 
 
-def trained_like(
-    model: Any, name: str = "PROPD", adapter: str = "propd", **config: Any
-) -> dict[str, torch.Tensor]:
+def trained_like(model: Any, **config: Any) -> dict[str, torch.Tensor]:
     """Add an adapter with weights that matter; returns them."""
-    types = {"PROPD": hf_spec.ProPDConfig, "BITA": hf_spec.BitaConfig, "PPD": hf_spec.PPDConfig}
-    model.add_adapter(types[name](**config), adapter)
-    weights = find_active(model, name).weights()
+    model.add_adapter(hf_spec.ProPDConfig(**config), "propd")
+    weights = find_active(model, "PROPD").weights()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for value in weights.values():
@@ -204,15 +202,10 @@ def test_probabilities_are_those_of_the_model_s_own_logits(
 def test_every_tree_drafter(fresh: Callable[..., PreTrainedModel], drafter: str) -> None:
     """Two adapters are active at a time: the drafter's and the early head's."""
     model = fresh("llama")
-    types = {
-        "bita": "BitaConfig",
-        "ppd": "PPDConfig",
-        "medusa": "MedusaConfig",
-        "space": "SpaceConfig",
-    }
-    if drafter in types:
+    trained = get_method(drafter).adapter_config
+    if trained is not None:
         torch.manual_seed(0)
-        model.add_adapter(getattr(hf_spec, types[drafter])(), "drafter")
+        model.add_adapter(trained(), "drafter")
         if drafter == "space":  # gated updates of rows that others leave on the way
             randomise(model, "SPACE")
     plain = run(model)
@@ -220,7 +213,7 @@ def test_every_tree_drafter(fresh: Callable[..., PreTrainedModel], drafter: str)
     names = [name for name in ("drafter", "propd") if name in model.peft_config]
     model.set_adapter(names)
     # As many candidates in every step, so that those of look-ups are counted beside them.
-    inner = {"drafter_kwargs": {"num_draft_tokens": 8}} if drafter in types else {}
+    inner = {"drafter_kwargs": {"num_draft_tokens": 8}} if trained is not None else {}
     options = {"drafter": drafter, "prune_top_k": 12, **inner}
     assert run(model, **propd(**options)) == plain
     stats = hf_spec.last_stats(model)
@@ -265,7 +258,7 @@ def test_auto_tries_steps_with_and_without(
     plain = model.generate(prompt(), **settings)
     trained_like(model)
     kinds, dropped = set(), 0
-    for _ in range(3):
+    for _ in range(2):
         out = model.generate(
             prompt(), **settings, **propd(prune="auto", drafting=chosen, **options)
         )

@@ -12,14 +12,13 @@ import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import prompt, ragged
 from peft import LoraConfig, get_peft_model
-from running import drafting, every_step
+from running import every_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.methods.registry import get_method
 from hf_spec.methods.space import adapter as space
 from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.modules import linear_modules
@@ -200,47 +199,6 @@ def test_decoding_equals_plain_decoding_of_the_fine_tuned_model(
     assert tokens(model) == base
     with pytest.raises(ValueError, match="needs an active adapter of type SPACE"):
         tokens(model, assistant_strategy="space")
-
-
-def test_sampled_candidates_carry_the_whole_distribution(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """q is what the mask positions give after the same processors, which see earlier candidates."""
-    model = copy.deepcopy(tiny("gemma2"))  # with a soft cap behind the output embeddings
-    added(model, num_mask_tokens=3)
-    method, checked = get_method("space"), []
-    propose = method.drafter.propose
-
-    def watched(self: Any, state: Any) -> Any:
-        calls: list[tuple[list[list[int]], Tensor, Tensor]] = []
-        process = state.process
-
-        def spy(given: Tensor, suffixes: Any, active: Any, drafting: bool) -> Tensor:
-            scores = process(given, suffixes, active, drafting)
-            calls.append(([list(one) for one in suffixes], given, scores))
-            return scores
-
-        state.process = spy
-        tree = propose(self, state)
-        state.process = process
-        for place, (suffixes, given, scores) in enumerate(calls, start=1):
-            assert suffixes == tree.tokens[:, 1:place].tolist()
-            assert torch.equal(tree.q[:, place], scores.softmax(-1))
-            cap = model.config.final_logit_softcapping
-            raw = model.lm_head(self.hidden[:, place - 1])
-            torch.testing.assert_close(given, torch.tanh(raw / cap) * cap)
-            token = tree.tokens[:, place : place + 1]
-            assert (tree.q[:, place].gather(1, token) > 0).all()
-            checked.append(place)
-        return tree
-
-    monkeypatch.setattr(method.drafter, "propose", watched)
-    torch.manual_seed(0)
-    model.generate(
-        **ragged(), max_new_tokens=8, do_sample=True, top_k=5, no_repeat_ngram_size=2,
-        **drafting("space", acceptance="rejection"),
-    )  # fmt: skip
-    assert len(checked) > 5
 
 
 # -- operations of PEFT --------------------------------------------------------------------------

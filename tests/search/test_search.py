@@ -58,13 +58,6 @@ def search(root: Path, *more: str, model: str = "m", output: str = "skip") -> in
 # -- the command -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["search", "plot", "card", "push", "tune"])
-def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*words.split(), "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "Examples:" in out and f"hf-spec {words}" in out
-
-
 def test_the_folder_works_in_every_way(made: Path) -> None:
     ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
     model = load_checkpoint(made / "m")

@@ -51,7 +51,8 @@ METHOD, CONFIG = TRAININGS["bita"]
 def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
     model = make_model()
     before = bit_sums(list(model.parameters()))
-    settings = {**SETTINGS, "max_steps": 60, "eval_steps": 30, "learning_rate": 5e-2}
+    settings = {**SETTINGS, "max_steps": 30, "eval_steps": 30, "learning_rate": 5e-2}
+    settings["logging_steps"] = 5
     made = train(model, answers(), "bita", tmp_path, {**CONFIG, "markov_rank": 128}, settings)
     losses = history(tmp_path, "loss")
     assert losses[-1] < 0.8 * losses[0]

@@ -96,7 +96,7 @@ def test_training_goes_on_where_it_was_broken_off(trained: Trained, tmp_path: Pa
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, data = save_checkpoint(tmp_path / "base"), tmp_path / "rows.parquet"
     answers().to_parquet(str(data))
-    common = as_options(base, data, **{**SETTINGS, "max_steps": 2, "eval_steps": 2})
+    common = as_options(base, data, **{**SETTINGS, "max_steps": 2, "eval_steps": 2, "held_out": 1})
     common.remove("--learning-rate=0.01")
     one, two = trained("bita"), tmp_path / "two"
     start = ["train", "bita", "--adapter", str(one), "--markov-rank", "128"]
