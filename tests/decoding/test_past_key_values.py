@@ -17,6 +17,7 @@ import torch
 from conftest import EOS, PAD, STRATEGIES, plainly, prompt, ragged
 from covering import EVERY_CASE
 from running import CAPTURED, drafting
+from test_prompt_probes import forwards
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -175,23 +176,13 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
 
 
 def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
-    model, tokens, logits = tiny(), [], []
+    model = tiny()
     spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
     cache = model.generate(prompt(), **GREEDY, **spec)[CACHE]
     again = torch.cat([prompt()[:, :9], prompt()[:, :3] + 1], 1)
-    hooks = [
-        model.register_forward_pre_hook(
-            lambda module, args, kwargs: tokens.append(kwargs["input_ids"].shape[1]),
-            with_kwargs=True,
-        ),
-        model.lm_head.register_forward_pre_hook(
-            lambda module, args: logits.append(args[0].shape[1])
-        ),
-    ]
-    model.generate(again, **GREEDY, **spec, **{CACHE: cache})
-    for hook in hooks:
-        hook.remove()
-    assert tokens[0] == 3 and logits[0] == 1
+    with forwards(model) as (rows, logits):
+        model.generate(again, **GREEDY, **spec, **{CACHE: cache})
+    assert rows[0] == 3 and logits[0] == 1
 
 
 class QuantizedLayer(DynamicLayer):
