@@ -18,8 +18,8 @@ import pytest
 import torch
 from conftest import PAD, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
-from running import drafting, family, fingerprint
-from test_method_contract import FIRST, adapted, strategy
+from running import drafting, fingerprint
+from test_method_contract import FIRST, adapted, asks_for, strategy
 from test_shrinking import StopRowAt
 from torch import Tensor
 from transformers import (
@@ -215,6 +215,13 @@ def lines(run: Callable[[], Any], stop: int | None = None) -> list[tuple[str, in
     return passed
 
 
+def once_each(passed: list[tuple[str, int]]) -> list[int]:
+    """A number of each line that was passed: that of its first or of its last turn."""
+    last = {line: number for number, line in enumerate(passed)}
+    first = {line: number for number, line in reversed(list(enumerate(passed)))}
+    return [(first, last)[odd % 2][line] for odd, line in enumerate(sorted(last))]
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -236,9 +243,7 @@ def check_interrupts(turn: Turn) -> None:
     passed = lines(lambda: turn.call(cache))
     turn.check(cache)
     before = fingerprint(turn.model)
-    last = {line: number for number, line in enumerate(passed)}
-    first = {line: number for number, line in reversed(list(enumerate(passed)))}
-    numbers = [(first, last)[odd % 2][line] for odd, line in enumerate(sorted(last))]
+    numbers = once_each(passed)
     if not os.environ.get(EVERY_CASE):
         numbers = random.Random(0).sample(numbers, DRAWN)
     for number in numbers:
@@ -249,8 +254,8 @@ def check_interrupts(turn: Turn) -> None:
             turn.check(cache)
             assert fingerprint(turn.model) == before
         except Exception as error:
-            message = f"after an interrupt at {passed[number]}, number {number}"
-            raise AssertionError(message) from error
+            error.add_note(f"after an interrupt at {passed[number]}, number {number}")
+            raise
 
 
 # -- errors, and what comes after them -----------------------------------------------------------
@@ -321,7 +326,7 @@ def test_after_an_error_calls_go_on(tiny: Tiny, architecture: str, kind: str) ->
     ("name", "variant", "kind"),
     covering(
         [(*case, kind) for case in FIRST for kind in ("dynamic", "tree")],
-        lambda name, variant, kind: [name, (family(name), kind)],
+        lambda name, variant, kind: [name, (asks_for(name), kind)],
     ),
 )
 def test_after_an_error_with_every_strategy(tiny: Tiny, name: str, variant: str, kind: str) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt, ragged
-from covering import covering
+from conftest import prompt
 from running import as_if, drafting
 from test_shrinking import staggered
 from transformers import PreTrainedModel
@@ -83,36 +82,6 @@ def test_a_block_stands_behind_all_committed_tokens(
     monkeypatch.setattr(drafter, "propose", checked)
     assert model.generate(**given, **GREEDY, **drafting(name)).tolist() == expected
     assert len(seen) > 10 and len({*seen}) > 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "tree", "when", "rows"),
-    covering(
-        [
-            (kind, tree, when, rows)
-            for kind in CONFIGS
-            for tree in ("adaptive", "chain", ((0,), (1,), (1, 0)))
-            for when in ("auto", "always")
-            for rows in (1, 3)
-        ]
-    ),
-)
-def test_output_is_that_of_plain_generation(
-    fresh: Fresh, kind: str, tree: Any, when: str, rows: int
-) -> None:
-    model = fresh("llama")
-    name = adapt(model, kind)
-    given = ragged() if rows == 3 else {"input_ids": prompt()}
-    spec = drafting(name, tree=tree)
-    spec["assistant_kwargs"]["drafting"] = when
-    expected = model.generate(**given, **GREEDY).tolist()
-    assert model.generate(**given, **GREEDY, **spec).tolist() == expected
-    if rows == 1:
-        torch.manual_seed(3)
-        expected = model.generate(**given, max_new_tokens=12, do_sample=True).tolist()
-        torch.manual_seed(3)
-        ours = model.generate(**given, max_new_tokens=12, do_sample=True, **spec)
-        assert ours.tolist() == expected
 
 
 def test_a_prefix_without_features(fresh: Fresh) -> None:

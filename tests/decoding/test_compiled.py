@@ -133,7 +133,7 @@ def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graphs, "_compile", overwriting)
 
 
-@pytest.mark.usefixtures("overwriting", "sizes_as_shipped")
+@pytest.mark.usefixtures("overwriting")
 @pytest.mark.parametrize(
     ("name", "sampled"),
     covering(
@@ -175,18 +175,6 @@ def test_threads(shallow: Any) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(run, range(8)))
     assert all(torch.equal(one, plain[place % 4]) for place, one in enumerate(found))
-
-
-@pytest.mark.usefixtures("sizes_as_shipped")
-def test_the_policy_decides(shallow: Any) -> None:
-    """The shipped default: every step another size, all of them padded to few."""
-    model = adapt(shallow(), "space")
-    plain = generate(model, ragged(), max_new_tokens=40).sequences
-    for _ in range(2):
-        output = generate(
-            model, ragged(), max_new_tokens=40, assistant_strategy="space", **CAPTURED
-        )
-        assert torch.equal(output.sequences, plain)
 
 
 def test_rows_end_one_by_one(shallow: Any) -> None:

@@ -210,6 +210,8 @@ def test_device_map_with_hooks(fresh: Tiny, spec: Spec, tmp_path: Any) -> None:
     model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
     assert hasattr(model, "_hf_hook")
     check_same(model, spec, **ragged())
+    accelerate.hooks.remove_hook_from_submodules(model)
+    check_same(model, spec, **ragged())
 
 
 @pytest.mark.parametrize(

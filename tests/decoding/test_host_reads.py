@@ -77,12 +77,12 @@ def test_one_read_per_step(
     kwargs |= {"assistant_model": shallow(layers=1)} if name == "draft_model" else {}
     kwargs |= CAPTURED if compiled else {}
     # In the first call much is made that the later one finds.
-    generate(model, ragged(), max_new_tokens=20, **kwargs)
+    generate(model, ragged(), max_new_tokens=10, **kwargs)
     with counted(monkeypatch) as seen:
-        output = generate(model, ragged(), max_new_tokens=60, **kwargs)
+        output = generate(model, ragged(), max_new_tokens=44, **kwargs)
     steps = output.spec_stats.num_steps
     # Some more to begin with, and while rows end, when it matters how many tokens are left.
-    expected, more = READS_OF.get(name, 1) * steps, 32
+    expected, more = READS_OF.get(name, 1) * steps, 30
     assert more < expected and len(seen) < expected + more, (steps, len(seen))
 
 
@@ -144,7 +144,7 @@ def test_one_read_per_sampled_or_processed_step(
     prompts = {name: values[:1].repeat(batch, 1) for name, values in ragged().items()}
     kwargs = {
         "assistant_strategy": strategy, "assistant_kwargs": {"drafting": "always", **options},
-        "eos_token_id": None, "max_new_tokens": 40, **settings,
+        "eos_token_id": None, "max_new_tokens": 32, **settings,
     }  # fmt: skip
     outputs = []
     for waits in (False, True):

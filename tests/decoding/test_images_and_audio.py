@@ -5,6 +5,7 @@ A run takes one model type of each kind and two strategies; all of them: ``--eve
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from conftest import prompt, ragged
 from multimodal import IMAGE, KINDS, PATCH, SIZE, VIDEOS, prompts
 from multimodal import build as built
 from PIL import Image
-from running import drafting
+from running import CAPTURED, drafting
 from test_every_architecture import OPTIONS, adapted, check_refusal
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -30,6 +31,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
+from hf_spec import last_stats
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
@@ -161,6 +163,12 @@ def test_the_next_turn(kind: str, size: int) -> None:
     turn = {"input_ids": more, "attention_mask": pad(call["attention_mask"], wider, value=1)}
     types = {name: pad(call[name], wider) for name in call if name.endswith("type_ids")}
     wanted = tokens(kind, {**call, **turn, **types})
+    for again, message in (
+        (call, f"departs from what {CACHE} holds within.*Leave"),
+        ({**call, **turn, **types}, f"an image or .* TreeCache as {CACHE}.*Leave"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tokens(kind, {**again, CACHE: copy.deepcopy(first[CACHE])}, **spec)
     assert tokens(kind, {**turn, **types, CACHE: first[CACHE]}, **spec) == wanted
 
 
@@ -230,8 +238,9 @@ def test_pipeline(decoded: list[str]) -> None:
 def test_compiled_steps() -> None:
     """Positions on several axes are inputs of the code."""
     call = given("qwen2_vl", 1)
-    spec = drafting("prompt_lookup") | {"cache_implementation": "static"}
+    spec = drafting("prompt_lookup") | CAPTURED
     assert tokens("qwen2_vl", call, **spec) == tokens("qwen2_vl", call)
+    assert not last_stats(built("qwen2_vl")).details["compiled"]["refused"]
 
 
 def test_a_prompt_that_ends_with_an_image() -> None:

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, STRATEGIES, plainly, prompt, ragged
+from conftest import STRATEGIES, plainly, prompt, ragged
 from running import drafting
 from transformers import (
-    AutoConfig,
-    CLIPVisionConfig,
     GenerationConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -30,7 +26,6 @@ Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-IMAGE = 60
 
 
 def test_labels_are_dropped(tiny: Tiny, spec: Spec) -> None:
@@ -69,44 +64,6 @@ def test_predict_with_generate(fresh: Tiny, tmp_path: Path) -> None:
     found = predicted(**STRATEGIES["prompt_lookup"])
     assert found.tolist() == predicted().tolist()
     assert hf_spec.last_stats(model).num_generated_tokens
-
-
-@pytest.fixture(scope="module")
-def seeing() -> PreTrainedModel:
-    """A tiny vision-language model; its image is four tokens."""
-    torch.manual_seed(0)
-    eyes = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        image_size=8, patch_size=4,
-    )  # fmt: skip
-    text = AutoConfig.for_model("llama", **ARCHITECTURES["llama"][1])
-    config = LlavaConfig(
-        vision_config=eyes, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1
-    )
-    model = LlavaForConditionalGeneration(config).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def test_an_image_reaches_the_prompt_alone(seeing: PreTrainedModel, spec: Spec) -> None:
-    ids = torch.cat([torch.full((1, 4), IMAGE), prompt()], dim=1)
-    image = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    never = {"suppress_tokens": [IMAGE]}  # which would ask for another image
-    plain = seeing.generate(input_ids=ids, pixel_values=image, **GREEDY, **never)
-    other = seeing.generate(input_ids=ids, pixel_values=-image, **GREEDY, **never)
-    assert plain.tolist() != other.tolist()
-    call = {"input_ids": ids, "pixel_values": image, **GREEDY, **never, **spec}
-    out = seeing.generate(**call, return_dict_in_generate=True)
-    assert out.sequences.tolist() == plain.tolist()
-    cached = {CACHE: copy.deepcopy(out[CACHE])}
-    with pytest.raises(ValueError, match=f"departs from what {CACHE} holds within.*Leave"):
-        seeing.generate(**call, **cached)
-    call["input_ids"] = torch.cat([out.sequences, prompt(5)], dim=1)  # the next turn
-    with pytest.raises(ValueError, match=f"an image or .* TreeCache as {CACHE}.*Leave"):
-        seeing.generate(**call, **{CACHE: out[CACHE]})
-    plain = seeing.generate(**{**call, "assistant_strategy": None, "assistant_kwargs": None})
-    del call["pixel_values"]
-    assert torch.equal(seeing.generate(**call, **{CACHE: out[CACHE]}), plain)
 
 
 def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_spec.decoding.step import Steps
 from hf_spec.model.graphs import Graphs
 
-NEW = 24
+NEW = 16
 #: Operations that launch nothing.
 FREE = (
     "empty", "empty_strided", "empty_like", "new_empty", "_unsafe_view", "lift_fresh",

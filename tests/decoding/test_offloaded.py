@@ -57,7 +57,7 @@ def dispatched(model: Any, folder: Path) -> Any:
 )
 def test_every_strategy(shallow: Make, tmp_path: Path, name: str, offload: Any) -> None:
     model = adapt(shallow(layers=2), name)
-    plain = generate(model, ragged((12, 5))).sequences
+    plain = generate(model, ragged((12, 5)), **strategy(name)).sequences
     model = offload(model, tmp_path)
     gone, sampled = offloaded_parts(model), []
     assert "model.embed_tokens.weight" in gone and placement(model) == (

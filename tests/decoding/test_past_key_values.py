@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, PAD, STRATEGIES, plainly, prompt, ragged
-from covering import EVERY_CASE, covering
+from covering import EVERY_CASE
 from running import CAPTURED, drafting
+from test_prompt_probes import forwards
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -88,21 +89,6 @@ def test_users_dynamic_cache_over_turns(tiny: Tiny, spec: Spec, architecture: st
             ids = torch.cat([ours, turn(number)], dim=1)
 
 
-@kinds_in_turn(2)
-def test_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
-    model = tiny(architecture)
-    ids, cache = prompt(), None
-    for number in range(3):
-        expected = plainly(model, inputs=ids, **GREEDY)
-        out = model.generate(ids, **GREEDY, **spec, **{CACHE: cache}, return_dict_in_generate=True)
-        assert out.sequences.tolist() == expected.tolist()
-        assert isinstance(out[CACHE], TreeCache)
-        assert cache is None or out[CACHE] is cache
-        cache = out[CACHE]
-        assert cache.get_seq_length() == expected.shape[1] - 1
-        ids = torch.cat([expected, turn(number)], dim=1)
-
-
 @kinds_in_turn(3)
 def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
     """Rows end at different times, so that padding stands in the middle of the next prompt."""
@@ -111,16 +97,17 @@ def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str
     free = plainly(model, **batch, **GREEDY)
     settings = {**GREEDY, "eos_token_id": [EOS, int(free[0, 16]), int(free[1, 20])]}
     out = model.generate(**batch, **settings, **spec, return_dict_in_generate=True)
-    mask = batch["attention_mask"]
+    mask, cache = batch["attention_mask"], out[CACHE]
     for number in range(2):
         new = turn(number, rows=3)
         ids = torch.cat([out.sequences, new], dim=1)
         ended = real_until_eos(out.sequences[:, mask.shape[1] :], settings["eos_token_id"])
         mask = torch.cat([mask, ended, torch.ones_like(new)], dim=1)
         out = model.generate(
-            ids, attention_mask=mask, **{CACHE: out[CACHE]},
-            **settings, **spec, return_dict_in_generate=True,
+            ids, attention_mask=mask, **{CACHE: cache}, **settings, **spec,
+            return_dict_in_generate=True,
         )  # fmt: skip
+        assert isinstance(cache, TreeCache) and out[CACHE] is cache
         for row in range(3):
             alone = ids[row, mask[row].bool()][None]
             # With a mask, since a stray token 0 would be taken for padding.
@@ -189,23 +176,13 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
 
 
 def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
-    model, tokens, logits = tiny(), [], []
+    model = tiny()
     spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
     cache = model.generate(prompt(), **GREEDY, **spec)[CACHE]
     again = torch.cat([prompt()[:, :9], prompt()[:, :3] + 1], 1)
-    hooks = [
-        model.register_forward_pre_hook(
-            lambda module, args, kwargs: tokens.append(kwargs["input_ids"].shape[1]),
-            with_kwargs=True,
-        ),
-        model.lm_head.register_forward_pre_hook(
-            lambda module, args: logits.append(args[0].shape[1])
-        ),
-    ]
-    model.generate(again, **GREEDY, **spec, **{CACHE: cache})
-    for hook in hooks:
-        hook.remove()
-    assert tokens[0] == 3 and logits[0] == 1
+    with forwards(model) as (rows, logits):
+        model.generate(again, **GREEDY, **spec, **{CACHE: cache})
+    assert rows[0] == 3 and logits[0] == 1
 
 
 class QuantizedLayer(DynamicLayer):
@@ -264,18 +241,6 @@ def test_growth_beyond_the_reserve(tiny: Tiny, spec: Spec, monkeypatch: pytest.M
     monkeypatch.setattr(prefill, "RESERVE", 1)
     given = {**ragged(), "max_new_tokens": 60, "do_sample": False}
     assert tiny().generate(**given, **spec).tolist() == plainly(tiny(), **given).tolist()
-
-
-@kinds_in_turn(7)
-def test_long_continuation_in_chunks(
-    tiny: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch, architecture: str
-) -> None:
-    monkeypatch.setattr("hf_spec.model.appending.CHUNK", 4)
-    model = tiny(architecture)
-    first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
-    ids = torch.cat([first.sequences, turn(0, 19)], dim=1)
-    ours = model.generate(ids, **{CACHE: first[CACHE]}, **GREEDY, **spec)
-    assert ours.tolist() == plainly(model, inputs=ids, **GREEDY).tolist()
 
 
 def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
@@ -344,9 +309,10 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("spec", "tokens", "settings"),
-    covering(product(
-        STRATEGIES, [10**8, sys.maxsize - 100, 2**70], ["greedy", "repetition_penalty"]
-    )),
+    [
+        ("prompt_lookup", 10**8, "greedy"), ("layer_skip", 2**70, "greedy"),
+        ("prompt_lookup", sys.maxsize - 100, "repetition_penalty"),
+    ],
     indirect=["spec"],
 )  # fmt: skip
 def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:

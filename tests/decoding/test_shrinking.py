@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PAD, VOCAB, plainly, prompt, ragged, shared
+from conftest import PAD, VOCAB, plainly, ragged, shared
 from covering import covering
 from peft import LoraConfig, get_peft_model
 from processors import ByRow, Shown
@@ -117,7 +117,7 @@ def retrieving(name: str, variant: str) -> dict[str, Any]:
     ("name", "variant", "rows"),
     covering(
         [(*case, rows) for case in CASES for rows in (2, 5, 16)],
-        lambda name, variant, rows: [name, (family(name), variant), rows],
+        lambda name, variant, rows: [name, variant, rows, (family(name), rows)],
     ),
 )
 def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) -> None:
@@ -140,7 +140,7 @@ def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) ->
             for kind in ("gemma3", "gpt_neo", "falcon_alibi", "opt")
             if runs_on(case[0], kind)
         ],
-        lambda name, variant, architecture: [name, architecture],
+        lambda name, variant, architecture: [family(name), architecture],
     ),
 )
 def test_other_architectures(fresh: Tiny, name: str, variant: str, architecture: str) -> None:
@@ -151,7 +151,9 @@ def test_other_architectures(fresh: Tiny, name: str, variant: str, architecture:
     assert sizes[-1] < 5
 
 
-@every_strategy
+@pytest.mark.parametrize(
+    ("name", "variant"), covering(FIRST, lambda name, variant: [family(name)]), ids=str
+)
 def test_eos_and_processors(fresh: Tiny, name: str, variant: str) -> None:
     """Rows stop at tokens that some of them emit early."""
     model, given = fresh("llama_tied"), ragged(LENGTHS[:5])
@@ -176,44 +178,6 @@ def same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         return Plan(min(8, likely.shape[1] - 1), 4 if group else 0, bool(prunes))
 
     monkeypatch.setattr(StepPolicy, "_best", best)
-
-
-def test_scores_and_logits(fresh: Tiny) -> None:
-    model = fresh("llama_tied")
-    settings = {
-        **GREEDY, **staggered(5), "repetition_penalty": 1.2, "return_dict_in_generate": True,
-        "output_scores": True, "output_logits": True,
-    }  # fmt: skip
-    plain = model.generate(**settings)
-    with forwards(model) as sizes:
-        ours = model.generate(**settings, **LOOKUP)
-    assert sizes[-1] == 5  # the cache is returned, with every row
-    assert ours.sequences.tolist() == plain.sequences.tolist()
-    width = settings["input_ids"].shape[1]
-    for mine, theirs in ((ours.scores, plain.scores), (ours.logits, plain.logits)):
-        assert len(mine) == len(theirs)
-        for column, (one, other) in enumerate(zip(mine, theirs)):
-            alive = ours.sequences[:, width + column] != PAD
-            assert not one[~alive].any()
-            # fp32 with other reduction orders, as in test_generate.py.
-            torch.testing.assert_close(one[alive], other[alive], rtol=1e-4, atol=1e-4)
-
-
-def test_num_return_sequences(fresh: Tiny) -> None:
-    """Six copies of a row, sampled: all finish in their own time, the same in every run."""
-    model = fresh()
-    found = []
-    settings = {
-        "do_sample": True, "temperature": 2.0, "num_return_sequences": 6, "max_new_tokens": NEW,
-        "eos_token_id": list(range(3, 13)),
-    }  # fmt: skip
-    for _ in range(2):
-        torch.manual_seed(0)
-        with forwards(model) as sizes:
-            found.append(model.generate(prompt(), **LOOKUP, **settings))
-        assert sizes[-1] < 6 and found[-1][:, :12].tolist() == prompt().tolist() * 6
-    assert torch.equal(*found)
-    assert len({tuple(row) for row in found[0].tolist()}) == 6
 
 
 #: Chance that a right program fails the next test; the seed is fixed.

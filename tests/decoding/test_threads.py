@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from conftest import prompt, ragged
+from recurrent_models import shared_recurrent
 from running import fingerprint, needed
 from transformers import PreTrainedModel
 
@@ -21,32 +21,36 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0, 2]}}
 
 
-def calls() -> list[dict[str, Any]]:
+def calls(names: Iterable[str]) -> list[dict[str, Any]]:
     """A plain call, and each strategy with its default options and with every step drafting."""
     found: list[dict[str, Any]] = [{}]
-    for name in methods():
+    for name in names:
         for options in ({}, {"drafting": "always"}):
             kwargs = {**OPTIONS.get(name, {}), **options}
             found.append({"assistant_strategy": name, "assistant_kwargs": kwargs, **needed(name)})
     return found
 
 
-@pytest.fixture
-def model(fresh: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def test_every_strategy(fresh: Callable[..., PreTrainedModel]) -> None:
     """With an untrained adapter of every type that needs one, all of them active."""
-    made = fresh("llama_tied")
+    model = fresh("llama_tied")
     torch.manual_seed(2)
     names = [name for name, method in methods().items() if method.needs_adapter]
     for name in names:
-        made.add_adapter(methods()[name].adapter_config(), adapter_name=name)
-    made.set_adapter(names)
-    return made.eval()
+        model.add_adapter(methods()[name].adapter_config(), adapter_name=name)
+    model.set_adapter(names)
+    check_threads(model.eval(), calls(methods()))
 
 
-def test_calls_in_threads_are_as_alone(model: PreTrainedModel) -> None:
-    """Each thread makes a quarter of the calls, in an order of its own."""
+def test_recurrent_layers() -> None:
+    """Whose functions calls with and without a strategy share."""
+    check_threads(shared_recurrent("qwen3_5_text"), calls(["prompt_lookup", "layer_skip"]))
+
+
+def check_threads(model: Any, kinds: list[dict[str, Any]]) -> None:
+    """Calls are as alone: each thread makes a quarter of them, in an order of its own."""
     inputs = [{"input_ids": prompt(12, seed=1)}, ragged((9, 4))]
-    work = [(call, inputs[number // 2 % 2]) for number, call in enumerate(calls())]
+    work = [(call, inputs[number // 2 % 2]) for number, call in enumerate(kinds)]
     plain = [model.generate(**given, **GREEDY).tolist() for given in inputs]
     wanted = [plain[number // 2 % 2] for number in range(len(work))]
     assert [model.generate(**given, **GREEDY, **call).tolist() for call, given in work] == wanted

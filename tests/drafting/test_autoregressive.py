@@ -19,7 +19,6 @@ from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.tempering import Tempering
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.5}
@@ -98,26 +97,6 @@ def test_drafts_after_steps_that_did_not_draft(
             **ragged(), **GREEDY, assistant_strategy="eagle3", assistant_kwargs={"lookup": False}
         )
     assert found.tolist() == plain and len(steps) > 9
-
-
-@pytest.mark.parametrize("tree", ["adaptive", "chain"])
-@pytest.mark.parametrize("choice", ["auto", "always"])
-def test_outputs(model: Any, monkeypatch: pytest.MonkeyPatch, tree: str, choice: str) -> None:
-    """Greedy, sampled and compiled; a conversation that goes on."""
-    draft_everything(monkeypatch)
-    options = {"tree": tree, "drafting": choice, "max_depth": 2}
-    spec = {"assistant_strategy": "eagle3", "assistant_kwargs": options}
-    torch.manual_seed(5)
-    plain = model.generate(prompt(), **SAMPLED).tolist()
-    torch.manual_seed(5)
-    assert model.generate(prompt(), **SAMPLED, **spec).tolist() == plain
-    plain = model.generate(**ragged(), **GREEDY).tolist()
-    for more in ({}, CAPTURED) if (tree, choice) == ("adaptive", "auto") else ({},):
-        assert model.generate(**ragged(), **GREEDY, **spec, **more).tolist() == plain
-    first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
-    more = torch.cat([first.sequences, prompt(5, seed=7)], 1)
-    plain = model.generate(more, **GREEDY).tolist()
-    assert model.generate(more, **GREEDY, **spec, **{CACHE: first[CACHE]}).tolist() == plain
 
 
 def test_tempering_learns_from_samples(model: Any) -> None:

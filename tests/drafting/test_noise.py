@@ -45,8 +45,10 @@ def test_one_sequence_draws_what_multinomial_draws(vocab: int, seen: int) -> Non
     assert found == expected
 
 
-def test_a_drafter_that_knows_p_and_the_noise_knows_the_token() -> None:
-    noise = SamplingNoise(3, CPU)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_drafter_that_knows_logits_and_the_noise_knows_the_token(temperature: float) -> None:
+    """A temperature scales what is added to logits."""
+    noise = SamplingNoise(3, CPU, temperature)
     noise.choose(scores(3), 0)
     noise.advance([1, 1, 1])
     for step in range(30):
@@ -55,28 +57,8 @@ def test_a_drafter_that_knows_p_and_the_noise_knows_the_token() -> None:
         assert gumbel.shape == (3, 4, 50)
         for ahead in range(3):
             expected = (given + gumbel[:, ahead]).argmax(-1)
-            assert noise.choose(given, ahead).tolist() == expected.tolist()
+            assert noise.choose(given / temperature, ahead).tolist() == expected.tolist()
         noise.advance([1, 2, 3])
-
-
-def test_noise_of_some_tokens_and_of_later_ones() -> None:
-    noise, some = SamplingNoise(2, CPU), torch.tensor([4, 40, 7])
-    noise.choose(scores(2), 0)
-    whole = noise.ahead(5)
-    assert torch.equal(noise.ahead(5, some), whole[:, :, some])
-    assert torch.equal(noise.ahead(2, first=3), whole[:, 3:])
-    noise.advance([2, 0])
-    assert torch.equal(noise.ahead(3)[0], whole[0, 2:])
-    assert torch.equal(noise.ahead(5)[1], whole[1])
-
-
-def test_a_temperature_scales_what_is_added_to_logits() -> None:
-    given = scores(2)
-    for temperature in (0.3, 1.0, 2.0):
-        noise = SamplingNoise(2, CPU, temperature)
-        noise.choose(given, 0)
-        expected = (given + noise.ahead(2)[:, 1]).argmax(-1)
-        assert noise.choose(given / temperature, 1).tolist() == expected.tolist()
 
 
 def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
@@ -140,18 +122,22 @@ def test_probabilities_that_are_not_finite(value: float) -> None:
 
 
 @pytest.mark.parametrize("waiting", [False, True])
-def test_the_noise_after_tokens_that_the_host_does_not_know(
+def test_noise_of_some_tokens_and_after_some_that_the_host_does_not_know(
     monkeypatch: pytest.MonkeyPatch, waiting: bool
 ) -> None:
     monkeypatch.setattr(noises, "waits", lambda device: waiting)
     noise, some = SamplingNoise(3, CPU), torch.tensor([4, 40, 7])
     noise.choose(scores(3), 0)
     whole = noise.ahead(8)
+    assert torch.equal(noise.ahead(8, some), whole[:, :, some])
+    assert torch.equal(noise.ahead(2, first=3), whole[:, 3:5])
     counts = [2, 0, 4]
     noise.emit(torch.tensor(counts), 4)
     before = noise.ahead(3), noise.ahead(2, some, first=1)
     noise.advance(counts)
-    assert torch.equal(noise.ahead(3), before[0]) and torch.equal(before[0][2], whole[2, 4:7])
+    assert torch.equal(noise.ahead(3), before[0])
+    for row, count in enumerate(counts):
+        assert torch.equal(before[0][row], whole[row, count : count + 3])
     assert torch.equal(noise.ahead(2, some, first=1), before[1])
 
 

@@ -21,8 +21,6 @@ from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.tempering import (
     OFTEN,
-    SELDOM,
-    SETTLED,
     SHARE,
     SHARPNESS,
     Sample,
@@ -89,12 +87,6 @@ def test_both_numbers_stay_within_bounds() -> None:
     for values, (low, high) in zip(zip(*seen), (SHARPNESS, SHARE)):
         assert low <= min(values) < max(values) == high
     assert min(seen)[0] == SHARPNESS[0]
-
-
-def test_what_has_settled_learns_less_often() -> None:
-    for updates, often in ((0, OFTEN), (SETTLED - 1, OFTEN), (SETTLED, SELDOM)):
-        learned = Tempering(updates=updates)
-        assert sum(learned.learns() for _ in range(160)) == 160 // often
 
 
 # -- predictions -----------------------------------------------------------------------------------

@@ -58,23 +58,42 @@ def decoded(
     return target(Tree.roots(ids[-1:]).attach_probes(group)).hidden[0, 1:]
 
 
+#: Kinds that share positions, and slots that each of them sees.
+KINDS = ProbeGroup((1, 1, 2), ((1, 1, 0), (1, 1, 0), (1, 0, 1)))
+SEEN = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("slots", [0, 5])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "slots", "group", "exits"),
+    [
+        (architecture, *case)
+        for architecture in ARCHITECTURES
+        for case in ((0, GROUP, 1), (5, GROUP, 1), (5, KINDS, 2))
+    ],
+)
 def test_training_runs_what_decoding_runs(
-    tiny: Callable[..., PreTrainedModel], architecture: str, slots: int
-) -> None:
-    model = tiny(architecture)
-    inputs = learned(model, slots)
+    tiny: Callable[..., PreTrainedModel], architecture: str, slots: int, group: ProbeGroup,
+    exits: int,
+) -> None:  # fmt: skip
+    """Also kinds that see slots of their own, and that leave the model by several exits."""
+    model, seen = tiny(architecture), SEEN if group is KINDS else None
+    inputs = replace(learned(model, slots), front_seen=seen, exits=exits)
     ids = prompt(14, 2)
     padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), ids, ids[:, :1]], dim=1)
     mask = torch.tensor([[0, 0] + [1] * 14 + [0]] * 2)
     anchors = torch.tensor([[3, 9, 13], [2, 6, 11]])
-    hidden = probe_sequences(model, padded, mask, anchors + 2, GROUP, inputs).probe_hidden
+
+    def run(inputs: ProbeInputs) -> torch.Tensor:
+        return probe_sequences(model, padded, mask, anchors + 2, group, inputs).probe_hidden
+
+    hidden = run(inputs)
     for row in range(2):
         for column, anchor in enumerate(anchors[row].tolist()):
-            alone = decoded(model, ids[row, : anchor + 1], inputs)
+            alone = decoded(model, ids[row, : anchor + 1], inputs, group)
             torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
+    if seen is not None:
+        assert not torch.allclose(hidden, run(replace(inputs, front_seen=None)), **CLOSE)
 
 
 @torch.no_grad()
@@ -91,27 +110,6 @@ def test_inputs_of_every_layer(architecture: str) -> None:
         alone = decoded(model, ids[0, : anchor + 1], inputs)
         for run in runs:
             torch.testing.assert_close(run.probe_hidden[0, column], alone, **CLOSE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("exits", [1, 2])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_training_runs_what_decoding_runs_by_kind(
-    tiny: Callable[..., PreTrainedModel], architecture: str, exits: int
-) -> None:
-    """Kinds that see slots of their own, share positions, and leave the model by several exits."""
-    model, group = tiny(architecture), ProbeGroup((1, 1, 2), ((1, 1, 0), (1, 1, 0), (1, 0, 1)))
-    everyone = learned(model, 5)
-    seen = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
-    inputs = replace(everyone, front_seen=seen, exits=exits)
-    ids, anchors = prompt(14, 2), torch.tensor([[3, 9, 13], [2, 6, 11]])
-    hidden = probe_sequences(model, ids, None, anchors, group, inputs).probe_hidden
-    for row in range(2):
-        for column, anchor in enumerate(anchors[row].tolist()):
-            alone = decoded(model, ids[row, : anchor + 1], inputs, group)
-            torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
-    other = probe_sequences(model, ids, None, anchors, group, replace(inputs, front_seen=None))
-    assert not torch.allclose(hidden, other.probe_hidden, **CLOSE)
 
 
 @torch.no_grad()
@@ -179,19 +177,6 @@ def test_together_equals_apart(
     together = probe_sequences(model, ids, None, anchors, GROUP, inputs, frozen=False)
     torch.testing.assert_close(apart.probe_hidden, together.probe_hidden, **CLOSE)
     torch.testing.assert_close(apart.token_hidden, together.token_hidden, **CLOSE)
-
-
-def test_base_tokens_never_see_probes(tiny: Callable[..., PreTrainedModel]) -> None:
-    model = tiny("llama")
-    ids, anchors = prompt(12), torch.tensor([[4, 8]])
-    with torch.no_grad():
-        results = [
-            probe_sequences(
-                model, ids, None, anchors, GROUP, learned(model, 0, seed), frozen=False
-            ).token_hidden
-            for seed in (0, 1)
-        ]
-    assert torch.equal(*results)
 
 
 def test_gradients_reach_what_is_learned_and_nothing_else(

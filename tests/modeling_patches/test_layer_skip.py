@@ -161,37 +161,6 @@ def test_a_step_after_a_full_prefill(architecture):
 
 
 @torch.inference_mode()
-def test_keeps_accelerate_hooks():
-    """Hooks that are added before or after the first use, and taken off."""
-    hooks = pytest.importorskip("accelerate.hooks")
-    model, skip, seen = build("llama"), ([1, 2], [2]), []
-    plain, expected = model(tokens()).logits, reference(model, *skip)(tokens()).logits
-
-    class Spy(hooks.ModelHook):
-        def pre_forward(self, module, *args, **kwargs):
-            seen.append(module)
-            return args, kwargs
-
-    def check(hooked):
-        for _ in range(2):
-            logits = LayerSkipper(model, *skip).changes.run(model, tokens()).logits
-            torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
-            seen.clear()
-            assert torch.equal(model(tokens()).logits, plain) and len(seen) == hooked
-
-    for _ in range(2):
-        for layer in decoder_layers(model):
-            hooks.add_hook_to_module(layer, Spy())
-            hooks.add_hook_to_module(layer.self_attn, Spy())
-        check(2 * LAYERS)
-        hooks.add_hook_to_module(decoder_layers(model)[1], Spy(), append=True)
-        check(2 * LAYERS + 1)
-        for module in model.modules():
-            hooks.remove_hook_from_module(module)
-        check(0)
-
-
-@torch.inference_mode()
 def test_compiled_models():
     """Calls with changes run what is not compiled, whatever is compiled."""
     model, skip = build("llama"), ([1, 2], [2])
@@ -200,20 +169,6 @@ def test_compiled_models():
         logits = LayerSkipper(compiled, *skip).changes.run(model, tokens()).logits
         torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
         decoder_layers(model)[2].compile(backend="eager")
-
-
-@torch.inference_mode()
-def test_peft_model_and_hidden_states():
-    peft = pytest.importorskip("peft")
-    model = build("llama")
-    expected = reference(model, [1, 2], [2])(tokens(), output_hidden_states=True)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "down_proj"]))
-    with running(LayerSkipper(wrapped, [1, 2], [2]).changes):
-        wrapped(tokens())
-        output = wrapped(tokens(), output_hidden_states=True)
-    assert len(output.hidden_states) == LAYERS + 1
-    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 def no_attention(model):
