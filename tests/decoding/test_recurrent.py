@@ -234,6 +234,21 @@ def test_plain_steps_are_those_of_plain_generation(
 # -- options of generate -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba"])
+def test_sampling_and_processors(kind: str) -> None:
+    """The same seed gives the same tokens, and rules that know a row's tokens the same choices."""
+    model = shared_recurrent(kind)
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8}
+    processed = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    for given, settings in ((one_row(), sampled), (ragged(), processed)):
+        found = []
+        for spec in ({}, LOOKUP):
+            torch.manual_seed(5)
+            found.append(model.generate(**given, **settings, **spec).tolist())
+        assert found[0] == found[1]
+        assert found[0] != plain(kind, len(given["input_ids"]))
+
+
 @pytest.mark.parametrize("kind", ["kimi_linear", "mamba"])
 def test_batches_that_shrink(kind: str) -> None:
     model = shared_recurrent(kind)
