@@ -505,7 +505,7 @@ def test_sampled_drafts_carry_their_distribution(
     with adapted(model, name, variant):
         torch.manual_seed(0)
         model.generate(**ragged(), **more, max_new_tokens=8, **strategy(name, variant))
-    assert len(checked) > 4
+    assert len(checked) > 1
 
 
 # -- adapters --------------------------------------------------------------------------------
