@@ -71,7 +71,7 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_examples_run(page: Path, scope: dict[str, Any], tmp_path: Path) -> None:
     older = tmp_path / page.name  # Transformers before 5.24 has another name for the cache
     text = page.read_text().replace("cache=out.cache", f"{CACHE}=out.{CACHE}")
-    older.write_text(re.sub(r"(max_new_tokens\W+)\d+", r"\g<1>16", text))
+    older.write_text(re.sub(r"(max_new_tokens\W+)\d+", r"\g<1>8", text))
     document = PARSER.parse(older)
     document.namespace.update(scope)
     for example in document.examples():
