@@ -177,6 +177,18 @@ def test_threads(shallow: Any) -> None:
     assert all(torch.equal(one, plain[place % 4]) for place, one in enumerate(found))
 
 
+@pytest.mark.usefixtures("sizes_as_shipped")
+def test_the_policy_decides(shallow: Any) -> None:
+    """The shipped default: every step another size, all of them padded to few."""
+    model = adapt(shallow(), "space")
+    plain = generate(model, ragged(), max_new_tokens=24).sequences
+    for _ in range(2):
+        output = generate(
+            model, ragged(), max_new_tokens=24, assistant_strategy="space", **CAPTURED
+        )
+        assert torch.equal(output.sequences, plain)
+
+
 def test_rows_end_one_by_one(shallow: Any) -> None:
     """The batch goes down in powers of two, and outputs are those of rows alone."""
     model = adapt(shallow(), "bita")

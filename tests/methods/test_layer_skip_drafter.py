@@ -68,6 +68,34 @@ def test_what_each_mode_does(mode: str) -> None:
     assert (one.gamma == before) == (mode in ("threshold", "fixed"))
 
 
+@pytest.mark.parametrize(("step", "alpha"), [(0.01, 0.85), (0.1, 0.7)])
+def test_gamma_settles_where_the_target_is_the_median_rate(step: float, alpha: float) -> None:
+    """Planted: a token of draft probability c is accepted with the chance c.
+
+    Gamma moves as far up as down, so that it stays where rates (AR, smoothed) are below the target
+    as often as above it. That takes 1,000 stages and more by the paper's numbers. Rates are skewed,
+    so that their mean is below. The standard deviation of the share is about 0.02, since rates of
+    neighboring stages are alike; the seed is fixed.
+    """
+    rng = random.Random(0)
+    one = ThresholdExit(LayerSkipOptions(threshold_step=step, target_acceptance=alpha))
+    below, rates = [], []
+    for stage in range(6000):
+        drafted = accepted = 0
+        right = go_on = True
+        while go_on and drafted < 12:
+            chance = rng.betavariate(3, 1)
+            right = right and rng.random() < chance
+            drafted, accepted, go_on = drafted + 1, accepted + right, one.go_on(chance)
+        one.update(accepted / drafted)
+        assert one.acceptance is not None
+        if stage >= 3000:
+            below.append(one.acceptance <= alpha)
+            rates.append(accepted / drafted)
+    assert sum(below) / len(below) == pytest.approx(0.5, abs=0.06)
+    assert alpha - 0.13 < sum(rates) / len(rates) < alpha
+
+
 # -- options -------------------------------------------------------------------------------------
 
 

@@ -171,6 +171,20 @@ def test_compiled_models():
         decoder_layers(model)[2].compile(backend="eager")
 
 
+@torch.inference_mode()
+def test_peft_model_and_hidden_states():
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    expected = reference(model, [1, 2], [2])(tokens(), output_hidden_states=True)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "down_proj"]))
+    with running(LayerSkipper(wrapped, [1, 2], [2]).changes):
+        wrapped(tokens())
+        output = wrapped(tokens(), output_hidden_states=True)
+    assert len(output.hidden_states) == LAYERS + 1
+    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
 def no_attention(model):
     decoder_layers(model)[2].self_attn = None
 
