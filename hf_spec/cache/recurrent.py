@@ -164,7 +164,8 @@ class RecurrentStates:
 
     def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See :class:`modeling_patches.inline_recurrences.States`."""
-        place, call = (rule.kind, *self._running), self._calls
+        place = (rule.kind, *self._running)
+        call = self._calls if rule.kind == "rule" else 0
         state = self._state(place)
         self._device = state.device
         if state.ndim > rule.state_ndim:  # a call per head
