@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from hf_spec.core.host_tree import HostTree, Row
+from hf_spec.core.host_tree import HostTree
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
@@ -134,7 +135,10 @@ class AdaptiveTrees(TreeSource):
             self._proposed = None
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
             if state.timed and self.num_draft_tokens is None:
-                return Tree.of_rows([Row.root(row[-1]) for row in state.tokens], state.root.device)
+                # The device has the roots already.
+                zeros, roots = np.zeros((state.batch_size, 1), np.int64), Tree.roots(state.root)
+                tokens = np.array([row[-1:] for row in state.tokens])
+                return roots.changed(host=HostTree(zeros + 1.0, zeros, zeros, tokens))
             return drafter.build_trees([alone] * state.batch_size, state)
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None or state.prefetched is None:
