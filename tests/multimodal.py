@@ -191,6 +191,7 @@ KINDS: dict[str, Kind] = {
     **_kinds(_grids, _rope(), "cosmos3_omni", "glm46v", "glm4v", "qwen2_5_vl", "qwen2_vl",
              "qwen3_vl", "qwen3_vl_moe"),
     **_kinds(_grids, _ALL_ROTATED, "glm4v_moe", "glm_ocr", "qwen3_5", "qwen3_5_moe"),
+    "muse_glimmer": Kind(_grids, {"vision_config": {"patch_temporal": 1, "merge_size": 1}}),
     **_kinds(_grids, _OMNI, "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     "paddleocr_vl": Kind(_patches, _rope()),
     "video_llama_3": Kind(_merged),

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import BlockNetwork
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.methods.registry import methods
@@ -28,6 +29,10 @@ CONFIGS = {
     "plain": ("dflash", {"num_layers": 2, "block_size": 5}),
     "anchor": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "gated"}),
     "rnn": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "rnn"}),
+    "scaled": (
+        "dflash",
+        {"block_size": 4, "embedding_scale": 2.0, "logit_scale": 0.5, "logit_softcap": 3.0},
+    ),
     "window": (
         "dflash", {"block_size": 4, "sliding_layers": [0], "sliding_window": 6},
     ),
@@ -111,15 +116,36 @@ def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Fresh) -
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "llama"])
-def test_embeddings_are_not_scaled(fresh: Fresh, architecture: str) -> None:
-    """Released drafters take the base's embeddings as its weights are; Gemma scales them."""
+@pytest.mark.parametrize(("kind", "scale"), [("plain", 1.0), ("scaled", 2.0)])
+def test_embeddings_are_those_of_the_weights(
+    fresh: Fresh, architecture: str, kind: str, scale: float
+) -> None:
+    """Released drafters take the base's embeddings as its weights are, which Gemma scales; some
+    scale them by a factor of their own."""
     model, seen = fresh(architecture), []
-    adapt(model, "plain")
+    adapt(model, kind)
     network = BlockNetwork(find_active(model, "DFLASH").module, model)
     network.adapter.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     block_sequences(network, prompt(), None, torch.tensor([[5]]))
     rows = network.blocks(prompt()[:, 6])
-    torch.testing.assert_close(seen[0], model.get_input_embeddings().weight[rows])
+    torch.testing.assert_close(seen[0], scale * model.get_input_embeddings().weight[rows])
+
+
+@pytest.mark.parametrize("architecture", ["cohere2", "gemma2", "llama"])
+@torch.no_grad()
+def test_logits_are_shaped_as_the_drafter_says(fresh: Fresh, architecture: str) -> None:
+    """Not as the base shapes its own: Gemma 2 caps them. In training likewise."""
+    model = fresh(architecture)
+    name = adapt(model, "scaled")
+    method, head = methods()[name], model.get_output_embeddings().weight
+    drafter = method.make_drafter(model, method.parse_options({}))
+    ids, anchors = prompt(9), torch.tensor([[2, 5]])
+    states = block_sequences(drafter.network, ids, None, anchors)
+    expected = 3.0 * torch.tanh(0.5 * states @ head.T / 3.0)
+    torch.testing.assert_close(drafter.logits(states[0]), expected[0])
+    batch = TrainingBatch(ids, ids, anchors)
+    found = method.objective(model, find_active(model, name.upper()), batch)
+    torch.testing.assert_close(found["logits"], expected)
 
 
 # -- what a base must have -----------------------------------------------------------------------

@@ -9,12 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import multimodal
 import pytest
 import torch
+from conftest import prompt
 from running import drafting
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers.generation import candidate_generator
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -128,6 +131,66 @@ def test_layouts(tmp_path: Path, kind: str, layout: Any) -> None:
     assert model.generate(ids, **GREEDY, **drafting(method)).tolist() == expected
 
 
+@pytest.mark.parametrize("place", ["dflash_config", None])
+def test_scales(tmp_path: Path, place: str | None) -> None:
+    """A drafter for Muse Glimmer has them in ``dflash_config``."""
+    config, tensors = of_zlab("dflash2")
+    scales = {
+        "input_embedding_scale": 2.0, "output_multiplier": 0.2, "final_logit_softcapping": 20.0
+    }  # fmt: skip
+    (config[place] if place else config).update(scales)
+    path, model = write(tmp_path / "released", (config, tensors)), copy.deepcopy(base_model())
+    import_adapter(path, "dflash", model, tmp_path / "adapter")
+    model.load_adapter(str(tmp_path / "adapter"))
+    found = find_active(model, "DFLASH").config
+    assert (found.embedding_scale, found.logit_scale, found.logit_softcap) == (2.0, 0.2, 20.0)
+    out = export_adapter(
+        tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
+    )
+    written = json.loads((out / "config.json").read_text())
+    assert {name: written[name] for name in scales} == scales
+
+
+@torch.no_grad()
+def test_transformers_own_type(tmp_path: Path) -> None:
+    """Drafts of the imported adapter are those of the assistant in Transformers; the base's norm of
+    its embeddings is left out there, too."""
+    types = pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="older")
+    base = multimodal.build("muse_glimmer")
+    config = types.MuseGlimmerAssistantConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, block_size=5, mask_token_id=63, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"], target_layer_ids=[0, 2],
+    )  # fmt: skip
+    assistant = types.MuseGlimmerAssistantModel(config).eval()
+    for weights in assistant.parameters():
+        torch.nn.init.normal_(weights, std=0.3)
+    assistant.save_pretrained(tmp_path / "released")
+    assert recognized(str(tmp_path / "released"))[0] == "dflash"
+    model = copy.deepcopy(base)
+    import_adapter(
+        tmp_path / "released" / "model.safetensors", "dflash", model, tmp_path / "adapter"
+    )
+    model.load_adapter(str(tmp_path / "adapter"))
+    ids = prompt(11).clamp(max=multimodal.HEAR - 1)
+
+    method = methods()["dflash"]
+    root, *drafted = method.make_drafter(model, method.parse_options({"tree": "chain"})).chain(ids)
+    text = torch.cat([ids, torch.tensor([[root]])], dim=1)
+    stock = candidate_generator.DFlashTokenCandidateGenerator(
+        assistant, base.get_input_embeddings(), base.get_output_embeddings(),
+        GenerationConfig(max_length=50),
+    )  # fmt: skip
+    outputs = base(ids, output_hidden_states=True)
+    given = {"position_ids": torch.arange(12)[None], "attention_mask": torch.ones_like(text)}
+    candidates, _ = stock.get_candidates(
+        text, given, outputs, is_first_iteration=False, n_last_matches=0
+    )
+    assert drafted == candidates[0, 12:].tolist()
+    expected = model.generate(ids, **GREEDY).tolist()
+    assert model.generate(ids, **GREEDY, **drafting("dflash")).tolist() == expected
+
+
 def test_heads_of_ones_own_are_kept(tmp_path: Path) -> None:
     """Unless they are the base's."""
     model = copy.deepcopy(base_model())
@@ -194,7 +257,9 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash2", changed(selector_rank=9), "predecessor_codebook' has shape"),
     (released, "dflash2", changed(selector_top_k=0), "selector_top_k"),
     (released, "dflash2", without("candidate_selector.successor_codebook"), "no tensor 'candidate"),
-    (of_zlab, "dflash2", within("dflash_config", output_multiplier=2.0), "output_multiplier=2.0"),
+    (of_zlab, "dflash2", within("dflash_config", output_multiplier=0), "logit_scale=0: must be"),
+    (of_zlab, "dflash", within("dflash_config", input_embedding_scale=-1), "embedding_scale=-1"),
+    (of_zlab, "dflash", changed(final_logit_softcapping="x"), "logit_softcap='x'"),
     (released, "dflash", changed(speculators_model_type="eagle3"), "that of no known layout"),
     (released, "dspark", changed(markov_head_type="lstm"), "markov_head='lstm'"),
     (released, "dspark", changed(markov_rank=9), "markov_w1.weight' has shape"),
@@ -215,7 +280,6 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash", within("transformer_layer_config", num_hidden_layers=3), "layers.2"),
     (of_zlab, "dflash", changed(is_causal=True), "is_causal=True, which is not run"),
     (of_zlab, "dflash", changed(num_target_layers=9), "num_hidden_layers=9"),
-    (of_zlab, "dflash", within("dflash_config", output_multiplier=0.2), "output_multiplier=0.2"),
     (of_zlab, "dflash", within("dflash_config", new=1), "'new', whose meaning is not known"),
     (of_zlab, "dflash", within("dflash_config", projector_type="domino"), "Domino"),
     (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config in config.json is \[1\]"),
@@ -312,6 +376,7 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) ->
             {"sliding_layers": [0], "sliding_window": 8, "sliding_window_from": "query"},
             "sliding_window_from='query': speculators counts",
         ),
+        ({"logit_scale": 0.5}, "'output_multiplier': 0.5.: speculators knows such scales only"),
         ({"conv_kernel_size": 2}, "convolutions and a selector only together"),
         ({"feature_layers": [2, 8]}, r"feature_layers=\[2, 8\]: the last is the final state"),
     ],

@@ -20,6 +20,11 @@ SELECTOR = "selector"
 MARKOV_HEADS = ("vanilla", "gated", "rnn", SELECTOR)
 CONFIDENCE_HEADS = ("none", "state", "markov")
 HEADS, LOSSES, WINDOWS = ("base", "own"), ("hard", "distillation"), ("anchor", "query")
+#: What released drafters call fields of ours.
+SCALES = {
+    "embedding_scale": "input_embedding_scale", "logit_scale": "output_multiplier",
+    "logit_softcap": "final_logit_softcapping",
+}  # fmt: skip
 #: Fields of ``layer_config`` that count something.
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -78,6 +83,13 @@ class BlockConfig(VocabularyConfig):
         "What a head of confidence reads: a slot's state, or that and the token before; trees are "
         "grown by it, next to a Markov head (recorded).",
     )
+    embedding_scale: float = setting(
+        1.0, "Factor of the base's embeddings, as its weights give them (recorded)."
+    )
+    logit_scale: float = setting(1.0, "Factor of the logits (recorded).")
+    logit_softcap: float | None = setting(
+        None, "c: logits x, which are scaled, become c * tanh(x / c) (recorded)."
+    )
     layer_config: dict[str, Any] | None = setting(
         None, "Fields of the Qwen3Config of its layers (recorded)."
     )
@@ -99,6 +111,9 @@ class BlockConfig(VocabularyConfig):
         check_count("conv_kernel_size", self.conv_kernel_size, low=0, high=self.block_size)
         check_count("conv_group_size", self.conv_group_size, high=MAX_SHAPE)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
+        for name in SCALES:
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0.0, MAX_SIZE, open_low=True)
         check_switches(self, "sample_from_anchor", "sliding_window_non_causal")
         check_choices(
             self, markov_head=MARKOV_HEADS, loss=LOSSES, head=HEADS,
@@ -150,6 +165,11 @@ class BlockConfig(VocabularyConfig):
     def distances(self) -> int:
         """How many tokens after the root it predicts."""
         return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether it says how logits are scaled or capped; otherwise the base's are as its own."""
+        return self.logit_scale != 1.0 or self.logit_softcap is not None
 
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if the base is of another shape; record what the saved config needs."""

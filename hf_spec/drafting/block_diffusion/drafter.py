@@ -132,11 +132,11 @@ class BlockDrafter(TreeDrafter):
 
     def logits(self, states: Tensor) -> Tensor:
         if self.vocabulary is not None and self.vocabulary.is_own:
-            return self.vocabulary(states)
-        if self.exact:
+            return self.network.shaped(self.vocabulary(states))
+        if self.exact and not self.network.config.shapes_logits:
             final = states.to(placement(self.model).dtype)
             return model_logits(self.model, final, head=self.vocabulary)
-        return output_logits(self.model, states, self.vocabulary)
+        return self.network.shaped(output_logits(self.model, states, self.vocabulary))
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         for some in places.split(max(AT_ONCE // self.distances, 1)):

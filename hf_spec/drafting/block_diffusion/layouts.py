@@ -8,6 +8,8 @@ The known layouts name most tensors alike (:class:`BlockAdapter`); their configs
   number layers by their *outputs*, one less; without them, they are evenly spaced.
 * DeepSpec: the same fields without ``dflash_config``, beside ``num_anchors``; -1 is the embeddings.
   Its ``embed_tokens`` is a frozen copy of the base's, which is used instead.
+* Transformers' ``muse_glimmer_assistant``: likewise; two tensors have other names, and slots of
+  layers with a window see those behind them.
 
 A flag that may change predictions and is not known is an error.
 """
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.predicting import VOCABULARY
-from hf_spec.drafting.block_diffusion.config import COUNTS, SELECTOR, BlockConfig
+from hf_spec.drafting.block_diffusion.config import COUNTS, SCALES, SELECTOR, BlockConfig
 from hf_spec.drafting.block_diffusion.network import modules
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.made_once import is_plain
@@ -37,11 +39,13 @@ LEFT_OUT = ("embed_tokens.weight", "rotary_emb.inv_freq", "t2d")
 OFFSETS = "d2t"
 #: Fields that choose what is drafted, in a part of the config of their own.
 DRAFTING = "dflash_config"
+#: The type that Transformers has as a model of its own, and how its names begin here.
+MUSE = "muse_glimmer_assistant"
+OF_MUSE = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 #: Drafters of other kinds, by ``speculators_model_type``, ``projector_type`` or architecture.
 OTHERS = {"xpress": "a refiner", "domino": "Domino's head"}
 #: Flags with the value that changes nothing. Others are refused.
 NEUTRAL: dict[str, Any] = {
-    "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None,
     "is_causal": False, "use_swa": False, "attention_sink_bias": False, "target_hidden_size": None,
     "attention_mode": "gqa",
 }  # fmt: skip
@@ -53,7 +57,7 @@ KNOWN = {
     "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     "confidence_head_alpha", "sample_from_anchor", "sliding_window_non_causal", "num_anchors",
     "loss_decay_gamma", "draft_vocab_size", "aux_hidden_state_layer_ids", "selector_rank",
-    *OF_DFLASH_2, *NEUTRAL,
+    *OF_DFLASH_2, *SCALES.values(), *NEUTRAL,
 }  # fmt: skip
 #: Fields of every config of speculators.
 OF_SPECULATORS = {
@@ -83,6 +87,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
                 f"its config.json is of type {name!r}, with {OTHERS[name]}: such drafters are not "
                 "run here"
             )
+    if config.get("model_type") == MUSE:
+        return "dflash"
     if named is None and any("DSpark" in name for name in architectures):
         return "dspark"
     if named is None and (part or any("DFlash" in name for name in architectures)):
@@ -120,7 +126,10 @@ def convert(
     fields = _fields(config)
     BlockConfig(**fields)  # checks them, before tensors are compared with what they ask for
     weights = {name: tensor for name, tensor in tensors.items() if name != OFFSETS}
-    vocab = fields["base_facts"]["vocab_size"]
+    if config.get("model_type") == MUSE:
+        for theirs, prefix in OF_MUSE.items():
+            weights = {name.replace(theirs, prefix): one for name, one in weights.items()}
+    vocab = fields["base_facts"].get("vocab_size", 0)
     if OFFSETS in tensors:
         ids = _tokens(tensors[OFFSETS], vocab)
         given = _value(config, "draft_vocab_size", len(ids))
@@ -192,9 +201,8 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(layers, Mapping):
         raise ValueError("config.json has no transformer_layer_config")
     count = _count(layers, "num_hidden_layers")
-    base: dict[str, Any] = {
-        "hidden_size": _count(layers, "hidden_size"), "vocab_size": _count(layers, "vocab_size"),
-    }  # fmt: skip
+    muse = config.get("model_type") == MUSE
+    base = {name: _count(layers, name) for name in ("hidden_size", "vocab_size")[: 2 - muse]}
     if config.get("num_target_layers"):
         base["num_hidden_layers"] = _count(config, "num_target_layers")
     dspark = kind_of(config) == "dspark"
@@ -211,8 +219,9 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if rank:
         head = _value(config, "markov_head_type", "vanilla") if dspark else SELECTOR
         fields["markov_head"] = head
-    for name in () if dspark else OF_DFLASH_2:
-        if (value := _value(config, name, None)) is not None:
+    theirs_of = SCALES if dspark else SCALES | dict(zip(OF_DFLASH_2, OF_DFLASH_2))
+    for name, theirs in theirs_of.items():
+        if (value := _value(config, theirs, None)) is not None:
             fields[name] = value
     if dspark and _value(config, "enable_confidence_head", False):
         seen = _value(config, "confidence_head_with_markov", True)
@@ -221,11 +230,13 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     sliding = [place for place, kind in enumerate(kinds) if kind == "sliding_attention"]
     if sliding:
         fields |= {
-            "sliding_layers": sliding, "sliding_window": _count(layers, "sliding_window"),
+            "sliding_layers": sliding,
+            # Transformers counts distances, z-lab tokens.
+            "sliding_window": _count(layers, "sliding_window") + muse,
             "sliding_window_from": "anchor" if ours else "query",
             # z-lab: causal, unless it says that it is not.
             "sliding_window_non_causal": config.get("sliding_window_non_causal", False)
-            if ours else config.get("is_causal") is not None,
+            if ours else muse or config.get("is_causal") is not None,
         }  # fmt: skip
     return fields
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.tuner import TrainingBatch
@@ -15,7 +16,7 @@ from hf_spec.drafting.block_diffusion.sequences import block_sequences
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.losses import drafted_logits, drafted_targets, prediction_losses, wanted_mean
 from hf_spec.drafting.transitions import Transitions
-from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.hidden_states import model_logits, output_logits, states_at
 from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.weights import placement
 
@@ -42,7 +43,9 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
 
     vocabulary = DraftVocabulary.of(weights, model)
     if vocabulary is not None and vocabulary.is_own:
-        logits = torch.nn.functional.linear(states, adapter.module.lm_head.weight)
+        logits = network.shaped(functional.linear(states, adapter.module.lm_head.weight))
+    elif config.shapes_logits:
+        logits = network.shaped(output_logits(model, states, vocabulary))
     else:
         final = states.flatten(1, 2).to(placement(model).dtype)
         logits = model_logits(model, final, head=vocabulary)

@@ -30,6 +30,7 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.transitions import fresh, prefix, shapes
 from modeling_patches.cache_name import CACHE
+from modeling_patches.per_call import Changes
 from modeling_patches.weights import device_of, in_use, placement
 
 
@@ -170,6 +171,10 @@ class BlockNetwork:
         self.device, self._dtype = device_of(adapter.fc), adapter.fc.weight.dtype
         with torch.device("cpu"):
             self._rotary = Qwen3RotaryEmbedding(self.config.layers()).to(self.device)
+        self._changes = Changes()
+        norm = getattr(in_use(model.get_input_embeddings()), "embed_norm", None)
+        if norm is not None:
+            self._changes.instead(norm, "forward", lambda states: states)
 
     def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of context into a cache.
@@ -215,11 +220,21 @@ class BlockNetwork:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """The base's embeddings as its weights give them, which released drafters read: without the
-        scale that Gemma's embeddings have."""
+        scale that Gemma's embeddings have, and without the norm of Muse's. Times the drafter's own
+        scale."""
         module = self.model.get_input_embeddings()
-        found = module(tokens.to(placement(self.model).device)).to(self.device, self._dtype)
+        found = self._changes.run(module, tokens.to(placement(self.model).device))
+        found = found.to(self.device, self._dtype)
         scale = getattr(in_use(module), "embed_scale", 1.0)
-        return found / (scale.to(found) if isinstance(scale, Tensor) else scale)
+        scale = scale.to(found) if isinstance(scale, Tensor) else scale
+        return found * (self.config.embedding_scale / scale)
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """Scale and cap logits, as the drafter says."""
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def blocks(self, anchors: Tensor) -> Tensor:
         """Tokens of the block of each anchor: ``(...)`` -> ``(..., block_size)``."""

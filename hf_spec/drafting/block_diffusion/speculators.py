@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
-from hf_spec.drafting.block_diffusion.config import SELECTOR
+from hf_spec.drafting.block_diffusion.config import SCALES, SELECTOR
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
@@ -58,6 +58,13 @@ def speculators_files(
             f"markov_rank={config.markov_rank}: speculators knows convolutions and a selector only "
             "together."
         )
+    scales = {theirs: getattr(config, name) for name, theirs in SCALES.items()}
+    scales = {name: one for name, one in scales.items() if one not in (1.0, None)}
+    if scales and not convolves:
+        raise ValueError(
+            f"{scales}: speculators knows such scales only of drafters with convolutions and a "
+            "selector."
+        )
     kind, named = ("dspark", "DSpark") if config.markov_rank else ("dflash", "DFlash")
     if convolves:
         kind, named = "dflash2", "DFlash2"
@@ -102,6 +109,7 @@ def speculators_files(
         description |= {
             "selector_rank": config.markov_rank, "selector_top_k": config.selector_top_k,
             "conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size,
+            **scales,
         }  # fmt: skip
     elif config.markov_rank:
         description |= {
