@@ -69,7 +69,8 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
         if (size := made.window(layer)) is not None:
             mask = mask.triu(1 - size)
         cache = DynamicCache()
-        return made.run(layer, rows[None], inputs[None], positions, mask[None, None], cache)[0]
+        of_slots = mask[None, None], positions
+        return made.run(layer, rows[None], inputs[None], positions, *of_slots, cache)[0]
 
     # A row of position t has token t + 1.
     first, last = 0, len(made.layers) - 1

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import mask as masks
 from hf_spec.drafting.training_time_test import ChainCache
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.tree_mask import slot_positions
@@ -35,8 +34,8 @@ class MtpNetwork:
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
         self.num_layers, self.depth = layers.num_caches, len(layers.layers)
-        # Windows go by the positions of the block's nodes.
-        self.compiles = not any(map(layers.window, range(self.depth)))
+        # Positions of slots are those of the block's nodes, which a graph would hold fast.
+        self.compiles = not any(map(layers.by_positions, range(self.depth)))
         self.own: Sequence[Tensor] = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
 
@@ -81,23 +80,18 @@ class MtpNetwork:
         cache: TreeCache | ChainCache,
     ) -> Tensor:  # fmt: skip
         """Forward of one layer, which has no rows of the first ``index`` tokens."""
-        size = self.layers.window(index)
         if isinstance(cache, ChainCache):
             at_keys = cache.positions
-        elif size is None:  # drafted rows come behind all others
+        elif not self.layers.by_positions(index):  # drafted rows come behind all others
             at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
         else:
             assert cache.block is not None and cache.block.tree is not None
             at_keys = slot_positions(cache.lengths, cache.block.tree.depths, mask.shape[-1])
         seen = mask & (at_keys >= index)[:, None, None]
-        if size is not None:
-            seen = seen & masks.window(size, positions, at_keys)
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
-        device = self.weight.device
-        return self.layers.run(
-            index, embeddings, hidden, positions.to(device), seen.to(device), cache
-        )
+        placed = (one.to(self.weight.device) for one in (positions, seen, at_keys))
+        return self.layers.run(index, embeddings, hidden, *placed, cache)
 
     @staticmethod
     def _after(found: list[Tensor]) -> Tensor:
