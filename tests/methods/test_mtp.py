@@ -54,6 +54,11 @@ def model_of(name: str) -> Any:
     return model.eval()
 
 
+def scale_of(model: Any) -> float:
+    """What a model divides its final states by before its output embeddings."""
+    return getattr(model.config, "logits_mup_width_multiplier", 1.0)
+
+
 def recorded(name: str) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
     """The text, the base's final states, the known tokens at each step, and all tensors."""
     found = load_file(FIXTURES / name / "io.safetensors")

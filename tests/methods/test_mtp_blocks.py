@@ -17,7 +17,7 @@ from random_mtp import random_layers
 from released_mtp import released
 from running import drafting
 from safetensors.torch import load_file, save_file
-from test_mtp import BUILT, CLOSE, advance, chain, drafter_of, model_of
+from test_mtp import BUILT, CLOSE, advance, chain, drafter_of, model_of, scale_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -188,7 +188,7 @@ def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
     last = len(mtp_layers(model).layers) - 1
     for depth, token in enumerate((*drafted, None)):
         made = outputs(name, min(depth, last), tokens, rows)
-        found.append(model.lm_head(made[-1]))
+        found.append(model.lm_head(made[-1] / scale_of(model)))
         if token is not None:
             tokens = torch.cat([tokens, torch.tensor([token])])
             if depth < last:

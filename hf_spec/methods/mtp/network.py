@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.drafting.training_time_test import ChainCache
-from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 from hf_spec.model.tree_mask import slot_positions
 from modeling_patches.mtp import MtpLayers
 from modeling_patches.weights import device_of
@@ -34,8 +34,12 @@ class MtpNetwork:
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
         self.num_layers, self.depth = layers.num_caches, len(layers.layers)
-        # Positions of slots are those of the block's nodes, which a graph would hold fast.
-        self.compiles = not any(map(layers.by_positions, range(self.depth)))
+        # Trees grow by probabilities, and the layers were trained with the model's own.
+        self._logits = model_logits if shapes_logits(model) else output_logits
+        # A graph would hold the positions of the block's nodes, and the model's forward.
+        self.compiles = self._logits is output_logits and not any(
+            map(layers.by_positions, range(self.depth))
+        )
         self.own: Sequence[Tensor] = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
 
@@ -68,7 +72,7 @@ class MtpNetwork:
         return found[0], self._after(found)
 
     def logits(self, states: Tensor) -> Tensor:
-        return output_logits(self.model, states)
+        return self._logits(self.model, states)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         module = self.model.get_input_embeddings()
