@@ -94,8 +94,11 @@ class MtpNetwork:
         seen = mask & (at_keys >= index)[:, None, None]
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
-        placed = (one.to(self.weight.device) for one in (positions, seen, at_keys))
-        return self.layers.run(index, embeddings, hidden, *placed, cache)
+        device = self.weight.device
+        return self.layers.run(
+            index, embeddings, hidden, positions.to(device), seen.to(device), at_keys.to(device),
+            cache,
+        )  # fmt: skip
 
     @staticmethod
     def _after(found: list[Tensor]) -> Tensor:
