@@ -57,7 +57,7 @@ class Convolved(nn.Module):
         """
         cache = cache_in(inputs)
         distances = position_ids[:, :, None] - key_positions[:, None]
-        taps = _taps(seen[:, 0], distances, self.attn_sconv.conv_kernel_size)
+        taps = _taps(seen[:, 0], distances, self.attn_sconv.conv1d.weight.shape[-1])
         made = self.input_layernorm(hidden)
         made = self._attended(made, attention_mask, position_ids, distances, taps, cache)
         hidden = hidden + self._halves(made, self.attn_sconv, taps, cache, 2)

@@ -15,10 +15,11 @@ import torch
 import transformers
 from architectures import randomise_all, tiny_config
 from conftest import prompt
+from packaging.version import Version
 from running import drafting
 from safetensors.torch import load_file, save_file
 from test_mtp import CLOSE, advance, chain, drafter_of
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import cache_utils, masking_utils, modeling_layers
 
 import hf_spec
@@ -27,7 +28,9 @@ from modeling_patches.mtp_convolutions import Convolved
 
 pytestmark = [
     pytest.mark.usefixtures("mtp_as_shipped"),
-    pytest.mark.skipif(not hasattr(cache_utils, "MtpCache"), reason="needs Transformers 5.24"),
+    pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.24"), reason="needs Transformers 5.24"
+    ),
 ]
 
 #: A prompt longer than the window and the convolutions, then none, some or all drafts accepted.
@@ -103,10 +106,8 @@ def test_chains_are_those_of_stock(
     torch.manual_seed(1)
     model = checkpoint(tmp_path, local, chained, towers)
     stock = modeling_layers.MtpModel.from_pretrained(model)
-    assert isinstance(stock.embed_tokens.embed_norm, nn.Identity)
     stock.embed_tokens = model.get_input_embeddings()
     masks = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["hybrid_sliding"]
-    assert masks["sliding_attention"] is masking_utils.create_causal_mask
     monkeypatch.setitem(masks, "sliding_attention", masking_utils.create_sliding_window_causal_mask)
     ids = prompt(COMMITTED[-1])
     hidden = model.get_decoder()(ids).last_hidden_state
