@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from modeling_patches.modules import decoder_layers, decoder_of
+from modeling_patches.mtp_convolutions import Convolved
 from modeling_patches.weights import in_use
 
 #: What configs of Nemotron-H call layers with keys, and those with a recurrent state.
@@ -64,7 +65,8 @@ class Recipe:
     def make(self, config: Any, index: int) -> nn.Module:
         """A block, whose forward takes hidden states ``(batch, n, hidden)``, and ``position_ids``,
         ``attention_mask``, the cache and, if there is a rotary module, ``position_embeddings`` by
-        name.
+        name. One that names them gets ``seen`` and ``key_positions``, too: see
+        :class:`~modeling_patches.mtp_convolutions.Convolved`.
 
         Args:
             config: of the decoder layer.
@@ -153,8 +155,23 @@ class DenseRecipe(Recipe):
         return made
 
 
+class ConvolvedRecipe(Recipe):
+    """Inkling: its decoder layer, without the states that its convolutions keep elsewhere."""
+
+    needs = "input_layernorm"
+    num_caches = Convolved.num_caches
+
+    def _fits(self) -> bool:
+        return True
+
+    def make(self, config: Any, index: int) -> nn.Module:
+        return Convolved(super().make(config, index), index * self.num_caches)
+
+
 #: By the model's type.
-RECIPES: dict[str, type[Recipe]] = {"nemotron_h": PartsRecipe, "longcat_flash": DenseRecipe}
+RECIPES: dict[str, type[Recipe]] = {
+    "nemotron_h": PartsRecipe, "longcat_flash": DenseRecipe, "inkling_text": ConvolvedRecipe,
+}  # fmt: skip
 
 
 def recipe_of(model: Any) -> Recipe:

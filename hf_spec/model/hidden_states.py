@@ -99,7 +99,7 @@ def model_logits(
 
 @torch.no_grad()
 def shapes_logits(model: Any) -> bool:
-    """Whether the model scales or caps its logits, unlike :func:`output_logits`.
+    """Whether the model scales, caps or cuts off its logits, unlike :func:`output_logits`.
 
     Determined once per model, on a constant state whose largest logit is large enough for caps.
     """
@@ -112,7 +112,9 @@ def shapes_logits(model: Any) -> bool:
         state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
         plain, own = output_logits(model, state), model_logits(model, state)
         # Logits that differ by one rounding of bfloat16 count as equal.
-        known["shapes logits"] = not torch.allclose(plain.to(own), own, rtol=0.01, atol=1e-3)
+        same = plain.shape == own.shape
+        same = same and torch.allclose(plain.to(own), own, rtol=0.01, atol=1e-3)
+        known["shapes logits"] = not same
     return bool(known["shapes logits"])
 
 

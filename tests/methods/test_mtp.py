@@ -33,8 +33,8 @@ LAYERS = {
     "mellum": "attention", "deepseek_v3": "latent attention", "glm4_moe_2": "two for prediction",
 }  # fmt: skip
 NAMES = [*LAYERS]
-#: Types whose layer is no decoder layer of theirs.
-BUILT = ["nemotron_h", "longcat_flash"]
+#: Types whose layer is no decoder layer of theirs, or not as it is.
+BUILT = ["nemotron_h", "longcat_flash", "inkling_text"]
 #: Sums in other orders, over some hundred products.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
@@ -54,6 +54,11 @@ def model_of(name: str) -> Any:
     return model.eval()
 
 
+def scale_of(model: Any) -> float:
+    """What a model divides its final states by before its output embeddings."""
+    return getattr(model.config, "logits_mup_width_multiplier", 1.0)
+
+
 def recorded(name: str) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
     """The text, the base's final states, the known tokens at each step, and all tensors."""
     found = load_file(FIXTURES / name / "io.safetensors")
@@ -66,10 +71,10 @@ def chain_of(found: dict[str, Tensor], step: int) -> Tensor:
     return found.get(f"step{step}.chain_logits", found.get(f"step{step}.draft_logits"))
 
 
-def drafter_of(name: str, rows: int) -> tuple[Any, Any]:
-    """A drafter of :func:`model_of` after its start, and the state."""
+def drafter_of(model: Any, rows: int) -> tuple[Any, Any]:
+    """A model's drafter after its start, and the state."""
     method = get_method("mtp")
-    drafter = method.drafter(model_of(name), method.parse_options({"tree": "chain"}))
+    drafter = method.drafter(model, method.parse_options({"tree": "chain"}))
     root = torch.zeros(rows, dtype=torch.long)
     state = SimpleNamespace(
         batch_size=rows, root=root, timed=False, do_sample=False,
@@ -115,7 +120,7 @@ def advance(drafter: Any, ids: Tensor, hidden: Tensor, parts: list[tuple[int, in
 def test_chains_are_those_recorded(name: str) -> None:
     """Also after drafts of which none, some or all were accepted."""
     ids, hidden, committed, found = recorded(name)
-    drafter, state = drafter_of(name, 1)
+    drafter, state = drafter_of(model_of(name), 1)
     done = 0
     for step, known in enumerate(committed):
         advance(drafter, ids, hidden, [(done, known - 1)])
@@ -128,7 +133,7 @@ def test_chains_are_those_recorded(name: str) -> None:
 def test_rows_of_a_batch_are_as_alone(name: str) -> None:
     """One is a step behind the other; then the first one leaves."""
     ids, hidden, committed, found = recorded(name)
-    drafter, state = drafter_of(name, 2)
+    drafter, state = drafter_of(model_of(name), 2)
     ends = [0, *(known - 1 for known in committed)]
     behind = [0, 3, *ends[1:]]
     for step in range(len(committed)):
@@ -154,7 +159,7 @@ def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:
         hidden = model_of(name).model(ids).last_hidden_state
     else:
         ids, hidden, (known, *_), _ = recorded(name)
-    drafter, state = drafter_of(name, 1)
+    drafter, state = drafter_of(model_of(name), 1)
     advance(drafter, ids, hidden, [(0, known - 1)])
     drafter.catch_up(state)
     depth, zeros = 3, torch.zeros(1, 1, dtype=torch.long)

@@ -323,10 +323,11 @@ def test_ernie(tmp_path: Path) -> None:
     model, stored, _ = checkpoint("ernie4_5_moe", tmp_path)
     layers, ids = mtp_layers(model), prompt(9)[0]
     final = model.model(ids[None]).last_hidden_state[:, :-1]
-    count = final.shape[1]
+    positions = torch.arange(final.shape[1])[None]
+    seen = (positions <= positions.mT)[None, None]
     found = layers.run(
-        0, model.model.embed_tokens(ids)[None, 1:], final, torch.arange(count)[None],
-        torch.ones(count, count).tril().bool()[None, None], DynamicCache(),
+        0, model.model.embed_tokens(ids)[None, 1:], final, positions, seen, positions,
+        DynamicCache(),
     )  # fmt: skip
     expected = ernie_reference(model, stored, ids)
     # Sums in other orders.

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import mask as masks
 from hf_spec.drafting.training_time_test import ChainCache
-from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 from hf_spec.model.tree_mask import slot_positions
 from modeling_patches.mtp import MtpLayers
 from modeling_patches.weights import device_of
@@ -35,8 +34,12 @@ class MtpNetwork:
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
         self.num_layers, self.depth = layers.num_caches, len(layers.layers)
-        # Windows go by the positions of the block's nodes.
-        self.compiles = not any(map(layers.window, range(self.depth)))
+        # Trees grow by probabilities, and the layers were trained with the model's own.
+        self._logits = model_logits if shapes_logits(model) else output_logits
+        # A graph would hold the positions of the block's nodes, and the model's forward.
+        self.compiles = self._logits is output_logits and not any(
+            map(layers.by_positions, range(self.depth))
+        )
         self.own: Sequence[Tensor] = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
 
@@ -69,7 +72,7 @@ class MtpNetwork:
         return found[0], self._after(found)
 
     def logits(self, states: Tensor) -> Tensor:
-        return output_logits(self.model, states)
+        return self._logits(self.model, states)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         module = self.model.get_input_embeddings()
@@ -81,23 +84,21 @@ class MtpNetwork:
         cache: TreeCache | ChainCache,
     ) -> Tensor:  # fmt: skip
         """Forward of one layer, which has no rows of the first ``index`` tokens."""
-        size = self.layers.window(index)
         if isinstance(cache, ChainCache):
             at_keys = cache.positions
-        elif size is None:  # drafted rows come behind all others
+        elif not self.layers.by_positions(index):  # drafted rows come behind all others
             at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
         else:
             assert cache.block is not None and cache.block.tree is not None
             at_keys = slot_positions(cache.lengths, cache.block.tree.depths, mask.shape[-1])
         seen = mask & (at_keys >= index)[:, None, None]
-        if size is not None:
-            seen = seen & masks.window(size, positions, at_keys)
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
         device = self.weight.device
         return self.layers.run(
-            index, embeddings, hidden, positions.to(device), seen.to(device), cache
-        )
+            index, embeddings, hidden, positions.to(device), seen.to(device), at_keys.to(device),
+            cache,
+        )  # fmt: skip
 
     @staticmethod
     def _after(found: list[Tensor]) -> Tensor:
