@@ -50,6 +50,11 @@ def shared_kv_sources(model: Any, assistant: Any) -> dict[str, Source]:
             f"assistant_model={name} takes keys and values of another model, and makes its masks "
             "in a way that is not known here. Generate without assistant_strategy."
         )
+    if any(parameter.is_meta for parameter in assistant.parameters()):
+        raise ValueError(
+            f"assistant_model={name} has offloaded weights, and its forward asks one of them for "
+            "its device. Load the assistant, which is small, onto one device."
+        )
     ranks = tensor_parallel_size(model)
     if ranks > 1:
         raise ValueError(

@@ -3,6 +3,7 @@ own forward says of the committed tokens alone, and the output is the model's.""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -302,6 +303,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wider = build("gemma4_text").config.to_dict() | {"hidden_size": 40}
     wide = random_model(config_class("gemma4_text")(**wider))
     refused(wide, assistant, "it reads states of size 32, and these have 40. Give")
+    refused(model, copy.deepcopy(assistant).to("meta"), f"{name} has offloaded weights, .*onto one")
     with monkeypatch.context() as patch:
         patch.setattr(shared_kv, "tensor_parallel_size", lambda model: 2)
         refused(model, assistant, "each of the 2 processes that share the model holds a part")
