@@ -6,15 +6,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from architectures import OVERRIDES, build, config_class, random_model, tiny_of
+from architectures import assistant_for, base_of, build, config_class, random_model
 from conftest import prompt, ragged, shared
 from covering import covering
-from running import CAPTURED, drafting, no_forward
+from running import CAPTURED, as_if, drafting, no_forward
 from torch import Tensor
 from transformers.generation.candidate_generator import (
     SinglePositionMultiTokenCandidateGenerator as StockGenerator,
@@ -42,34 +41,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@cache
-def base_of(name: str) -> Any:
-    if name == "shared":
-        given = {**OVERRIDES["gemma4_text"], "num_kv_shared_layers": 2}
-        return random_model(tiny_of(config_class("gemma4_text"), given))
-    return build(name)
-
-
-@cache
-def assistant_for(name: str, ordered: bool = False, **fields: Any) -> Any:
-    """A random assistant of three layers, narrower than the model."""
-    text = base_of(name).config.get_text_config(decoder=True)
-    unified = "_unified" * ("unified" in name)
-    kind = config_class(f"gemma4{unified}_assistant")
-    given = {
-        **text.to_dict(), "hidden_size": 24, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "per_layer_config": {"02": {"head_dim": 16}}, "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0, "enable_moe_block": False, **fields,
-    }  # fmt: skip
-    return random_model(
-        kind(
-            text_config=type(text)(**given), backbone_hidden_size=text.hidden_size,
-            use_ordered_embeddings=ordered, num_centroids=16, centroid_intermediate_top_k=5,
-        )
-    )  # fmt: skip
-
-
 class Asked(NamedTuple):
     """A level that was asked for: the tokens so far, and the paths to its nodes.
 
@@ -88,11 +59,24 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
     """Collects what the drafters of this block answer."""
     seen: list[Asked] = []
     rows: list[tuple[list[int], bool]] = []
-    catch_up, level = SharedKVDrafter.catch_up, SharedKVDrafter.level
+    catch_up, prefetch = SharedKVDrafter.catch_up, SharedKVDrafter.prefetch
+    level, advance = SharedKVDrafter.level, SharedKVDrafter.advance
+    steps: list[Any] = []
 
     def caught_up(self: Any, state: Any) -> None:
         rows[:] = [([*tokens], on) for tokens, on in zip(state.tokens, state.active)]
         catch_up(self, state)
+
+    def prefetched(self: Any, state: Any) -> Any:
+        known = zip(state.tokens, steps[-1].tokens.tolist(), steps[-1].counts.tolist())
+        rows[:] = [
+            (tokens + new[:count], on) for (tokens, new, count), on in zip(known, state.active)
+        ]
+        return prefetch(self, state)
+
+    def advanced(self: Any, result: Any, hidden: Any) -> None:
+        steps.append(result)
+        advance(self, result, hidden)
 
     def answered(self: Any, frontier: Frontier) -> Tensor:
         logits = level(self, frontier)
@@ -109,6 +93,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(SharedKVDrafter, "catch_up", caught_up)
+        patch.setattr(SharedKVDrafter, "prefetch", prefetched)
+        patch.setattr(SharedKVDrafter, "advance", advanced)
         patch.setattr(SharedKVDrafter, "level", answered)
         yield seen
 
@@ -211,6 +197,34 @@ def test_rows_that_finish_and_a_cache_that_goes_on(
         plain = model.generate(ids, attention_mask=mask, **GREEDY)
         out = model.generate(ids, attention_mask=mask, **GREEDY, **spec, **{CACHE: first[CACHE]})
         assert out.tolist() == plain.tolist()
+    Oracle(model, assistant).check(seen)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "shared"])
+@pytest.mark.parametrize("setting", ["tree", "wide", "compiled", "sampled"])
+def test_trees_that_grow_before_the_step_is_over(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str
+) -> None:
+    """They see accepted nodes where these are before they are committed."""
+    as_if(True, monkeypatch)
+    model, assistant = pair(name)
+    options, settings = SETTINGS[setting]
+    given = GIVEN["row" if setting == "sampled" else "batch"]
+    settings = {**GREEDY, **settings, "max_new_tokens": 16}
+    torch.manual_seed(3)
+    plain = model.generate(**given, **{k: v for k, v in settings.items() if k not in CAPTURED})
+    torch.manual_seed(3)
+    spec = {**drafting("draft_model", **{"max_depth": 2, **options}), "assistant_model": assistant}
+    caught_up = []
+    catch_up = SharedKVDrafter.catch_up
+    monkeypatch.setattr(
+        SharedKVDrafter, "catch_up",
+        lambda self, state: caught_up.append(len(state.rows)) or catch_up(self, state),
+    )  # fmt: skip
+    with watched(monkeypatch) as seen:
+        out = model.generate(**given, **settings, **spec)
+    assert out.tolist() == plain.tolist()
+    assert len(caught_up) < hf_spec.last_stats(model).num_steps - 2
     Oracle(model, assistant).check(seen)
 
 
