@@ -279,3 +279,36 @@ def randomise_all(model: Any) -> None:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.eval()
+
+
+@cache
+def base_of(name: str) -> PreTrainedModel:
+    """A Gemma 4 of a type; ``shared``: whose last layers read the keys of those before."""
+    if name != "shared":
+        return build(name)
+    given = {**OVERRIDES["gemma4_text"], "num_kv_shared_layers": 2}
+    return random_model(tiny_of(config_class("gemma4_text"), given))
+
+
+@cache
+def assistant_for(name: str, ordered: bool = False, **fields: Any) -> PreTrainedModel:
+    """A random assistant for :func:`base_of`, of three layers and narrower.
+
+    Args:
+        ordered: whether it has logits for clusters of likely tokens only.
+        fields: of its text part.
+    """
+    text: Any = base_of(name).config.get_text_config(decoder=True)
+    kind = config_class(f"gemma4{'_unified' * ('unified' in name)}_assistant")
+    given = {
+        **text.to_dict(), "hidden_size": 24, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "per_layer_config": {"02": {"head_dim": 16}}, "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0, "enable_moe_block": False, **fields,
+    }  # fmt: skip
+    return random_model(
+        kind(
+            text_config=type(text)(**given), backbone_hidden_size=text.hidden_size,
+            use_ordered_embeddings=ordered, num_centroids=16, centroid_intermediate_top_k=5,
+        )
+    )  # fmt: skip

@@ -73,6 +73,7 @@ class Steps:
         with self.watch.phase("verify"):
             result = output.result or self.acceptance(output.tree, output.logits, state.active)
             state.root = result.bonus.to(state.root.device)
+            state.moved = output.result is not None
             drafter.advance(result, _read(drafter.reads, output, result))
         with self.watch.phase("draft"):
             # Near the end, trees are grown once it is known how deep they may be.
@@ -83,7 +84,7 @@ class Steps:
             host, state.prefetched = result.to_host(started)  # the step's one transfer
         host = self._emit(tree, host, output.tree)
         kept = [max(len(path), end) for path, end in zip(host.path, ends)]
-        moved = output.result is not None or _in_place(output.tree, host, kept)
+        moved = state.moved or _in_place(output.tree, host, kept)
         state.cache.commit(kept, result.path, output.tree.slots, moved)
         seconds = self.watch.step()
         drafter.observe(state, tree, host)

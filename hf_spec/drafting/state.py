@@ -84,6 +84,8 @@ class DecodeState:
         lookups: looks up what is merged into each step's draft; None if nothing is.
         looked_up: what this step has looked up for each sequence.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
+        moved: whether compiled code of the latest step has moved its accepted nodes to the first
+            places of the cache's block; else each is where it is in the tree.
     """
 
     model: Any
@@ -101,6 +103,7 @@ class DecodeState:
     lookups: BatchLookup | None = None
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
+    moved: bool = False
 
     @property
     def rows(self) -> Sequence[int]:

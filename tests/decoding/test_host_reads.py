@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import assistant_for, base_of
 from conftest import ragged
 from covering import covering
 from running import as_if, family
@@ -84,6 +85,25 @@ def test_one_read_per_step(
     # Some more to begin with, and while rows end, when it matters how many tokens are left.
     expected, more = READS_OF.get(name, 1) * steps, 30
     assert more < expected and len(seen) < expected + more, (steps, len(seen))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_read_per_step_with_the_models_keys(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """An assistant that attends to them goes on from tokens that the device knows."""
+    as_if(True, monkeypatch)
+    kwargs = {
+        "assistant_strategy": "draft_model", "assistant_kwargs": {"drafting": "always"},
+        "assistant_model": assistant_for("shared", ordered=True), "eos_token_id": None,
+        **(CAPTURED if compiled else {}),
+    }  # fmt: skip
+    model = base_of("shared")
+    generate(model, ragged(), max_new_tokens=10, **kwargs)
+    with counted(monkeypatch) as seen:
+        output = generate(model, ragged(), max_new_tokens=60, **kwargs)
+    steps = output.spec_stats.num_steps
+    assert steps > 30 and len(seen) < steps + 30, (steps, len(seen))
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.8, 2.0])

@@ -1,13 +1,9 @@
-"""``draft_model``: another, smaller model with the same tokenizer drafts.
-
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), with trees
-that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
-"""
+"""An assistant that reads the text itself, as any causal language model does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +14,10 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
+from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
-from hf_spec.drafting.options import key_of
 from hf_spec.drafting.state import DecodeState
-from hf_spec.methods.registry import Method
+from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.appending import append
 from hf_spec.model.hidden_states import Reads, taken
 from hf_spec.model.target import Target
@@ -30,52 +25,27 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.per_call import Changes
 from modeling_patches.support import check_model
-from modeling_patches.weights import input_features, placement
-
-#: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
-PADDING = 1024
+from modeling_patches.weights import placement
 
 
-class DraftModelDrafter(ForwardDrafter):
+class DraftModelDrafter(AssistantDrafter):
     """An assistant model drafts, with a KV cache of its own.
 
-    Args:
-        assistant: the causal language model that drafts.
-
     Raises:
-        ValueError: the assistant has another tokenizer, or cannot run trees.
+        ValueError: see :class:`AssistantDrafter`; or the assistant cannot run trees.
     """
 
-    runs_modules: ClassVar[bool] = True
     reads = Reads()
-    options: GrowOptions
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
-        super().__init__(model, options, ("draft_model", key_of(options)), owner=assistant)
-        if not hasattr(assistant, "get_input_embeddings"):
-            raise ValueError(
-                f"assistant_model={assistant!r}: give a loaded model, such as "
-                "AutoModelForCausalLM.from_pretrained returns."
-            )
+        super().__init__(model, options, assistant)
         check_model(assistant)
-        _check_tokenizer(model, assistant)
-        self.assistant = assistant
-        known, wanted = input_features(assistant)[0], input_features(model)[0]
-        #: Tokens that both models have.
-        self.shared = min(known, wanted)
-        self._ids = None if self.shared == wanted else torch.arange(self.shared)
         self._target: Target | None = None  # of the assistant
         self._logits: Tensor | None = None  # (batch, vocab) after each sequence's last token
         self._block: Tree | None = None  # the drafted nodes
 
-    @property
-    def token_ids(self) -> Tensor | None:
-        return self._ids
-
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        if self._ids is not None:
-            self._ids = self._ids.to(placement(self.assistant).device)
         self._target = None
 
     def catch_up(self, state: DecodeState) -> None:
@@ -152,40 +122,3 @@ class DraftModelDrafter(ForwardDrafter):
         tokens: list[int] = found[0, input_ids.shape[1] :].tolist()
         wrong = (place for place, token in enumerate(tokens) if token >= self.shared)
         return tokens[: next(wrong, len(tokens))]
-
-
-def _check_tokenizer(model: Any, assistant: Any) -> None:
-    """Raise a ValueError if two models cannot have the same tokenizer, by their configs."""
-    sizes = [input_features(one)[0] for one in (model, assistant)]
-    ids = [{name: _special(one, name) for name in ("bos", "eos")} for one in (model, assistant)]
-    other = [
-        f"{name}_token_id {sorted(ids[0][name])} and {sorted(ids[1][name])}"
-        for name in ids[0]
-        if ids[0][name] and ids[1][name] and not ids[0][name] & ids[1][name]
-    ]
-    if abs(sizes[0] - sizes[1]) >= PADDING:
-        other.insert(0, f"{sizes[0]} and {sizes[1]} tokens")
-    if other:
-        raise ValueError(
-            f"assistant_model={type(assistant).__name__} has another tokenizer than "
-            f"{type(model).__name__}: {'; '.join(other)}. Give an assistant of the same family, or "
-            "generate without assistant_strategy: Transformers translates between tokenizers."
-        )
-
-
-def _special(model: Any, name: str) -> set[int]:
-    """The ids of a special token, of which models may have several."""
-    found: set[int] = set()
-    for config in (model.config.get_text_config(decoder=True), model.generation_config):
-        value = getattr(config, f"{name}_token_id", None)
-        found |= set() if value is None else {value} if isinstance(value, int) else {*value}
-    return found
-
-
-METHOD = Method(
-    name="draft_model",
-    summary="a smaller model with the same tokenizer drafts: generate(assistant_model=...)",
-    options=GrowOptions,
-    drafter=DraftModelDrafter,
-    needs_assistant=True,
-)

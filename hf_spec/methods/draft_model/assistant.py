@@ -1,0 +1,81 @@
+"""What drafters with an assistant model have in common: the two models' tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
+from hf_spec.drafting.options import key_of
+from hf_spec.drafting.state import DecodeState
+from modeling_patches.weights import input_features, placement
+
+#: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
+PADDING = 1024
+
+
+class AssistantDrafter(ForwardDrafter):
+    """An assistant model drafts.
+
+    Args:
+        assistant: the causal language model that drafts.
+
+    Raises:
+        ValueError: it is not a model, or has another tokenizer.
+    """
+
+    runs_modules: ClassVar[bool] = True
+    options: GrowOptions
+
+    def __init__(self, model: Any, options: GrowOptions, assistant: Any):
+        super().__init__(model, options, ("draft_model", key_of(options)), owner=assistant)
+        if not hasattr(assistant, "get_input_embeddings"):
+            raise ValueError(
+                f"assistant_model={assistant!r}: give a loaded model, such as "
+                "AutoModelForCausalLM.from_pretrained returns."
+            )
+        _check_tokenizer(model, assistant)
+        self.assistant = assistant
+        known, wanted = input_features(assistant)[0], input_features(model)[0]
+        #: Tokens that both models have.
+        self.shared = min(known, wanted)
+        self._ids = None if self.shared == wanted else torch.arange(self.shared)
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        return self._ids
+
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        if self._ids is not None:
+            self._ids = self._ids.to(placement(self.assistant).device)
+
+
+def _check_tokenizer(model: Any, assistant: Any) -> None:
+    """Raise a ValueError if two models cannot have the same tokenizer, by their configs."""
+    sizes = [input_features(one)[0] for one in (model, assistant)]
+    ids = [{name: _special(one, name) for name in ("bos", "eos")} for one in (model, assistant)]
+    other = [
+        f"{name}_token_id {sorted(ids[0][name])} and {sorted(ids[1][name])}"
+        for name in ids[0]
+        if ids[0][name] and ids[1][name] and not ids[0][name] & ids[1][name]
+    ]
+    if abs(sizes[0] - sizes[1]) >= PADDING:
+        other.insert(0, f"{sizes[0]} and {sizes[1]} tokens")
+    if other:
+        raise ValueError(
+            f"assistant_model={type(assistant).__name__} has another tokenizer than "
+            f"{type(model).__name__}: {'; '.join(other)}. Give an assistant of the same family, or "
+            "generate without assistant_strategy: Transformers translates between tokenizers."
+        )
+
+
+def _special(model: Any, name: str) -> set[int]:
+    """The ids of a special token, of which models may have several."""
+    found: set[int] = set()
+    for config in (model.config.get_text_config(decoder=True), model.generation_config):
+        value = getattr(config, f"{name}_token_id", None)
+        found |= set() if value is None else {value} if isinstance(value, int) else {*value}
+    return found

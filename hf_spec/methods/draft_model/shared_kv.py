@@ -1,0 +1,179 @@
+"""An assistant that attends to the model's keys and values, such as those published for Gemma 4.
+
+A row of it is a token and the model's final state of the token before; where the model has not
+been, the assistant's own output takes the place of this state. All rows of a step stand at the
+position of its root and see the committed tokens before it, not each other. So a level of a tree is
+as many rows of their own, and the assistant has no cache: nothing is written, run again or undone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+from hf_spec.cache.buffers import aligned
+from hf_spec.cache.convert import take_over
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
+from hf_spec.core.transfer import waits
+from hf_spec.core.verify import StepResult
+from hf_spec.drafting.forward_drafter import GrowOptions
+from hf_spec.drafting.grow import Frontier
+from hf_spec.drafting.state import DecodeState
+from hf_spec.methods.draft_model.assistant import AssistantDrafter
+from hf_spec.model.hidden_states import Reads, captured, states_at, taken
+from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.cache_name import CACHE
+from modeling_patches.per_call import Changes
+from modeling_patches.shared_kv import shared_kv_sources, with_given_masks
+from modeling_patches.weights import placement
+
+
+class Seen(NamedTuple):
+    """What all rows of a step see, on the assistant's device.
+
+    Attributes:
+        states: by layer type, keys and values ``(batch, kv_heads, slots, head_dim)``: views of the
+            model's cache, unless that is on another device or in another dtype.
+        masks: by layer type, ``(batch, 1, 1, slots)`` bool, True for what is seen.
+        positions: ``(batch, 1)`` of the roots.
+    """
+
+    states: dict[str, tuple[Tensor, ...]]
+    masks: dict[str, Tensor]
+    positions: Tensor
+
+
+class SharedKVDrafter(AssistantDrafter):
+    """An assistant drafts from the model's keys, values and final states.
+
+    Raises:
+        ValueError: see :class:`AssistantDrafter`; or the assistant is not one for this model.
+    """
+
+    reads = Reads("last")
+
+    def __init__(self, model: Any, options: GrowOptions, assistant: Any):
+        super().__init__(model, options, assistant)
+        self._sources = shared_kv_sources(model, assistant)
+        self._attention = TreeAttention(assistant)
+        with_given_masks(assistant, self._attention.changes)
+        self._hidden: Tensor | None = None  # (batch, hidden) the model's, before each root
+        self._step: StepResult | None = None  # the latest
+        self._seen: Seen | None = None  # while a tree grows
+        self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        self._hidden, self._step = hidden, result
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self._hidden is not None:
+            self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
+
+    def catch_up(self, state: DecodeState) -> None:
+        self._seen = self._see(state.cache, state.target.position_shift)
+
+    def prefetch(self, state: DecodeState) -> Tensor | None:
+        # Where reads are free, each level is grown only if it is worth its time.
+        if not waits(state.root.device):
+            return None
+        assert self._step is not None
+        path, counts = self._step.path, self._step.counts
+        if state.moved:
+            path = torch.arange(path.shape[1], device=path.device).expand_as(path)
+        self._seen = self._see(state.cache, state.target.position_shift, (path, counts))
+        self._ahead = self._grow(state, self.depth)
+        return self._ahead[1]
+
+    def _see(
+        self, cache: TreeCache, shift: Tensor, ahead: tuple[Tensor, Tensor] | None = None
+    ) -> Seen:
+        """The tokens before the roots, which a cache holds.
+
+        Args:
+            shift: ``(batch, 1)`` see :class:`Target`.
+            ahead: where the accepted nodes are in the open block, ``(batch, depth)``, and how many
+                of these there are, ``(batch,)``; None if no block is open.
+        """
+        device, dtype = placement(self.assistant)
+        count = min(aligned(cache.max_length), cache.capacity)
+        if cache.block is not None:
+            count = cache.block.end
+        lengths, slots = cache.lengths[:, None].to(device), torch.arange(count, device=device)
+        at = torch.where(slots < lengths, slots, -1)  # position of each slot that is seen
+        if ahead is not None:
+            path, counts = ahead[0].to(device), ahead[1][:, None].to(device)
+            order = torch.arange(path.shape[1], device=device)
+            # What is no accepted node goes behind the last slot.
+            path = torch.where(order < counts, lengths + path, count)
+            at = pad(at, (0, 1)).scatter(1, path, lengths + order)[:, :count]
+            lengths = lengths + counts
+        seen = (at >= 0)[:, None, None]
+        states, visible = {}, {}
+        for kind, source in self._sources.items():
+            layer = cache.layers[source.layer]
+            parts = layer.keys[:, :, :count], layer.values[:, :, :count]
+            states[kind] = tuple(part.to(device, dtype) for part in parts)
+            # The window of the model's own layer. Transformers' reaches two tokens further back, of
+            # which the cache of a longer prompt has nothing.
+            near = source.window and masks.window(source.window, lengths, at)
+            visible[kind] = seen if near is None else seen & near
+        return Seen(states, visible, lengths + shift.to(device))
+
+    def level(self, frontier: Frontier) -> Tensor:
+        assert self._seen is not None and self._hidden is not None
+        states, visible, positions = self._seen
+        before = self._hidden[:, None]
+        if frontier.depth:
+            assert self._after is not None
+            before = states_at(self._after, frontier.parents)
+        ids, count = frontier.tokens.to(placement(self.model).device), frontier.tokens.shape[1]
+        embeddings = self.model.get_input_embeddings()(ids)
+        attention, dtype = self._attention, placement(self.assistant).dtype
+        found = attention.changes.run(
+            self.assistant,
+            inputs_embeds=torch.cat([embeddings, before.to(embeddings)], dim=-1).to(dtype),
+            attention_mask=attention.convert(
+                {kind: mask.expand(-1, -1, count, -1) for kind, mask in visible.items()}, dtype
+            ),
+            position_ids=positions.expand(-1, count),
+            shared_kv_states=states, use_cache=False, return_dict=True,
+            # Of rows given by number none are cut off, which fails without per-layer embeddings.
+            logits_to_keep=torch.arange(count, device=positions.device),
+        )  # fmt: skip
+        self._after = found.last_hidden_state
+        logits: Tensor = found.logits[..., : self.shared]
+        return logits
+
+    def finish(self) -> None:
+        self._seen = self._after = None
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        model, root = self.model, input_ids[:, -1:]
+        known = input_ids[:, :-1].to(placement(model).device)
+        if not known.shape[1]:  # nothing to attend to
+            return []
+        source = DynamicCache(config=model.config.get_text_config(decoder=True))
+        changes = Changes()
+        states = captured(model, changes)
+        inputs = {"input_ids": known, "use_cache": True, "logits_to_keep": 1, CACHE: source}
+        changes.run(model, **taken(model, **inputs))
+        cache = TreeCache(len(source.layers), 1, known.device)
+        take_over(cache, source, None, known.shape[1])
+        own = copy.copy(self)
+        own._hidden, own._seen = states[0][:, -1], own._see(cache, torch.zeros_like(known[:, :1]))
+        found, zeros = root, torch.zeros_like(root)
+        chain: list[int] = []
+        for depth in range(self.depth):
+            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
+            found = own.level(frontier)[:, -1].argmax(-1, keepdim=True)
+            chain.append(int(found))
+        return chain

@@ -1,0 +1,137 @@
+"""Assistants that attend to keys and values of the model that they draft for, and have none of
+their own: those of Gemma 4.
+
+Transformers gives their forward ``shared_kv_states``: of each layer type, the keys and values of
+the model's last layer of this type that has some of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from modeling_patches.modules import decoder_layers, mixers
+from modeling_patches.per_call import Changes
+from modeling_patches.ranks import tensor_parallel_size
+from modeling_patches.weights import input_features
+
+
+class Source(NamedTuple):
+    """Where an assistant's layers of one type get their keys and values.
+
+    Attributes:
+        layer: index of the model's layer.
+        window: as of sliding-window attention; None if all tokens are seen.
+    """
+
+    layer: int
+    window: int | None
+
+
+def takes_shared_kv(assistant: Any) -> bool:
+    """Whether a model's forward is given another model's keys and values."""
+    return "shared_kv_states" in inspect.signature(assistant.forward).parameters
+
+
+def shared_kv_sources(model: Any, assistant: Any) -> dict[str, Source]:
+    """The model's layers whose keys and values an assistant is given, by layer type.
+
+    Raises:
+        ValueError: the assistant is not one for this model.
+    """
+    name, own = type(assistant).__name__, type(model).__name__
+    if not hasattr(assistant, "create_attention_masks"):
+        raise ValueError(
+            f"assistant_model={name} takes keys and values of another model, and makes its masks "
+            "in a way that is not known here. Generate without assistant_strategy."
+        )
+    if any(parameter.is_meta for parameter in assistant.parameters()):
+        raise ValueError(
+            f"assistant_model={name} has offloaded weights, and its forward asks one of them for "
+            "its device. Load the assistant, which is small, onto one device."
+        )
+    ranks = tensor_parallel_size(model)
+    if ranks > 1:
+        raise ValueError(
+            f"assistant_model={name} attends to the keys and values of {own}, and each of the "
+            f"{ranks} processes that share the model holds a part of them. Load the model in one "
+            "process, or choose another strategy."
+        )
+    text = model.config.get_text_config(decoder=True)
+    caches, layers = DynamicCache(config=text).layers, decoder_layers(model)
+    kinds = getattr(text, "layer_types", None) or ()
+    last = {  # a dummy stands for a layer without keys of its own
+        kind: index
+        for index, (kind, cache) in enumerate(zip(kinds, caches))
+        if type(cache).__name__ != "DummyLayer"
+    }
+    width, wanted = input_features(model)[1], assistant.config.backbone_hidden_size
+    wrong = [] if width == wanted else [f"it reads states of size {wanted}, and these have {width}"]
+    found: dict[str, Source] = {}
+    of_assistant = assistant.config.get_text_config(decoder=True).layer_types
+    for kind, layer in zip(of_assistant, decoder_layers(assistant)):
+        attention = mixers(layer)[0]
+        index = last.get(kind)
+        if index is None:
+            wrong.append(f"there is no layer of type {kind!r}, whose keys it reads")
+            continue
+        theirs = [_shape(one) for one in (attention, *mixers(layers[index])[:1])]
+        if theirs[1:] != theirs[:1]:
+            wrong.append(f"it reads keys {_named(theirs[:1])} of type {kind!r}, and these have "
+                         f"{_named(theirs[1:])}")  # fmt: skip
+        windows = [
+            size
+            for one in (attention, caches[index])
+            if (size := getattr(one, "sliding_window", None)) is not None
+        ]
+        found[kind] = Source(index, min(windows, default=None))
+    if wrong:
+        raise ValueError(
+            f"assistant_model={name} is not one for this {own}: "
+            f"{'; '.join(dict.fromkeys(wrong))}. Give the assistant that was made for the model."
+        )
+    return found
+
+
+def _shape(attention: Any) -> tuple[int, int] | None:
+    """Heads and dimension of the keys that an attention reads; None if it does not say."""
+    try:
+        heads = attention.config.num_attention_heads // attention.num_key_value_groups
+        return heads, attention.head_dim
+    except AttributeError:
+        return None
+
+
+def _named(shapes: list[tuple[int, int] | None]) -> str:
+    known = shapes[0] if shapes else None
+    return "no known shape" if known is None else f"of {known[0]} heads of {known[1]}"
+
+
+def with_given_masks(assistant: Any, changes: Changes) -> None:
+    """Let forwards take ``attention_mask`` as it is, one for each layer type, and run without a
+    read by the host."""
+    changes.instead(assistant, "create_attention_masks", lambda rows, masks, keys: masks)
+    head = getattr(assistant, "masked_embedding", None)
+    if head is not None:
+        changes.instead(head, "forward", partial(_logits_of_likely, head))
+
+
+def _logits_of_likely(head: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of the tokens in the likeliest clusters; those of all others are 1 below the least.
+
+    As the module does it, but for this: the least is each row's own and stays on the device.
+
+    Args:
+        hidden: ``(batch, n, hidden)``
+        weight: ``(vocab, hidden)``
+    """
+    clusters = head.centroids(hidden).topk(head.centroid_intermediate_top_k).indices
+    tokens = head.token_ordering.long().view(head.num_centroids, -1)[clusters].flatten(2)
+    logits = (weight[tokens] @ hidden[..., None])[..., 0]
+    others = (logits.amin(-1, keepdim=True) - 1).expand(-1, -1, len(weight))
+    return torch.scatter(others, -1, tokens, logits)

@@ -1,0 +1,327 @@
+"""Assistants that attend to the model's keys and values (Gemma 4): what they draft is what their
+own forward says of the committed tokens alone, and the output is the model's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from architectures import assistant_for, base_of, build, config_class, random_model
+from conftest import prompt, ragged, shared
+from covering import covering
+from running import CAPTURED, as_if, drafting, no_forward
+from torch import Tensor
+from transformers.generation.candidate_generator import (
+    SinglePositionMultiTokenCandidateGenerator as StockGenerator,
+)
+
+import hf_spec
+from hf_spec.drafting.grow import Frontier
+from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
+from hf_spec.methods.registry import get_method
+from modeling_patches import shared_kv
+from modeling_patches.cache_name import CACHE
+
+NEW = 10
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}
+#: With windows, no longer than these, of 5; the last with keys that later layers share.
+BASES = ["gemma4_text", "gemma4", "gemma4_unified", "shared"]
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tree": ({}, {}),
+    "wide": ({"num_draft_tokens": 61, "max_depth": 1}, {}),  # of which one is nearly always right
+    "chain": ({"tree": "chain", "lookup": True}, {}),
+    "penalty": ({"width": 2}, {"repetition_penalty": 1.3, "min_new_tokens": 8}),
+    "sampled": ({}, {"do_sample": True, "temperature": 1.5, "top_k": 20}),
+    "compiled": ({"num_draft_tokens": 6}, CAPTURED),
+}
+
+
+class Asked(NamedTuple):
+    """A level that was asked for: the tokens so far, and the paths to its nodes.
+
+    Attributes:
+        rows: of each row, its tokens and whether it is unfinished.
+        paths: ``(batch, nodes)`` tokens below the root.
+    """
+
+    rows: list[tuple[list[int], bool]]
+    paths: list[list[list[int]]]
+    logits: Tensor
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
+    """Collects what the drafters of this block answer."""
+    seen: list[Asked] = []
+    rows: list[tuple[list[int], bool]] = []
+    catch_up, prefetch = SharedKVDrafter.catch_up, SharedKVDrafter.prefetch
+    level, advance = SharedKVDrafter.level, SharedKVDrafter.advance
+    steps: list[Any] = []
+
+    def caught_up(self: Any, state: Any) -> None:
+        rows[:] = [([*tokens], on) for tokens, on in zip(state.tokens, state.active)]
+        catch_up(self, state)
+
+    def prefetched(self: Any, state: Any) -> Any:
+        known = zip(state.tokens, steps[-1].tokens.tolist(), steps[-1].counts.tolist())
+        rows[:] = [
+            (tokens + new[:count], on) for (tokens, new, count), on in zip(known, state.active)
+        ]
+        return prefetch(self, state)
+
+    def advanced(self: Any, result: Any, hidden: Any) -> None:
+        steps.append(result)
+        advance(self, result, hidden)
+
+    def answered(self: Any, frontier: Frontier) -> Tensor:
+        logits = level(self, frontier)
+        paths: list[list[list[int]]] = [[[]] for _ in rows]
+        if frontier.depth:
+            paths = [
+                [above[parent] + [token] for parent, token in zip(parents, tokens)]
+                for above, parents, tokens in zip(
+                    seen[-1].paths, frontier.parents.tolist(), frontier.tokens.tolist()
+                )
+            ]
+        seen.append(Asked([*rows], paths, logits.clone()))
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedKVDrafter, "catch_up", caught_up)
+        patch.setattr(SharedKVDrafter, "prefetch", prefetched)
+        patch.setattr(SharedKVDrafter, "advance", advanced)
+        patch.setattr(SharedKVDrafter, "level", answered)
+        yield seen
+
+
+class Oracle:
+    """What an assistant's own forward says, one row at a time and without masks: it is given only
+    the keys that it may see."""
+
+    def __init__(self, model: Any, assistant: Any):
+        self.model, self.assistant = model, assistant
+        self.window = assistant.config.get_text_config().sliding_window
+        self._known: dict[tuple[int, ...], Any] = {}
+
+    def logits(self, tokens: list[int], path: list[int]) -> Tensor:
+        output = self._prefix(tuple(tokens[:-1]))
+        count = len(tokens) - 1
+        firsts = {"full_attention": 0, "sliding_attention": max(count - self.window + 1, 0)}
+        states = {
+            kind: tuple(part[:, :, firsts[kind] : count] for part in output.shared_kv_states[kind])
+            for kind in firsts
+        }
+        before, embed = output.hidden_states[-1][:, -1:], self.model.get_input_embeddings()
+        for token in [tokens[-1], *path]:
+            rows = torch.cat([embed(torch.tensor([[token]])), before], -1)
+            found = self.assistant(
+                inputs_embeds=rows, position_ids=torch.tensor([[count]]), shared_kv_states=states
+            )
+            before = found.last_hidden_state
+        return found.logits[0, 0]
+
+    def _prefix(self, tokens: tuple[int, ...]) -> Any:
+        if tokens not in self._known:
+            self._known[tokens] = self.model(
+                torch.tensor([tokens]), use_cache=False, output_hidden_states=True,
+                return_shared_kv_states=True,
+            )  # fmt: skip
+        return self._known[tokens]
+
+    @torch.no_grad()
+    def check(self, seen: list[Asked]) -> None:
+        assert seen
+        for asked in seen:
+            for row, (tokens, active) in enumerate(asked.rows):
+                for node, path in enumerate(asked.paths[row] if active else ()):
+                    # fp32 with keys in another order of reduction, some layers deep.
+                    torch.testing.assert_close(
+                        asked.logits[row, node], self.logits(tokens, path), rtol=1e-3, atol=1e-3
+                    )
+
+
+def pair(name: str, ordered: bool = False) -> tuple[Any, Any]:
+    return base_of(name), assistant_for(name, ordered)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "given"),
+    covering(
+        [(name, setting, given) for name in BASES for setting in SETTINGS for given in GIVEN
+         if (setting, given) != ("sampled", "batch")],  # which draws in another order
+        lambda name, setting, given: [(name, given), (setting, given), (name, setting == "wide")],
+    ),
+)  # fmt: skip
+def test_output_is_the_models_and_drafts_are_the_assistants(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, given: str
+) -> None:
+    model, assistant = pair(name)
+    options, settings = SETTINGS[setting]
+    settings = {**GREEDY, **settings}
+    plain_settings = {key: value for key, value in settings.items() if key not in CAPTURED}
+    torch.manual_seed(3)
+    plain = model.generate(**GIVEN[given], **plain_settings)
+    torch.manual_seed(3)
+    spec = {**drafting("draft_model", **{"max_depth": 3, **options}), "assistant_model": assistant}
+    with watched(monkeypatch) as seen:
+        out = model.generate(**GIVEN[given], **settings, **spec)
+    assert out.tolist() == plain.tolist()
+    stats = hf_spec.last_stats(model)
+    assert stats.num_drafted_tokens > 0 and stats.num_draft_forwards == len(seen)
+    if setting == "wide":
+        assert stats.num_steps < 8
+    Oracle(model, assistant).check(seen)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "shared"])
+def test_rows_that_finish_and_a_cache_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model, assistant = pair(name)
+    spec = {**drafting("draft_model", max_depth=2, width=2), "assistant_model": assistant}
+    plain = model.generate(**ragged(), **GREEDY)
+    settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
+    expected = model.generate(**ragged(), **settings)
+    with watched(monkeypatch) as seen:
+        out = model.generate(**ragged(), **settings, **spec)
+        assert out.tolist() == expected.tolist()
+        assert len(seen[-1].rows) < 3
+        first = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
+        mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2).long()], dim=1)
+        plain = model.generate(ids, attention_mask=mask, **GREEDY)
+        out = model.generate(ids, attention_mask=mask, **GREEDY, **spec, **{CACHE: first[CACHE]})
+        assert out.tolist() == plain.tolist()
+    Oracle(model, assistant).check(seen)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "shared"])
+@pytest.mark.parametrize("setting", ["tree", "wide", "compiled", "sampled"])
+def test_trees_that_grow_before_the_step_is_over(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str
+) -> None:
+    """They see accepted nodes where these are before they are committed."""
+    as_if(True, monkeypatch)
+    model, assistant = pair(name)
+    options, settings = SETTINGS[setting]
+    given = GIVEN["row" if setting == "sampled" else "batch"]
+    settings = {**GREEDY, **settings, "max_new_tokens": 16}
+    torch.manual_seed(3)
+    plain = model.generate(**given, **{k: v for k, v in settings.items() if k not in CAPTURED})
+    torch.manual_seed(3)
+    spec = {**drafting("draft_model", **{"max_depth": 2, **options}), "assistant_model": assistant}
+    caught_up = []
+    catch_up = SharedKVDrafter.catch_up
+    monkeypatch.setattr(
+        SharedKVDrafter, "catch_up",
+        lambda self, state: caught_up.append(len(state.rows)) or catch_up(self, state),
+    )  # fmt: skip
+    with watched(monkeypatch) as seen:
+        out = model.generate(**given, **settings, **spec)
+    assert out.tolist() == plain.tolist()
+    assert len(caught_up) < hf_spec.last_stats(model).num_steps - 2
+    Oracle(model, assistant).check(seen)
+
+
+def test_positions_that_the_caller_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count for rotations, and slots of the cache for windows, as in the model."""
+    model, assistant = pair("gemma4_text")
+    spec = {**drafting("draft_model", max_depth=1), "assistant_model": assistant}
+    given = {"input_ids": prompt(), "position_ids": torch.arange(12)[None] + 7}
+    plain = model.generate(**given, **GREEDY)
+    with watched(monkeypatch) as shifted:
+        assert model.generate(**given, **GREEDY, **spec).tolist() == plain.tolist()
+    with watched(monkeypatch) as seen:
+        model.generate(prompt(), **GREEDY, **spec)
+    # Rotations tell distances only. fp32 at other angles.
+    torch.testing.assert_close(shifted[0].logits, seen[0].logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("name", BASES)
+@torch.no_grad()
+def test_first_drafts_are_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, name: str, ordered: bool
+) -> None:
+    """Later ones are not to be compared: Transformers' keys then end with one of a rejected token.
+    Its windows reach two tokens further back, which a shorter prompt does not show."""
+    model, assistant = pair(name, ordered)
+    ids = prompt(model.config.get_text_config().sliding_window - 1)
+    output = model(ids, output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
+    ids = torch.cat([ids, output.logits[:, -1:].argmax(-1)], dim=1)
+    assistant.generation_config.num_assistant_tokens = 6
+    stock: Any = StockGenerator(assistant, model.get_input_embeddings(), model.generation_config)
+    stock.main_model_max_length = 100
+    expected, expected_logits = stock.get_candidates(
+        ids, {"attention_mask": torch.ones_like(ids)}, output, False, 0
+    )
+    method = get_method("draft_model")
+    options = method.parse_options({"max_depth": 6})
+    drafter: Any = method.make_drafter(model, options, assistant)
+    found, level = [], SharedKVDrafter.level
+
+    def noted(self: Any, frontier: Frontier) -> Tensor:
+        found.append(level(self, frontier))
+        return found[-1]
+
+    monkeypatch.setattr(SharedKVDrafter, "level", noted)
+    assert drafter.get_candidates(ids)[0].tolist() == expected.tolist()
+    # fp32 with keys in another order of reduction, some layers deep.
+    torch.testing.assert_close(torch.cat(found, 1), expected_logits, rtol=1e-3, atol=1e-3)
+    assert drafter.get_candidates(ids[:, :1])[0].tolist() == ids[:, :1].tolist()
+
+
+def test_ordered_embeddings_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, assistant = pair("gemma4_text", ordered=True)
+    spec = {**drafting("draft_model", max_depth=2), "assistant_model": assistant}
+    plain, level = model.generate(**ragged(), **GREEDY), SharedKVDrafter.level
+
+    def without_reads(self: Any, frontier: Frontier) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "item", lambda _: pytest.fail("the host reads a tensor"))
+            return level(self, frontier)
+
+    monkeypatch.setattr(SharedKVDrafter, "level", without_reads)
+    assert model.generate(**ragged(), **GREEDY, **spec).tolist() == plain.tolist()
+    assert hf_spec.last_stats(model).num_draft_forwards > 0
+
+
+def test_a_dtype_of_its_own() -> None:
+    model = base_of("gemma4_text")
+    assistant = assistant_for("gemma4_text", initializer_range=0.1).to(torch.bfloat16)
+    spec = {**drafting("draft_model"), "assistant_model": assistant}
+    out = model.generate(**ragged(), **GREEDY, **spec)
+    assert out.tolist() == model.generate(**ragged(), **GREEDY).tolist()
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, assistant = pair("gemma4_text")
+    spec = {**GREEDY, **drafting("draft_model")}
+
+    def refused(model: Any, assistant: Any, match: str) -> None:
+        with no_forward(model), pytest.raises(ValueError, match=match):
+            model.generate(prompt(), **{**spec, "assistant_model": assistant})
+
+    name = "assistant_model=Gemma4AssistantForCausalLM"
+    refused(shared("llama"), assistant, f"{name} is not one for this LlamaForCausalLM: there is "
+            "no layer of type 'sliding_attention', .*'full_attention', .*Give the")  # fmt: skip
+    other = assistant_for("gemma4_text", num_key_value_heads=1)
+    refused(model, other, "this Gemma4ForCausalLM: it reads keys of 1 heads of 8 of type "
+            "'sliding_attention', and these have of 2 heads of 8")  # fmt: skip
+    wider = build("gemma4_text").config.to_dict() | {"hidden_size": 40}
+    wide = random_model(config_class("gemma4_text")(**wider))
+    refused(wide, assistant, "it reads states of size 32, and these have 40. Give")
+    refused(model, copy.deepcopy(assistant).to("meta"), f"{name} has offloaded weights, .*onto one")
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_kv, "tensor_parallel_size", lambda model: 2)
+        refused(model, assistant, "each of the 2 processes that share the model holds a part")
+    with monkeypatch.context() as patch:
+        patch.delattr(type(assistant), "create_attention_masks")
+        patch.delitem(vars(assistant), "create_attention_masks", raising=False)
+        refused(model, assistant, "makes its masks in a way that is not known here")
