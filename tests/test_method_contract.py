@@ -28,6 +28,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 import hf_spec
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
+from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import TreeDrafter
@@ -309,6 +310,8 @@ def test_candidates_for_stock_assisted_decoding(
         assert candidates.shape[0] == 1 and candidates.dtype == ids.dtype
         assert candidates[:, : ids.shape[1]].tolist() == ids.tolist()
         assert candidates.shape[1] > ids.shape[1]
+        if isinstance(drafter, (TreeDrafter, AutoregressiveDrafter)):  # others may guess it wrong
+            assert candidates[0, ids.shape[1]] == model(ids).logits[0, -1].argmax()
         drafter.update_candidate_strategy(candidates, None, 0)
 
 

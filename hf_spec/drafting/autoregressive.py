@@ -259,7 +259,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         own._root = own._block = own._level = own._graphs = None
         own._run_committed(own.cache, Rows(after, seen[0], [after.shape[1]]))
         found, zeros = after[:, -1:], torch.zeros_like(after[:, -1:])
-        chain = []
+        chain = [int(found)]
         for depth in range(self.depth):
             frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
             found = own.level(frontier)[:, -1].argmax(-1, keepdim=True)

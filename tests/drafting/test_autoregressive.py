@@ -49,7 +49,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         for row, tokens in enumerate(state.tokens):
             if not state.active[row] or tree.row_sizes[row] == 0:
                 continue
-            expected = self.chain(torch.tensor([tokens[:-1]]))
+            _, *expected = self.chain(torch.tensor([tokens[:-1]]))
             host, node, chain = tree.host.rows(tree.row_sizes)[row], 0, []
             while True:  # the likeliest child comes first
                 below = [n for n, above in enumerate(host.parents) if above == node and n]
