@@ -47,8 +47,8 @@ class LayerType:
     def config(self, fields: Mapping[str, Any], count: int) -> PreTrainedConfig:
         """Transformers' config of so many layers."""
         made: PreTrainedConfig = self.config_class()(
-            **fields, num_hidden_layers=count, vocab_size=1, use_cache=False,
-            attn_implementation="sdpa",
+            **fields, num_hidden_layers=count, vocab_size=1, pad_token_id=None, bos_token_id=None,
+            eos_token_id=None, use_cache=False, attn_implementation="sdpa",
         )  # fmt: skip
         return made
 
@@ -161,7 +161,6 @@ class Gemma4(LayerType):
                 "rope_parameters": {"full_attention": rest.pop("rope_parameters")},
                 "layer_types": ["full_attention"] * count,
                 "hidden_size_per_layer_input": 0,
-                **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
                 **rest,
             },
             count,

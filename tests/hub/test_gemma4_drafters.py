@@ -22,8 +22,11 @@ from torch.nn import functional
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.training_time_test import unrolled
 from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
+from hf_spec.methods.eagle3.network import Eagle3Network
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
 
@@ -218,8 +221,47 @@ def test_a_block(tmp_path: Path, kind: str, equal: bool) -> None:
         torch.testing.assert_close(given, markov, **CLOSE)
 
 
+def chain_of(tensors: dict[str, Tensor], features: Tensor, tokens: Tensor) -> Tensor:
+    """States, before the final norm, of EAGLE-3 rows: those with features, then some without."""
+    w, given = layer_of(tensors, 0), features @ tensors["fc.weight"].T
+    embeddings = tensors["embed_tokens.weight"][tokens] * HIDDEN**0.5
+    embeddings = normed(embeddings, w("input_layernorm.weight"))
+    rows: list[Tensor] = []
+    found: list[Tensor] = []
+    places = torch.arange(len(tokens))
+    for place in range(len(tokens)):
+        hidden = given[place] if place < len(given) else found[-1]
+        rows.append(torch.cat([embeddings[place], normed(hidden, w("hidden_norm.weight"))]))
+        upto, mask = places[: place + 1], torch.ones(1, place + 1, dtype=torch.bool)
+        attention = attended(w, rows[-1][None], torch.stack(rows), upto[-1:], upto, mask)
+        found.append(finished(w, hidden, attention[0]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own embeddings", "the base's"])
+@pytest.mark.parametrize("equal", [True, False], ids=["keys are values", "values"])
+@torch.no_grad()
+def test_a_chain(tmp_path: Path, equal: bool, own: bool) -> None:
+    """EAGLE-3: its own output takes the place of the base's states."""
+    config, tensors = released("eagle3", equal)
+    if own:
+        tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].flip(0).contiguous()
+    model = imported(tmp_path, "eagle3", (config, tensors))
+    adapter, ids = find_active(model, "EAGLE3"), prompt(9)
+    assert ("embed_tokens.weight" in adapter.weights()) == own
+    network, count = Eagle3Network(model, adapter.module), 6
+    states = token_hidden(model, ids, None, (READ[0] + 1, READ[1] + 1))
+    logits = unrolled(network, ids, states, torch.tensor([[count - 1]]), 3)[0, 0]
+    # Rows of tokens 1 to 6 have features, those of tokens 7 and 8 have none.
+    found = chain_of(tensors, states[0, :count], ids[0, 1:9])[count - 1 :]
+    expected = capped(normed(found, tensors["norm.weight"]), tensors)
+    torch.testing.assert_close(logits, expected, **CLOSE)
+
+
 @pytest.mark.parametrize("tree", ["chain", "adaptive"])
-@pytest.mark.parametrize(("kind", "strategy"), [("dspark", "dspark"), ("dflash", "dspark")])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("dspark", "dspark"), ("dflash", "dspark"), ("eagle3", "eagle3")]
+)
 def test_greedy_output_is_that_of_plain_generation(
     tmp_path: Path, kind: str, strategy: str, tree: str
 ) -> None:
@@ -228,6 +270,20 @@ def test_greedy_output_is_that_of_plain_generation(
     expected = model.generate(ids, **GREEDY).tolist()
     assert model.generate(ids, **GREEDY, **drafting(strategy, tree=tree)).tolist() == expected
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_they_can_be_trained_further(tmp_path: Path, kind: str) -> None:
+    """All parameters get gradients; ``layer_scalar`` is none."""
+    model, ids = imported(tmp_path, kind, released(kind)), prompt(12)
+    model.set_adapter("default")
+    adapter = find_active(model, kind.upper())
+    adapter.module.requires_grad_(True)
+    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
+    methods()[kind].objective(model, adapter, batch)["loss"].backward()
+    for name, parameter in adapter.module.named_parameters():
+        assert "layer_scalar" not in name
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
 # -- what is not read ----------------------------------------------------------------------------
@@ -260,17 +316,25 @@ BAD: dict[str, tuple[Callable[[Files], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_is_not_read(tmp_path: Path, case: str) -> None:
-    files, (change, message) = released("dspark"), BAD[case]
+OF_LAYERS = ("moe", "inputs", "shared", "sliding", "rope", "dim", "heads", "values")
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*(("dspark", case) for case in BAD), *(("eagle3", case) for case in OF_LAYERS)],
+)
+def test_what_is_not_read(tmp_path: Path, kind: str, case: str) -> None:
+    files, (change, message) = released(kind), BAD[case]
     change(files)
     path = write(tmp_path / "released", files)
     with pytest.raises(ValueError, match=message) as error:
-        import_adapter(path, "dspark", base(), tmp_path / "adapter")
+        import_adapter(path, kind, base(), tmp_path / "adapter")
     assert "\n" not in str(error.value) and not (tmp_path / "adapter").exists()
 
 
-@pytest.mark.parametrize(("kind", "to"), [("dspark", "speculators")])
+@pytest.mark.parametrize(
+    ("kind", "to"), [("dspark", "speculators"), ("eagle3", "speculators"), ("eagle3", "sglang")]
+)
 def test_other_programs_do_not_know_such_layers(tmp_path: Path, kind: str, to: str) -> None:
     imported(tmp_path, kind, released(kind))
     with pytest.raises(ValueError, match="gemma4_text"):
