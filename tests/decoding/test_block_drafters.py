@@ -25,6 +25,15 @@ from modeling_patches.cache_name import CACHE
 
 Fresh = Callable[..., PreTrainedModel]
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+GEMMA4 = {
+    "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    "attention_bias": False, "attention_k_eq_v": True,
+    "rope_parameters": {
+        "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 10000.0
+    },
+}  # fmt: skip
 CONFIGS = {
     "plain": ("dflash", {"num_layers": 2, "block_size": 5}),
     "anchor": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "gated"}),
@@ -42,6 +51,7 @@ CONFIGS = {
             "sliding_window_from": "query", "sliding_window_non_causal": False,
         },
     ),
+    "gemma4": ("dspark", {"num_layers": 2, "markov_rank": 4, "layer_config": GEMMA4}),
 }  # fmt: skip
 
 
@@ -165,6 +175,10 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Fresh, architecture: str) 
         ({"confidence_head": "markov"}, "needs a Markov head"),
         ({"draft_vocab_size": 62}, "draft_vocab_size=62"),
         ({"layer_config": {"hidden_size": 32}}, "layer_config=.*must be a dict of hidden_size, "),
+        ({"layer_config": {"model_type": "llama"}}, "model_type='llama': .*qwen3 and gemma4_text"),
+        ({"layer_config": {**GEMMA4, "attention_k_eq_v": 1}}, "attention_k_eq_v=1: must be True"),
+        ({"layer_config": {**GEMMA4, "hidden_act": "x"}}, "hidden_act='x'"),
+        ({"layer_config": GEMMA4, "conv_kernel_size": 2}, "conv_kernel_size=2: .*of gemma4_text"),
     ],
 )
 def test_configs_that_do_not_fit(fresh: Fresh, fields: dict[str, Any], message: str) -> None:

@@ -284,6 +284,7 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (of_zlab, "dflash", within("dflash_config", projector_type="domino"), "Domino"),
     (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config in config.json is \[1\]"),
     (of_zlab, "dspark", within("dflash_config", attention_mode="mla"), "attention_mode='mla'"),
+    (of_deepspec, "dspark", changed(new_switch=True), "'new_switch', whose meaning is not known"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -17,8 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_spec import cli
+from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import convert, import_adapter, recognized
+from hf_spec.methods.eagle3.adapter import FLAGS
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
@@ -97,6 +100,22 @@ def as_specforge(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
 
 
+def as_deepspec(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The base's config with fields added; all tokens are drafted, five layers are read."""
+    inner = config.pop("transformer_layer_config")
+    config.clear()
+    config.update(
+        inner, architectures=["Qwen3Eagle3Model"], target_layer_ids=[0, 1, 3, 4, 5],
+        num_target_layers=8, target_model_name_or_path="Qwen/Qwen3-4B", ttt_length=7,
+        step_loss_decay=0.8, draft_num_hidden_layers=1, layer_types=["full_attention"],
+    )  # fmt: skip
+    embeddings = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
+    tensors["embed_tokens.weight"], tensors["lm_head.weight"] = embeddings, embeddings.flip(0)
+    tensors["fc.weight"] = torch.cat([tensors["fc.weight"], tensors["fc.weight"][:, :128]], 1)
+    for name in ("d2t", "t2d", *(f"fc_norm.{place}.weight" for place in range(3))):
+        tensors.pop(name)
+
+
 def without_embeddings(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """The base's are used, as in most releases."""
     del tensors["embed_tokens.weight"]
@@ -163,6 +182,22 @@ def test_layers_of_a_config_that_names_none(tmp_path: Path) -> None:
     assert config.layers == [2, 4, 5]
 
 
+def test_deepspec(tmp_path: Path) -> None:
+    """Layers are counted by outputs; the decoder is Qwen3's with none of the variants."""
+    path = written(tmp_path / "drafter", "tiny-qwen3-31", as_deepspec)
+    assert recognized(str(path.parent)) == ("eagle3", path)
+    model = copy.deepcopy(base())
+    import_adapter(path, "eagle3", model, tmp_path / "adapter")
+    model.load_adapter(str(tmp_path / "adapter"))
+    adapter = find_active(model, "EAGLE3")
+    config, found = adapter.config, adapter.weights()
+    assert config.layers == [1, 2, 4, 5, 6] and config.architecture == "qwen3"
+    assert config.own_embeddings and not config.draft_vocab_size and config.logit_softcap is None
+    assert not any(getattr(config, name) for name in FLAGS)
+    for name, tensor in load_file(path).items():
+        assert torch.equal(found[name], tensor.float()), name
+
+
 def command(*arguments: Any) -> int:
     return cli.main([str(argument) for argument in arguments])
 
@@ -219,7 +254,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no config": (lambda config, _: config.clear(), "there is no config.json"),
     "kind": (outer("speculators_model_type", "eagle"), "speculators_model_type='eagle' in config"),
     "no mask token": (outer("speculators_model_type", "peagle"), "mask_token_id in config.json"),
-    "architecture": (inner("model_type", "gpt2"), "model_type='gpt2' in config.*llama and qwen3"),
+    "architecture": (inner("model_type", "gpt2"), "model_type='gpt2' in config.*llama, qwen3"),
+    "layout": (inner("model_type", "gemma4_text"), "read with target_layer_ids, as DeepSpec"),
     "biases": (inner("attention_bias", True), "attention_bias=True in config.json"),
     "size": (inner("hidden_size", "64"), "hidden_size in config.json='64'"),
     "huge": (inner("intermediate_size", 10**9), "intermediate_size=1000000000"),

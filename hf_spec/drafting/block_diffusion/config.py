@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import Qwen3Config
+from transformers.activations import ACT2FN
 
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
+from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features
 
@@ -30,8 +31,11 @@ COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings",
 )  # fmt: skip
-#: All fields of ``layer_config``, those of Transformers' ``Qwen3Config``.
+#: Fields of ``layer_config``, as Transformers' ``Qwen3Config`` names them.
 LAYER_FIELDS = (*COUNTS, "hidden_act", "rms_norm_eps", "attention_bias", "rope_parameters")
+#: Field of ``layer_config`` with the type of its layers, and the types; the first is the default,
+#: which needs no such field.
+TYPE, TYPES = "model_type", ("qwen3", "gemma4_text")
 #: Layers of the base that are read by default.
 NUM_FEATURES = 3
 
@@ -91,7 +95,9 @@ class BlockConfig(VocabularyConfig):
         None, "c: logits x, which are scaled, become c * tanh(x / c) (recorded)."
     )
     layer_config: dict[str, Any] | None = setting(
-        None, "Fields of the Qwen3Config of its layers (recorded)."
+        None,
+        "Fields of the config of its layers, which are Qwen3's unless model_type says that "
+        "they are those of gemma4_text (recorded).",
     )
     sliding_layers: list[int] | None = setting(None, "Layers with a sliding window (recorded).")
     sliding_window: int | None = setting(None, "Size of the window (recorded).")
@@ -135,9 +141,15 @@ class BlockConfig(VocabularyConfig):
             raise ValueError("confidence_head='markov' needs a Markov head: set markov_rank.")
         if self.layer_config is not None:
             self._check_layer_config(self.layer_config)
-            self._check_groups(self.layer_config["hidden_size"])
+            self._check_convolutions(self.layer_config["hidden_size"])
 
-    def _check_groups(self, hidden: int) -> None:
+    def _check_convolutions(self, hidden: int) -> None:
+        name = (self.layer_config or {}).get(TYPE, TYPES[0])
+        if self.conv_kernel_size and name != TYPES[0]:
+            raise ValueError(
+                f"conv_kernel_size={self.conv_kernel_size}: convolutions stand in layers of "
+                f"{TYPES[0]}, not in those of {name}. Set it to 0."
+            )
         if self.conv_kernel_size and hidden % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size={self.conv_group_size}: {hidden} features cannot be divided into "
@@ -146,14 +158,23 @@ class BlockConfig(VocabularyConfig):
 
     @staticmethod
     def _check_layer_config(fields: Any) -> None:
-        if not isinstance(fields, dict) or fields.keys() != {*LAYER_FIELDS}:
+        name = fields.get(TYPE, TYPES[0]) if isinstance(fields, dict) else TYPES[0]
+        if name not in TYPES:
             raise ValueError(
-                f"layer_config={fields!r}: must be a dict of {', '.join(LAYER_FIELDS)}."
+                f"layer_config has {TYPE}={name!r}: layers of {' and '.join(TYPES)} are known."
             )
+        wanted = (*LAYER_FIELDS, *LAYER_TYPES[name].own)
+        if not isinstance(fields, dict) or {*fields} - {TYPE} != {*wanted}:
+            raise ValueError(f"layer_config={fields!r}: must be a dict of {', '.join(wanted)}.")
         try:
-            for name in COUNTS:
-                check_count(name, fields[name], high=MAX_SIZE if "max" in name else MAX_SHAPE)
+            for size in COUNTS:
+                check_count(size, fields[size], high=MAX_SIZE if "max" in size else MAX_SHAPE)
             check_range("rms_norm_eps", fields["rms_norm_eps"], 0.0, 1.0, open_low=True)
+            for flag in ("attention_bias", *LAYER_TYPES[name].own):
+                if type(fields[flag]) is not bool:
+                    raise ValueError(f"{flag}={fields[flag]!r}: must be True or False.")
+            if fields["hidden_act"] not in ACT2FN:
+                raise ValueError(f"hidden_act={fields['hidden_act']!r}: is not known.")
             heads, of_keys = fields["num_attention_heads"], fields["num_key_value_heads"]
             if heads % of_keys:
                 raise ValueError(f"{heads} heads are no multiple of {of_keys} key-value heads.")
@@ -186,7 +207,7 @@ class BlockConfig(VocabularyConfig):
             )
         if self.layer_config is None:
             self.layer_config = default_layers(model)
-            self._check_groups(hidden)
+            self._check_convolutions(hidden)
         elif self.layer_config["hidden_size"] != hidden:
             raise ValueError(
                 f"its layers have hidden_size={self.layer_config['hidden_size']}, "
@@ -208,6 +229,11 @@ class BlockConfig(VocabularyConfig):
                 "it was trained with."
             )
 
+    @property
+    def layer_type(self) -> LayerType:
+        """The type of its layers."""
+        return LAYER_TYPES[(self.layer_config or {}).get(TYPE, TYPES[0])]
+
     def layers(self) -> Any:
         """Transformers' config of its layers."""
         assert self.layer_config is not None
@@ -225,10 +251,8 @@ def _check_layers(name: str, layers: Any, end: int | None = None) -> None:
 
 def config_of(fields: dict[str, Any], num_layers: int) -> Any:
     """Transformers' config of so many layers."""
-    return Qwen3Config(
-        **fields, num_hidden_layers=num_layers, attn_implementation="sdpa", vocab_size=1,
-        use_cache=False, layer_types=["full_attention"] * num_layers,
-    )  # fmt: skip
+    kind = LAYER_TYPES[fields.get(TYPE, TYPES[0])]
+    return kind.config({name: one for name, one in fields.items() if name != TYPE}, num_layers)
 
 
 def default_layers(model: Any) -> dict[str, Any]:

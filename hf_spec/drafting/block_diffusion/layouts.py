@@ -7,11 +7,13 @@ The known layouts name most tensors alike (:class:`BlockAdapter`); their configs
 * z-lab and SpecForge: the config of Qwen3 layers with ``dflash_config``. ``target_layer_ids``
   number layers by their *outputs*, one less; without them, they are evenly spaced.
 * DeepSpec: the same fields without ``dflash_config``, beside ``num_anchors``; -1 is the embeddings.
-  Its ``embed_tokens`` is a frozen copy of the base's, which is used instead.
+  Its ``embed_tokens`` is a frozen copy of the base's, which is used instead. Layers may be those of
+  Gemma 4, which scale embeddings and cap logits.
 * Transformers' ``muse_glimmer_assistant``: likewise; two tensors have other names, and slots of
   layers with a window see those behind them.
 
-A flag that may change predictions and is not known is an error.
+A flag that may change predictions and is not known is an error; in flat configs, which hold fields
+of models, those that are on.
 """
 
 from __future__ import annotations
@@ -26,9 +28,17 @@ from torch import Tensor, nn
 from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.predicting import VOCABULARY
-from hf_spec.drafting.block_diffusion.config import COUNTS, SCALES, SELECTOR, BlockConfig
+from hf_spec.drafting.block_diffusion.config import (
+    COUNTS,
+    SCALES,
+    SELECTOR,
+    TYPE,
+    TYPES,
+    BlockConfig,
+)
 from hf_spec.drafting.block_diffusion.network import modules
 from hf_spec.drafting.draft_vocabulary import HEAD
+from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.transitions import CONFIDENCE
 from modeling_patches.weights import output_bias, output_weight
@@ -189,7 +199,11 @@ def _value(config: Mapping[str, Any], name: str, *default: Any) -> Any:
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     ours = "speculators_model_type" in config
     known = KNOWN | OF_SPECULATORS if ours else KNOWN
-    flags = config if ours else _drafting(config)
+    layers = config.get("transformer_layer_config") if ours else config
+    if not isinstance(layers, Mapping):
+        raise ValueError("config.json has no transformer_layer_config")
+    kind = _layer_type(layers, ours or bool(_drafting(config)))
+    flags = config if ours else _drafting(config) or _switches(config, kind)
     for name in flags:
         if name not in known and not name.startswith("_"):
             raise ValueError(f"config.json has the field {name!r}, whose meaning is not known here")
@@ -197,9 +211,6 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         value = _value(config, name, neutral)
         if value not in (neutral, None):
             raise ValueError(f"config.json has {name}={value!r}, which is not run here")
-    layers = config.get("transformer_layer_config") if ours else config
-    if not isinstance(layers, Mapping):
-        raise ValueError("config.json has no transformer_layer_config")
     count = _count(layers, "num_hidden_layers")
     muse = config.get("model_type") == MUSE
     base = {name: _count(layers, name) for name in ("hidden_size", "vocab_size")[: 2 - muse]}
@@ -212,7 +223,8 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "sample_from_anchor": _value(config, "sample_from_anchor", dspark),
         "num_layers": count,
         "feature_layers": _features(config, count),
-        "layer_config": _layer_config(layers),
+        "layer_config": _layer_config(layers, kind),
+        "embedding_scale": kind.embedding_scale(base["hidden_size"]),
         "base_facts": base,
     }
     fields["markov_rank"] = rank = _value(config, f"{'markov' if dspark else 'selector'}_rank", 0)
@@ -227,7 +239,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         seen = _value(config, "confidence_head_with_markov", True)
         fields["confidence_head"] = "markov" if seen else "state"
     kinds = layers.get("layer_types") or []
-    sliding = [place for place, kind in enumerate(kinds) if kind == "sliding_attention"]
+    sliding = [place for place, one in enumerate(kinds) if one == "sliding_attention"]
     if sliding:
         fields |= {
             "sliding_layers": sliding,
@@ -257,14 +269,38 @@ def _features(config: Mapping[str, Any], layers: int) -> list[int]:
     return [one + first for one in ids]
 
 
-def _layer_config(layers: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_type(layers: Mapping[str, Any], foreign: bool) -> LayerType:
+    """The type of a checkpoint's layers.
+
+    Args:
+        foreign: whether its layout is one whose layers are Qwen3's.
+    """
+    kind = LAYER_TYPES.get(str(layers.get(TYPE)))
+    if kind is None or kind.name not in TYPES:
+        return LAYER_TYPES[TYPES[0]]  # named after the base; names of tensors tell
+    if foreign and kind.name != TYPES[0]:
+        raise ValueError(
+            f"config.json has {TYPE}={layers[TYPE]!r}: such layers are read in DeepSpec's layout, "
+            f"in others those of {TYPES[0]}"
+        )
+    return kind
+
+
+def _switches(config: Mapping[str, Any], kind: LayerType) -> set[str]:
+    """Fields of a flat config that are on, and none of the model that the layers are of."""
+    return {name for name, value in config.items() if value is True} - {
+        *kind.config_class()().to_dict()
+    }
+
+
+def _layer_config(layers: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
+    layers = kind.flat(layers)
     heads, hidden = _count(layers, "num_attention_heads"), _count(layers, "hidden_size")
     rope = layers.get("rope_parameters")
     if rope is None:  # before Transformers 5
         scaling = dict(layers.get("rope_scaling") or {})
-        kind = scaling.pop("type", None)
-        theta = layers.get("rope_theta", 10000.0)
-        rope = {"rope_type": kind or "default", **scaling, "rope_theta": theta}
+        scaling.setdefault("rope_type", scaling.pop("type", None) or "default")
+        rope = {**scaling, "rope_theta": layers.get("rope_theta", 10000.0)}
     return {
         **{name: layers.get(name) for name in COUNTS},
         "num_key_value_heads": layers.get("num_key_value_heads", heads),
@@ -273,6 +309,8 @@ def _layer_config(layers: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": layers.get("rms_norm_eps", 1e-6),
         "attention_bias": layers.get("attention_bias", False),
         "rope_parameters": rope,
+        **({TYPE: kind.name} if kind.name != TYPES[0] else {}),
+        **{name: layers[name] for name in kind.own},
     }
 
 

@@ -19,12 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hf_spec.adapters.module import Adapter
 from hf_spec.drafting.block_diffusion.config import BlockConfig
@@ -37,12 +32,13 @@ from modeling_patches.weights import device_of, in_use, placement
 class BlockAdapter(Adapter):
     """The parameters of a block drafter, by their names in released checkpoints.
 
-    ``fc.weight`` (hidden, features * hidden), ``hidden_norm.weight``, ``layers.i.*`` as in Qwen3,
-    ``norm.weight``; with convolutions, ``layers.i.attention_conv`` and ``layers.i.mlp_conv``, see
-    :class:`Convolutions`. If not all tokens are predicted, ``draft_vocabulary`` (tokens,), int64
-    ids in ascending order; with a head of its own, ``lm_head.weight`` (tokens, hidden). With a
-    Markov head, ``markov_head.*`` or ``candidate_selector.*``, see
-    :mod:`hf_spec.drafting.transitions`. Buffers, which are not trained: ``confidence_head.proj.*``.
+    ``fc.weight`` (hidden, features * hidden), ``hidden_norm.weight``, ``layers.i.*`` as in models
+    with such layers, ``norm.weight``; with convolutions, ``layers.i.attention_conv`` and
+    ``layers.i.mlp_conv``, see :class:`Convolutions`. If not all tokens are predicted,
+    ``draft_vocabulary`` (tokens,), int64 ids in ascending order; with a head of its own,
+    ``lm_head.weight`` (tokens, hidden). With a Markov head, ``markov_head.*`` or
+    ``candidate_selector.*``, see :mod:`hf_spec.drafting.transitions`. Buffers, which are not
+    trained: ``confidence_head.proj.*``, and Gemma 4's ``layers.i.layer_scalar``.
     """
 
     config: BlockConfig
@@ -124,12 +120,13 @@ def modules(config: BlockConfig, known: int) -> dict[str, nn.Module]:
     """The modules of an adapter by name, given the number of the base's tokens."""
     layers, rank, drafted = config.layers(), config.markov_rank, config.draft_vocab_size or known
     hidden, features = layers.hidden_size, config.feature_layers or ()
-    layer = partial(ConvolvedLayer, config) if config.conv_kernel_size else Qwen3DecoderLayer
+    kind = config.layer_type
+    layer = partial(ConvolvedLayer, config) if config.conv_kernel_size else kind.layer
     made: dict[str, nn.Module] = {
         "fc": nn.Linear(len(features) * hidden, hidden, bias=False),
-        "hidden_norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
+        "hidden_norm": kind.norm(hidden, layers.rms_norm_eps),
         "layers": nn.ModuleList(layer(layers, index) for index in range(config.num_layers)),
-        "norm": Qwen3RMSNorm(hidden, layers.rms_norm_eps),
+        "norm": kind.norm(hidden, layers.rms_norm_eps),
     }
     if config.head == "own":
         made["lm_head"] = nn.Linear(hidden, drafted, bias=False)
@@ -169,8 +166,9 @@ class BlockNetwork:
         self.adapter, self.model, self.config = adapter, model, adapter.config
         # Of weights that accelerate has offloaded, too.
         self.device, self._dtype = device_of(adapter.fc), adapter.fc.weight.dtype
+        self._kind = self.config.layer_type
         with torch.device("cpu"):
-            self._rotary = Qwen3RotaryEmbedding(self.config.layers()).to(self.device)
+            self._rotary = self._kind.rotary(self.config.layers()).to(self.device)
         self._changes = Changes()
         norm = getattr(in_use(model.get_input_embeddings()), "embed_norm", None)
         if norm is not None:
@@ -187,11 +185,8 @@ class BlockNetwork:
         context = net.hidden_norm(net.fc(features.to(self.device, self._dtype)))
         angles = self._rotary(context, positions)
         for index, layer in enumerate(net.layers):
-            attention: Any = layer.self_attn  # whose forward would make queries, too
-            shape = (*context.shape[:-1], -1, attention.head_dim)
-            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
-            values = attention.v_proj(context).view(shape).transpose(1, 2)
-            _, keys = apply_rotary_pos_emb(keys[:, :0], keys, *angles)
+            # The attention's forward would make queries, too.
+            keys, values = self._kind.keys_values(layer.self_attn, context, angles)
             cache.update(keys, values, index)
 
     def run(
@@ -213,7 +208,7 @@ class BlockNetwork:
         angles = self._rotary(hidden, positions)
         for index, layer in enumerate(net.layers):
             mask = sliding if index in windowed else full
-            given = {CACHE: cache}
+            given = {CACHE: cache, **self._kind.given()}
             hidden = layer(hidden, attention_mask=mask, position_embeddings=angles, **given)
         states: Tensor = net.norm(hidden)
         return states

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
-from hf_spec.drafting.block_diffusion.config import SCALES, SELECTOR
+from hf_spec.drafting.block_diffusion.config import SCALES, SELECTOR, TYPES
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
@@ -29,6 +29,11 @@ def speculators_files(
     """
     config: Any = adapter.config
     tensors, vocab = dict(adapter.weights()), vocab_size(model)
+    if config.layer_type.name != TYPES[0]:
+        raise ValueError(
+            f"its layers are those of {config.layer_type.name}: speculators knows block drafters "
+            f"with layers of {TYPES[0]} only."
+        )
     if config.sliding_layers and config.sliding_window_from != "anchor":
         raise ValueError(
             f"sliding_window_from={config.sliding_window_from!r}: speculators counts windows from "
@@ -68,7 +73,7 @@ def speculators_files(
     kind, named = ("dspark", "DSpark") if config.markov_rank else ("dflash", "DFlash")
     if convolves:
         kind, named = "dflash2", "DFlash2"
-    layers = {**config.layer_config, "vocab_size": vocab, "model_type": "qwen3"}
+    layers = {**config.layer_config, "vocab_size": vocab, "model_type": TYPES[0]}
     windowed = config.sliding_layers or []
     kinds = ["full_attention"] * config.num_layers
     for layer in windowed:

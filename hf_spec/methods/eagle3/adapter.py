@@ -11,15 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import setting
@@ -34,16 +28,14 @@ from hf_spec.core.checks import (
 )
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
 from hf_spec.drafting.training_time_test import LOSSES
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of, input_features, output_features
 
-#: Config and layer classes of each architecture.
-ARCHITECTURES: dict[str, tuple[type[Any], type[nn.Module]]] = {
-    "llama": (LlamaConfig, LlamaDecoderLayer),
-    "qwen3": (Qwen3Config, Qwen3DecoderLayer),
-}
+#: Types of its decoder layers.
+ARCHITECTURES = tuple(dict.fromkeys(kind.name for kind in LAYER_TYPES.values()))
 #: What changes the numbers, and no shapes but those of the norms.
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 #: Fields that are the base's by default, where it has them.
@@ -69,7 +61,7 @@ class Eagle3Config(VocabularyConfig):
         "Hidden states that it reads, numbered as in output_hidden_states. Default: 2, L // 2 and "
         "L - 3 of L layers.",
     )
-    architecture: str = setting("llama", "Kind of its decoder layers: llama or qwen3.")
+    architecture: str = setting("llama", "Type of its decoder layers: llama, qwen3 or gemma4_text.")
     num_layers: int = setting(1, "Its decoder layers.")
     hidden_size: int | None = setting(None, "Width of its hidden states. Default: the base's.")
     intermediate_size: int | None = setting(None, "Width of its MLPs. Default: the base's.")
@@ -82,6 +74,12 @@ class Eagle3Config(VocabularyConfig):
         None, "Rotary embedding, as in configs of Transformers. Default: theta 10000."
     )
     max_position_embeddings: int | None = setting(None, "Longest text. Default: the base's.")
+    attention_k_eq_v: bool = setting(
+        False, "Whether values are keys, which layers of gemma4_text can have (recorded)."
+    )
+    logit_softcap: float | None = setting(
+        None, "c: its logits x become c * tanh(x / c) (recorded)."
+    )
     norm_before_residual: bool = setting(
         False, "Whether the first layer's residual is the normed feature."
     )
@@ -107,16 +105,18 @@ class Eagle3Config(VocabularyConfig):
         super().__post_init__()
         if self.layers is not None:
             self.layers = distinct_layers("layers", self.layers)
-        check_choices(
-            self, architecture=tuple(ARCHITECTURES), loss=LOSSES, hidden_act=tuple(ACT2FN)
-        )
+        check_choices(self, architecture=ARCHITECTURES, loss=LOSSES, hidden_act=tuple(ACT2FN))
         check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
         for name in SIZES:
             if getattr(self, name) is not None:
                 most = MAX_SIZE if name == "max_position_embeddings" else MAX_SHAPE
                 check_count(name, getattr(self, name), high=most)
         check_range("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0, open_low=True)
-        check_switches(self, *FLAGS, "own_embeddings")
+        check_switches(self, *FLAGS, "own_embeddings", "attention_k_eq_v")
+        if self.attention_k_eq_v and "attention_k_eq_v" not in self.layer_type.own:
+            raise ValueError(f"attention_k_eq_v=True: layers of {self.architecture} have values.")
+        if self.logit_softcap is not None:
+            check_range("logit_softcap", self.logit_softcap, 0.0, MAX_SIZE, open_low=True)
         check_count("ttt_steps", self.ttt_steps, high=MAX_FUTURE)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         if self.mask_token_id is not None:
@@ -190,17 +190,19 @@ class Eagle3Config(VocabularyConfig):
             "max_position_embeddings": known("max_position_embeddings") or 2048,
         }
 
+    @property
+    def layer_type(self) -> LayerType:
+        """The type of its decoder layers."""
+        return LAYER_TYPES[self.architecture]
+
     def of_layers(self) -> PreTrainedConfig:
-        """The config of its decoder layers, of their architecture's class."""
-        kind, _ = ARCHITECTURES[self.architecture]
-        sizes = {name: getattr(self, name) for name in SIZES}
-        config = kind(
-            **sizes, num_hidden_layers=self.num_layers, hidden_act=self.hidden_act,
-            rms_norm_eps=self.rms_norm_eps,
-            rope_parameters=dict(self.rope_parameters or DEFAULT_ROPE),
-        )  # fmt: skip
-        config._attn_implementation = "sdpa"
-        return config
+        """Transformers' config of its decoder layers."""
+        kind = self.layer_type
+        fields = {name: getattr(self, name) for name in (*SIZES, *kind.own)} | {
+            "hidden_act": self.hidden_act, "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": dict(self.rope_parameters or DEFAULT_ROPE),
+        }  # fmt: skip
+        return kind.config(fields, self.num_layers)
 
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -226,22 +228,26 @@ class Eagle3Adapter(Adapter):
 
     def __init__(self, config: Eagle3Config, model: Any) -> None:
         super().__init__(config, model)
-        of_layers, (_, kind) = config.of_layers(), ARCHITECTURES[config.architecture]
+        of_layers, kind = config.of_layers(), config.layer_type
         hidden, eps = of_layers.hidden_size, config.rms_norm_eps
         width = facts_of(model).get("hidden_size", input_features(model)[1])  # of its states
         count = len(config.layers or ())
         if config.norm_before_fc:
-            self.input_norm = LlamaRMSNorm(count * width, eps)
+            self.input_norm = kind.norm(count * width, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in range(count))
+            self.fc_norm = nn.ModuleList(kind.norm(width, eps) for _ in range(count))
         self.fc = nn.Linear(count * width, hidden, bias=False)
-        self.layers = nn.ModuleList(kind(of_layers, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            kind.layer(of_layers, index) for index in range(config.num_layers)
+        )
         first: Any = self.layers[0]
         for name in ("q_proj", "k_proj", "v_proj"):  # of embedding and feature
-            size = getattr(first.self_attn, name).out_features
-            setattr(first.self_attn, name, nn.Linear(2 * hidden, size, bias=False))
-        first.hidden_norm = LlamaRMSNorm(hidden, eps)
-        self.norm = LlamaRMSNorm(hidden, eps)
+            made = getattr(first.self_attn, name)
+            if made is not None:
+                of_both = nn.Linear(2 * hidden, made.out_features, bias=False)
+                setattr(first.self_attn, name, of_both)
+        first.hidden_norm = kind.norm(hidden, eps)
+        self.norm = kind.norm(hidden, eps)
         known = config.known_tokens(model)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size or known, bias=False)
         if config.mask_token_id is not None:
@@ -293,19 +299,20 @@ class Eagle3Adapter(Adapter):
             "attention_mask": mask, CACHE: cache,
         }  # fmt: skip
         layers: Any = self.layers
+        kind = self.config.layer_type
         for index, layer in enumerate(layers):
             inputs = layer.input_layernorm(hidden if index else embeddings)
             if not index:
                 normed = layer.hidden_norm(hidden)
                 inputs = torch.cat([inputs, normed], -1)
                 hidden = normed if self.config.norm_before_residual else hidden
-            hidden = hidden + layer.self_attn(inputs, **given)[0]
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            attended = layer.self_attn(inputs, **given, **kind.given())[0]
+            hidden = kind.rest(layer, hidden, attended)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
     def _rotary_on(self, device: torch.device) -> nn.Module:
         if device not in self._rotary:
             with torch.device(device):
-                self._rotary[device] = LlamaRotaryEmbedding(self.config.of_layers())
+                self._rotary[device] = self.config.layer_type.rotary(self.config.of_layers())
         return self._rotary[device]

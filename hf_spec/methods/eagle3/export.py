@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.methods.eagle3.adapter import FLAGS, SIZES
-from hf_spec.methods.eagle3.published import EAGLE3, LAYER_IDS, PARALLEL
+from hf_spec.methods.eagle3.published import EAGLE3, LAYER_IDS, PARALLEL, USUAL
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of
 
@@ -37,6 +37,11 @@ def speculators_files(model: Any, adapter: ActiveAdapter) -> Files:
         ValueError: it reads the final hidden states, which engines give before the norm.
     """
     config, tensors = adapter.config, _tensors(model, adapter)
+    if config.architecture not in USUAL:
+        raise ValueError(
+            f"architecture={config.architecture!r}: speculators reads layers of "
+            f"{' and '.join(USUAL)}."
+        )
     _check_layers(model, config)
     if EMBEDDINGS not in tensors:
         embed = model.get_input_embeddings()
@@ -83,7 +88,6 @@ def sglang_files(model: Any, adapter: ActiveAdapter) -> Files:
         ValueError: SGLang has no such decoder; the message names the field.
     """
     config, tensors = adapter.config, _tensors(model, adapter)
-    _check_layers(model, config)
     read = {
         "architecture": "llama", "num_layers": 1, "norm_before_residual": False,
         "norm_before_fc": False, "mask_token_id": None,
@@ -91,6 +95,7 @@ def sglang_files(model: Any, adapter: ActiveAdapter) -> Files:
     for name, wanted in read.items():
         if getattr(config, name) != wanted:
             raise ValueError(f"{name}={getattr(config, name)!r}: SGLang reads only {wanted!r}.")
+    _check_layers(model, config)
     if 0 in config.layers:
         raise ValueError(f"layers={config.layers}: SGLang gives no states of the embeddings, 0.")
     layers = {LAYER_IDS: [layer - 1 for layer in config.layers], "use_aux_hidden_state": True}
@@ -135,6 +140,10 @@ def _layers_config(model: Any, config: Any) -> dict[str, Any]:
 
 
 def _check_layers(model: Any, config: Any) -> None:
+    if config.logit_softcap is not None:
+        raise ValueError(
+            f"logit_softcap={config.logit_softcap}: engines do not cap the logits of such drafters."
+        )
     if max(config.layers) == num_layers(model):
         raise ValueError(
             f"layers={config.layers}: engines give the states of the last layer, "

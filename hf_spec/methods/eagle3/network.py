@@ -53,7 +53,11 @@ class Eagle3Network:
     def embedded(self, tokens: Tensor) -> Tensor:
         """``(batch, n, hidden)`` input embeddings of tokens ``(batch, n)``."""
         own = getattr(self.adapter, "embed_tokens", None)
-        return (self.model.get_input_embeddings() if own is None else own)(tokens)
+        if own is None:
+            found: Tensor = self.model.get_input_embeddings()(tokens)
+            return found
+        scale = self.adapter.config.layer_type.embedding_scale(own.embedding_dim)
+        return own(tokens) if scale == 1.0 else own(tokens) * scale
 
     def features(self, states: Tensor) -> Tensor:
         return self.adapter.fused(states)
@@ -80,7 +84,9 @@ class Eagle3Network:
         return torch.full((batch, count), token, device=hidden.device), hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.adapter.lm_head(states)
+        logits: Tensor = self.adapter.lm_head(states)
+        cap = self.adapter.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:

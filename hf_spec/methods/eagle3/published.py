@@ -2,9 +2,10 @@
 
 Layouts, by their config: that of speculators (RedHatAI), whose decoder is described under
 ``transformer_layer_config``, and flat ones, which are a Llama's config (SafeAILab, AngelSlim), with
-``eagle_config`` in those of SpecForge and ModelOpt. Layers are counted as in
-``output_hidden_states`` by speculators, and one lower under ``eagle_config``. ``d2t`` holds what is
-added to a draft token's index to get its id.
+``eagle_config`` in those of SpecForge and ModelOpt, or the base's with ``target_layer_ids``
+(DeepSpec), whose layers may be those of Gemma 4. Layers are counted as in ``output_hidden_states``
+by speculators, and one lower under ``eagle_config`` and by DeepSpec. ``d2t`` holds what is added to
+a draft token's index to get its id.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
+from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
 from hf_spec.methods.eagle3.adapter import ARCHITECTURES, DEFAULT_ROPE, FLAGS, SIZES, Eagle3Config
 from hf_spec.methods.registry import Published
 from modeling_patches.weights import is_updated
@@ -31,8 +33,10 @@ FILES = (
 )  # fmt: skip
 #: Kinds of speculators, the second one drafting all tokens in one forward.
 EAGLE3, PARALLEL = KINDS = "eagle3", "peagle"
-#: Field of all configs that names the layers.
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+#: Field of most configs that names the layers, and DeepSpec's.
+LAYER_IDS, OF_DEEPSPEC = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+#: Types of layers that all layouts have; DeepSpec's has others, too.
+USUAL = ("llama", "qwen3")
 #: Old names of tensors, and today's.
 RENAMED = {
     "midlayer": "layers.0", "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1",
@@ -89,7 +93,6 @@ def convert(
             raise ValueError(f"{name!r} is there twice, under different names")
         found[_today(name)] = tensor
     fields = _fields(config, found)
-    _check_flags(config)
     hidden = fields["hidden_size"]
     fusing = found.get("fc.weight")
     if fusing is not None and fusing.ndim == 2 and 0 < len(fusing) - hidden <= EARLY_STOP:
@@ -108,11 +111,19 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
     inner: Any = config.get("transformer_layer_config") if kind else config
     if not isinstance(inner, Mapping):
         raise ValueError("config.json has no transformer_layer_config, which describes its layers")
-    if inner.get("model_type") not in ARCHITECTURES:
+    layer_type = LAYER_TYPES.get(str(inner.get("model_type")))
+    if layer_type is None:
         raise ValueError(
             f"model_type={inner.get('model_type')!r} in config.json: decoder layers of "
-            f"{' and '.join(ARCHITECTURES)} are read"
+            f"{', '.join(ARCHITECTURES)} are read"
         )
+    if layer_type.name not in USUAL and OF_DEEPSPEC not in config:
+        raise ValueError(
+            f"model_type={inner['model_type']!r} in config.json: such layers are read with "
+            f"{OF_DEEPSPEC}, as DeepSpec writes them"
+        )
+    inner = layer_type.flat(inner)
+    _check_flags(config, layer_type)
     for name in ("attention_bias", "mlp_bias"):
         if inner.get(name):
             raise ValueError(f"{name}={inner[name]!r} in config.json: layers without are read")
@@ -120,7 +131,9 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
         check_count(f"{name} in config.json", inner.get(name), high=MAX_SIZE)
     eagle = _eagle_config(config)
     fields = {name: inner.get(name) for name in (*SIZES, "vocab_size")}
-    fields["architecture"] = inner["model_type"]
+    fields |= {"architecture": layer_type.name, **{name: inner[name] for name in layer_type.own}}
+    if OF_DEEPSPEC in config:
+        fields["logit_softcap"] = inner.get("final_logit_softcapping")
     fields["num_key_value_heads"] = fields["num_key_value_heads"] or inner["num_attention_heads"]
     if fields["head_dim"] is None:
         fields["head_dim"] = inner["hidden_size"] // inner["num_attention_heads"]
@@ -137,7 +150,7 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
     if kind == PARALLEL:
         check_count("mask_token_id in config.json", config.get("mask_token_id"), low=0)
         fields["mask_token_id"] = config["mask_token_id"]
-    layers, lower = config.get(LAYER_IDS), eagle.get(LAYER_IDS)
+    layers, lower = config.get(LAYER_IDS), eagle.get(LAYER_IDS) or config.get(OF_DEEPSPEC)
     if layers:
         fields["layers"] = layers
     elif lower:
@@ -167,8 +180,12 @@ def _rope(inner: Mapping[str, Any]) -> Any:
     return dict(given) if isinstance(given, Mapping) else given
 
 
-def _check_flags(config: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a switch is on that is not known."""
+def _check_flags(config: Mapping[str, Any], kind: LayerType) -> None:
+    """Raise a ValueError if a switch is on that is not known.
+
+    Args:
+        kind: of its layers.
+    """
     for name, value in _eagle_config(config).items():
         wanted = REQUIRED.get(name)
         if name in REQUIRED and (wanted is None or value == wanted):
@@ -178,7 +195,7 @@ def _check_flags(config: Mapping[str, Any]) -> None:
             raise ValueError(f"eagle_config.{name}={value!r} in config.json: {rule}")
     inner = config.get("transformer_layer_config") or {}
     for name, value in (*config.items(), *inner.items()):
-        if value is True and name not in HARMLESS:
+        if value is True and name not in HARMLESS and name not in kind.own:
             raise ValueError(f"{name}={value!r} in config.json: it is not known")
 
 

@@ -1,0 +1,342 @@
+"""Drafters that DeepSpec trains for Gemma 4, whose layers are those of Gemma 4.
+
+What they compute is written down a second time here, after DeepSpec's description of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from conftest import prompt
+from running import drafting
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.training_time_test import unrolled
+from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
+from hf_spec.methods.eagle3.network import Eagle3Network
+from hf_spec.methods.registry import methods
+from hf_spec.model.sequences import token_hidden
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+#: Rounding of float32.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+HIDDEN, INNER, HEADS, DIM, EPS = 32, 48, 4, 16, 1e-6
+THETA, TURNED, CAP, BLOCK, READ = 1000.0, 0.5, 3.0, 5, [0, 2]
+Files = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def base() -> Any:
+    """A Gemma 4 of four layers."""
+    return copy.deepcopy(architectures.build("gemma4_text"))
+
+
+def released(kind: str, equal: bool = True) -> Files:
+    """A checkpoint as DeepSpec writes it: the base's text config with fields changed.
+
+    Args:
+        kind: ``dspark``, ``dflash`` or ``eagle3``.
+        equal: whether values are keys.
+    """
+    model = base()
+    config, vocab = model.config.to_dict(), model.config.vocab_size
+    config.pop("per_layer_config", None)  # DeepSpec's Transformers has the next two instead
+    config |= {
+        "global_head_dim": DIM, "num_global_key_value_heads": 1, "attention_k_eq_v": equal,
+        "model_type": "gemma4_unified_text", "target_model_type": "gemma4_unified",
+        "target_text_model_type": "gemma4_unified_text", "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0, "num_target_layers": 4, "tie_word_embeddings": False,
+        "final_logit_softcapping": CAP, "target_layer_ids": READ,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": TURNED, "rope_theta": THETA
+            },
+        },
+    }  # fmt: skip
+    count = 1 if kind == "eagle3" else 2
+    config |= {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+    shapes = {
+        "fc.weight": (HIDDEN, len(READ) * HIDDEN), "norm.weight": (HIDDEN,),
+        ("layers.0." * (kind == "eagle3")) + "hidden_norm.weight": (HIDDEN,),
+    }  # fmt: skip
+    width, groups = HIDDEN * (1 + (kind == "eagle3")), 1 if equal else 2
+    for layer in range(count):
+        shapes |= {f"layers.{layer}.{name}": one for name, one in {
+            "self_attn.q_proj.weight": (HEADS * DIM, width), "self_attn.q_norm.weight": (DIM,),
+            "self_attn.k_proj.weight": (groups * DIM, width), "self_attn.k_norm.weight": (DIM,),
+            **({} if equal else {"self_attn.v_proj.weight": (groups * DIM, width)}),
+            "self_attn.o_proj.weight": (HIDDEN, HEADS * DIM), "layer_scalar": (1,),
+            "mlp.gate_proj.weight": (INNER, HIDDEN), "mlp.up_proj.weight": (INNER, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, INNER), **{f"{norm}_layernorm.weight": (HIDDEN,)
+            for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")},
+        }.items()}  # fmt: skip
+    if kind == "eagle3":
+        config |= {"architectures": ["Gemma4Eagle3Model"], "ttt_length": 7}
+        config |= {"step_loss_decay": 0.8, "draft_num_hidden_layers": 1}
+        config["target_model_name_or_path"] = "google/gemma-4-12B-it"
+    else:
+        rank = 4 * (kind == "dspark")
+        config |= {
+            "architectures": ["Gemma4DSparkModel"], "block_size": BLOCK, "mask_token_id": 4,
+            "num_anchors": 512, "enable_confidence_head": bool(rank), "markov_rank": rank,
+        }  # fmt: skip
+        if rank:
+            config |= {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
+            shapes |= {f"markov_head.markov_w{one}.weight": (vocab, rank) for one in (1, 2)}
+            shapes |= {
+                "confidence_head.proj.weight": (1, HIDDEN + rank),
+                "confidence_head.proj.bias": (1,),
+            }
+    generator = torch.Generator().manual_seed(3)
+    # Norms about 1, matrices so that each layer matters.
+    tensors = {
+        name: 0.2 * torch.randn(shape, generator=generator) + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    for name in ("embed_tokens", "lm_head"):  # copies
+        weight = model.get_submodule("model." * (name != "lm_head") + name).weight
+        tensors[f"{name}.weight"] = weight.detach().clone()
+    return config, tensors
+
+
+def write(folder: Path, files: Files) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(files[0]))
+    save_file(files[1], folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def imported(folder: Path, strategy: str, files: Files) -> Any:
+    """The base with the checkpoint's adapter."""
+    path, model = write(folder / "released", files), base()
+    assert recognized(str(path.parent)) == (strategy, path)
+    import_adapter(path, strategy, model, folder / "adapter")
+    model.load_adapter(str(folder / "adapter"))
+    return model
+
+
+# -- the formulas --------------------------------------------------------------------------------
+
+
+def normed(states: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    return states / (states.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def turned(states: Tensor, positions: Tensor) -> Tensor:
+    """Rotate ``(tokens, heads, dim)``: of the pairs (i, i + dim / 2) the first share."""
+    half, count = DIM // 2, int(TURNED * DIM / 2)
+    angles = torch.zeros(len(positions), half)
+    angles[:, :count] = positions[:, None] * THETA ** (-2 * torch.arange(count) / DIM)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    left, right = states[..., :half], states[..., half:]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def layer_of(tensors: dict[str, Tensor], layer: int) -> Callable[[str], Tensor]:
+    return lambda name: tensors[f"layers.{layer}.{name}"]
+
+
+def attended(w: Any, own: Tensor, seen: Tensor, at: Tensor, places: Tensor, mask: Any) -> Tensor:
+    """Attention of rows ``own`` at positions ``at`` to rows ``seen`` at ``places``."""
+    keys = (seen @ w("self_attn.k_proj.weight").T).unflatten(-1, (-1, DIM))
+    try:
+        values = (seen @ w("self_attn.v_proj.weight").T).unflatten(-1, (-1, DIM))
+    except KeyError:
+        values = keys
+    queries = (own @ w("self_attn.q_proj.weight").T).unflatten(-1, (-1, DIM))
+    queries = turned(normed(queries, w("self_attn.q_norm.weight")), at)
+    keys, values = turned(normed(keys, w("self_attn.k_norm.weight")), places), normed(values)
+    share = HEADS // keys.shape[1]
+    keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
+    scores = torch.einsum("qhd,khd->hqk", queries, keys).masked_fill(~mask, -torch.inf)
+    found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return found.flatten(1) @ w("self_attn.o_proj.weight").T
+
+
+def finished(w: Any, residual: Tensor, attention: Tensor) -> Tensor:
+    hidden = residual + normed(attention, w("post_attention_layernorm.weight"))
+    inner = normed(hidden, w("pre_feedforward_layernorm.weight"))
+    gate = functional.gelu(inner @ w("mlp.gate_proj.weight").T, approximate="tanh")
+    inner = (gate * (inner @ w("mlp.up_proj.weight").T)) @ w("mlp.down_proj.weight").T
+    return (hidden + normed(inner, w("post_feedforward_layernorm.weight"))) * w("layer_scalar")
+
+
+def block(tensors: dict[str, Tensor], features: Tensor, root: int) -> Tensor:
+    """States of a block behind context ``(tokens, features)``."""
+    context = normed(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    places = torch.arange(len(context) + BLOCK)
+    tokens = torch.tensor([root] + [4] * (BLOCK - 1))
+    hidden = tensors["embed_tokens.weight"][tokens] * HIDDEN**0.5
+    everything = torch.ones(BLOCK, len(places), dtype=torch.bool)
+    for layer in range(2):
+        w = layer_of(tensors, layer)
+        own = normed(hidden, w("input_layernorm.weight"))
+        seen = torch.cat([context, own])
+        attention = attended(w, own, seen, places[len(context) :], places, everything)
+        hidden = finished(w, hidden, attention)
+    return normed(hidden, tensors["norm.weight"])
+
+
+def capped(states: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    return CAP * torch.tanh(states @ tensors["lm_head.weight"].T / CAP)
+
+
+# -- against them --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["keys are values", "values"])
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+@torch.no_grad()
+def test_a_block(tmp_path: Path, kind: str, equal: bool) -> None:
+    files = released(kind, equal)
+    model = imported(tmp_path, "dspark", files)
+    method, tensors = methods()["dspark"], files[1]
+    adapter = find_active(model, "DSPARK")
+    assert "lm_head.weight" not in adapter.weights() and adapter.config.sample_from_anchor
+    drafter = method.make_drafter(model, method.parse_options({"tree": "chain"}))
+    ids, place = prompt(9), 6
+    found = block_sequences(drafter.network, ids, None, torch.tensor([[place]]))[0, 0]
+    features = token_hidden(model, ids, None, (READ[0] + 1, READ[1] + 1))[0, : place + 1]
+    expected = block(tensors, features, int(ids[0, place + 1]))
+    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(drafter.logits(found[None])[0], capped(expected, tensors), **CLOSE)
+    if kind == "dspark":
+        before = torch.tensor([[3, 1, 4, 1, 5]])
+        given = drafter.given(found[None], before)[0]
+        w1, w2 = (tensors[f"markov_head.markov_w{one}.weight"] for one in (1, 2))
+        markov = capped(expected, tensors) + w1[before[0]] @ w2.T
+        torch.testing.assert_close(given, markov, **CLOSE)
+
+
+def chain_of(tensors: dict[str, Tensor], features: Tensor, tokens: Tensor) -> Tensor:
+    """States, before the final norm, of EAGLE-3 rows: those with features, then some without."""
+    w, given = layer_of(tensors, 0), features @ tensors["fc.weight"].T
+    embeddings = tensors["embed_tokens.weight"][tokens] * HIDDEN**0.5
+    embeddings = normed(embeddings, w("input_layernorm.weight"))
+    rows: list[Tensor] = []
+    found: list[Tensor] = []
+    places = torch.arange(len(tokens))
+    for place in range(len(tokens)):
+        hidden = given[place] if place < len(given) else found[-1]
+        rows.append(torch.cat([embeddings[place], normed(hidden, w("hidden_norm.weight"))]))
+        upto, mask = places[: place + 1], torch.ones(1, place + 1, dtype=torch.bool)
+        attention = attended(w, rows[-1][None], torch.stack(rows), upto[-1:], upto, mask)
+        found.append(finished(w, hidden, attention[0]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own embeddings", "the base's"])
+@pytest.mark.parametrize("equal", [True, False], ids=["keys are values", "values"])
+@torch.no_grad()
+def test_a_chain(tmp_path: Path, equal: bool, own: bool) -> None:
+    """EAGLE-3: its own output takes the place of the base's states."""
+    config, tensors = released("eagle3", equal)
+    if own:
+        tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].flip(0).contiguous()
+    model = imported(tmp_path, "eagle3", (config, tensors))
+    adapter, ids = find_active(model, "EAGLE3"), prompt(9)
+    assert ("embed_tokens.weight" in adapter.weights()) == own
+    network, count = Eagle3Network(model, adapter.module), 6
+    states = token_hidden(model, ids, None, (READ[0] + 1, READ[1] + 1))
+    logits = unrolled(network, ids, states, torch.tensor([[count - 1]]), 3)[0, 0]
+    # Rows of tokens 1 to 6 have features, those of tokens 7 and 8 have none.
+    found = chain_of(tensors, states[0, :count], ids[0, 1:9])[count - 1 :]
+    expected = capped(normed(found, tensors["norm.weight"]), tensors)
+    torch.testing.assert_close(logits, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("tree", ["chain", "adaptive"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("dspark", "dspark"), ("dflash", "dspark"), ("eagle3", "eagle3")]
+)
+def test_greedy_output_is_that_of_plain_generation(
+    tmp_path: Path, kind: str, strategy: str, tree: str
+) -> None:
+    model, ids = imported(tmp_path, strategy, released(kind)), prompt(7).expand(2, -1).clone()
+    ids[1, 2] += 1
+    expected = model.generate(ids, **GREEDY).tolist()
+    assert model.generate(ids, **GREEDY, **drafting(strategy, tree=tree)).tolist() == expected
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_they_can_be_trained_further(tmp_path: Path, kind: str) -> None:
+    """All parameters get gradients; ``layer_scalar`` is none."""
+    model, ids = imported(tmp_path, kind, released(kind)), prompt(12)
+    model.set_adapter("default")
+    adapter = find_active(model, kind.upper())
+    adapter.module.requires_grad_(True)
+    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
+    methods()[kind].objective(model, adapter, batch)["loss"].backward()
+    for name, parameter in adapter.module.named_parameters():
+        assert "layer_scalar" not in name
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+# -- what is not read ----------------------------------------------------------------------------
+
+
+def changed(**fields: Any) -> Callable[[Files], Any]:
+    return lambda files: files[0].update(fields)
+
+
+def without(name: str) -> Callable[[Files], Any]:
+    return lambda files: [part.pop(name, None) for part in files]
+
+
+BAD: dict[str, tuple[Callable[[Files], Any], str]] = {
+    "moe": (changed(enable_moe_block=True), "enable_moe_block=True: layers of gemma4_text"),
+    "inputs": (changed(hidden_size_per_layer_input=8), "hidden_size_per_layer_input=8: layers of"),
+    "shared": (changed(num_kv_shared_layers=1), "num_kv_shared_layers=1: layers of gemma4_text"),
+    "sliding": (
+        changed(layer_types=["sliding_attention", "full_attention"]), "with full attention are read"
+    ),
+    "rope": (changed(rope_parameters={}), "rope_parameters={}, which must say those of full"),
+    "dim": (without("global_head_dim"), "global_head_dim=None"),
+    "act": (without("hidden_activation"), "hidden_act=None"),
+    "heads": (changed(num_global_key_value_heads=2), "k_proj.weight' has shape"),
+    "values": (changed(attention_k_eq_v=False, num_key_value_heads=1), "no tensor 'layers.0.*v_p"),
+    "scalar": (without("layers.1.layer_scalar"), "no tensor 'layers.1.layer_scalar'"),
+    "norm": (without("layers.0.pre_feedforward_layernorm.weight"), "no tensor 'layers.0.pre_feed"),
+    "switch": (changed(new_switch=True), "'new_switch', whose meaning is not known"),
+    "layout": (changed(dflash_config={"projector_type": "dspark"}), "'gemma4_unified_text': such"),
+}  # fmt: skip
+
+
+OF_LAYERS = ("moe", "inputs", "shared", "sliding", "rope", "dim", "heads", "values")
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*(("dspark", case) for case in BAD), *(("eagle3", case) for case in OF_LAYERS)],
+)
+def test_what_is_not_read(tmp_path: Path, kind: str, case: str) -> None:
+    files, (change, message) = released(kind), BAD[case]
+    change(files)
+    path = write(tmp_path / "released", files)
+    with pytest.raises(ValueError, match=message) as error:
+        import_adapter(path, kind, base(), tmp_path / "adapter")
+    assert "\n" not in str(error.value) and not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"), [("dspark", "speculators"), ("eagle3", "speculators"), ("eagle3", "sglang")]
+)
+def test_other_programs_do_not_know_such_layers(tmp_path: Path, kind: str, to: str) -> None:
+    imported(tmp_path, kind, released(kind))
+    with pytest.raises(ValueError, match="gemma4_text"):
+        export_adapter(tmp_path / "adapter", to, base(), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
