@@ -56,7 +56,7 @@ def test_everything_is_measured(
         assert row["waits"] == "not on this device"
     for row in [*forward, *strategies]:
         assert row["ratio"] > 0
-        assert row["made"] > 0 if row["way"] == "compiled" else row["made"] == 0
+        assert (row["made"] > 0) == (row["way"] == "compiled"), row
     for row in strategies:
         assert row["candidates"] == 5 and row["drafted"] > 0
         assert 0 < row["outside_share"] < 1

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from safetensors.torch import load_file
+from running import drafting
+from safetensors.torch import load_file, save_file
 from test_eagle3 import FIXTURES, base
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.hub.transfer import convert, export_adapter, import_adapter
+from hf_spec.methods.eagle3.network import Eagle3Network
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -66,6 +69,40 @@ def exported(fresh: Tiny, folder: Path, form: str, **fields: Any) -> Path:
     randomise(model, "EAGLE3")
     model.save_pretrained(folder / "adapter")
     return export_adapter(folder / "adapter", form, fresh("llama"), folder / "out")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_of_a_matrix_that_the_base_scales(fresh: Tiny, tmp_path: Path, own: bool) -> None:
+    """Imported drafters take them as they are, in the file or not; ours as the base's module gives
+    them, which goes with the export and which SGLang does not do."""
+    config = {"layers": [1], "draft_vocab_size": 20}
+    model = fresh("gemma3")
+    model.add_adapter(hf_spec.Eagle3Config(**config))
+    randomise(model, "EAGLE3")
+    model.save_pretrained(tmp_path / "adapter")
+    ids, embed = torch.arange(7), model.get_input_embeddings()
+    ours = Eagle3Network(model, find_active(model, "EAGLE3").module)
+    assert torch.equal(ours.embedded(ids), embed(ids))
+    written = export_adapter(tmp_path / "adapter", "speculators", fresh("gemma3"), tmp_path / "out")
+    file = written / "model.safetensors"
+    stored = load_file(file)
+    assert torch.equal(stored["embed_tokens.weight"][:7], embed(ids))
+    with pytest.raises(ValueError, match="Gemma3ForCausalLM scales or norms its embeddings"):
+        export_adapter(tmp_path / "adapter", "sglang", fresh("gemma3"), tmp_path / "sglang")
+
+    stored["embed_tokens.weight"] = embed.weight.detach().clone() * (3 if own else 1)
+    save_file(stored, file)
+    model = fresh("gemma3")
+    model.load_adapter(str(import_adapter(file, "eagle3", model, tmp_path / "again")))
+    adapter = find_active(model, "EAGLE3")
+    assert adapter.config.own_embeddings == own
+    theirs = Eagle3Network(model, adapter.module)
+    torch.testing.assert_close(theirs.embedded(ids), embed.weight[ids] * (3 if own else 1))
+    plain = model.generate(ids[None, 1:], max_new_tokens=12, do_sample=False)
+    drafted = model.generate(
+        ids[None, 1:], max_new_tokens=12, do_sample=False, **drafting("eagle3")
+    )
+    assert drafted.tolist() == plain.tolist()
 
 
 def test_the_bases_embeddings_go_with_it(fresh: Tiny, tmp_path: Path) -> None:

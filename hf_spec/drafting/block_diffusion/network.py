@@ -24,9 +24,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from hf_spec.adapters.module import Adapter
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.transitions import fresh, prefix, shapes
+from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.cache_name import CACHE
-from modeling_patches.per_call import Changes
-from modeling_patches.weights import device_of, in_use, placement
+from modeling_patches.weights import device_of, placement
 
 
 class BlockAdapter(Adapter):
@@ -169,10 +169,7 @@ class BlockNetwork:
         self._kind = self.config.layer_type
         with torch.device("cpu"):
             self._rotary = self._kind.rotary(self.config.layers()).to(self.device)
-        self._changes = Changes()
-        norm = getattr(in_use(model.get_input_embeddings()), "embed_norm", None)
-        if norm is not None:
-            self._changes.instead(norm, "forward", lambda states: states)
+        self._rows = RowEmbeddings(model)
 
     def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of context into a cache.
@@ -214,15 +211,8 @@ class BlockNetwork:
         return states
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """The base's embeddings as its weights give them, which released drafters read: without the
-        scale that Gemma's embeddings have, and without the norm of Muse's. Times the drafter's own
-        scale."""
-        module = self.model.get_input_embeddings()
-        found = self._changes.run(module, tokens.to(placement(self.model).device))
-        found = found.to(self.device, self._dtype)
-        scale = getattr(in_use(module), "embed_scale", 1.0)
-        scale = scale.to(found) if isinstance(scale, Tensor) else scale
-        return found * (self.config.embedding_scale / scale)
+        rows = self._rows(tokens.to(placement(self.model).device))
+        return rows.to(self.device, self._dtype) * self.config.embedding_scale
 
     def shaped(self, logits: Tensor) -> Tensor:
         """Scale and cap logits, as the drafter says."""

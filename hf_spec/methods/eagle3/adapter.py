@@ -93,6 +93,11 @@ class Eagle3Config(VocabularyConfig):
         "Token of rows that draft all further tokens in one forward (P-EAGLE); None: none.",
     )
     own_embeddings: bool = setting(False, "Whether it has input embeddings of its own.")
+    embedding_scale: float | None = setting(
+        None,
+        "Factor of the rows of the embedding matrix; None: the base's module says what becomes of "
+        "them (recorded).",
+    )
     ttt_steps: int = setting(7, "Steps of the training-time test.")
     decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.")
     loss: str = setting(
@@ -115,8 +120,9 @@ class Eagle3Config(VocabularyConfig):
         check_switches(self, *FLAGS, "own_embeddings", "attention_k_eq_v")
         if self.attention_k_eq_v and "attention_k_eq_v" not in self.layer_type.own:
             raise ValueError(f"attention_k_eq_v=True: layers of {self.architecture} have values.")
-        if self.logit_softcap is not None:
-            check_range("logit_softcap", self.logit_softcap, 0.0, MAX_SIZE, open_low=True)
+        for name in ("embedding_scale", "logit_softcap"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0.0, MAX_SIZE, open_low=True)
         check_count("ttt_steps", self.ttt_steps, high=MAX_FUTURE)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         if self.mask_token_id is not None:

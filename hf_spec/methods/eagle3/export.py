@@ -15,7 +15,9 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.methods.eagle3.adapter import FLAGS, SIZES
+from hf_spec.methods.eagle3.network import Eagle3Network
 from hf_spec.methods.eagle3.published import EAGLE3, LAYER_IDS, PARALLEL, USUAL
+from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of
 
@@ -44,10 +46,10 @@ def speculators_files(model: Any, adapter: ActiveAdapter) -> Files:
         )
     _check_layers(model, config)
     if EMBEDDINGS not in tensors:
-        embed = model.get_input_embeddings()
+        network = Eagle3Network(model, adapter.module)
         with torch.no_grad():
-            ids = torch.arange(vocab_size(model), device=device_of(embed))
-            tensors[EMBEDDINGS] = embed(ids).to(tensors["fc.weight"].dtype)
+            ids = torch.arange(vocab_size(model), device=device_of(model.get_input_embeddings()))
+            tensors[EMBEDDINGS] = network.embedded(ids).to(tensors["fc.weight"].dtype)
     base, parallel = model.config, config.mask_token_id is not None
     kind = PARALLEL if parallel else EAGLE3
     written = {
@@ -96,6 +98,11 @@ def sglang_files(model: Any, adapter: ActiveAdapter) -> Files:
         if getattr(config, name) != wanted:
             raise ValueError(f"{name}={getattr(config, name)!r}: SGLang reads only {wanted!r}.")
     _check_layers(model, config)
+    if config.embedding_scale is None and not RowEmbeddings(model).plain:
+        raise ValueError(
+            f"{type(model).__name__} scales or norms its embeddings, SGLang gives drafters the "
+            "rows of the matrix. Export with --format speculators."
+        )
     if 0 in config.layers:
         raise ValueError(f"layers={config.layers}: SGLang gives no states of the embeddings, 0.")
     layers = {LAYER_IDS: [layer - 1 for layer in config.layers], "use_aux_hidden_state": True}

@@ -13,6 +13,7 @@ from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.training_time_test import chain_loss
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
+from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.weights import device_of
 
 
@@ -34,6 +35,10 @@ class Eagle3Network:
         self.model, self.adapter = model, adapter
         self.num_layers = len(adapter.layers)
         self.token_ids = self._token_ids()
+        self._embed: Any = getattr(adapter, "embed_tokens", None)
+        if self._embed is None:
+            plain = adapter.config.embedding_scale is None
+            self._embed = model.get_input_embeddings() if plain else RowEmbeddings(model)
 
     def _token_ids(self) -> Tensor | None:
         known, size = vocab_size(self.model), self.adapter.lm_head.out_features
@@ -52,12 +57,9 @@ class Eagle3Network:
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """``(batch, n, hidden)`` input embeddings of tokens ``(batch, n)``."""
-        own = getattr(self.adapter, "embed_tokens", None)
-        if own is None:
-            found: Tensor = self.model.get_input_embeddings()(tokens)
-            return found
-        scale = self.adapter.config.layer_type.embedding_scale(own.embedding_dim)
-        return own(tokens) if scale == 1.0 else own(tokens) * scale
+        found: Tensor = self._embed(tokens)
+        scale = self.adapter.config.embedding_scale
+        return found if scale in (None, 1.0) else found * scale
 
     def features(self, states: Tensor) -> Tensor:
         return self.adapter.fused(states)

@@ -99,6 +99,7 @@ def convert(
         found["fc.weight"] = fusing[:hidden]
     fields["draft_vocab_size"] = _put_vocabulary(config, fields.pop("vocab_size"), found)
     fields["own_embeddings"] = "embed_tokens.weight" in found
+    fields["embedding_scale"] = LAYER_TYPES[fields["architecture"]].embedding_scale(hidden)
     return fields, found
 
 
