@@ -25,6 +25,7 @@ def cuda() -> Any:
     return load_script("cuda")
 
 
+@pytest.mark.usefixtures("sizes_as_shipped")  # each number of tokens has code of its own
 @pytest.mark.parametrize(
     ("layers", "lengths", "names"),
     [
@@ -56,7 +57,7 @@ def test_everything_is_measured(
         assert row["waits"] == "not on this device"
     for row in [*forward, *strategies]:
         assert row["ratio"] > 0
-        assert (row["made"] > 0) == (row["way"] == "compiled"), row
+        assert (row["made"] > 0) == (row["way"] == "compiled")
     for row in strategies:
         assert row["candidates"] == 5 and row["drafted"] > 0
         assert 0 < row["outside_share"] < 1
