@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -123,7 +124,8 @@ def expected(
         steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
         return f"{args.max_minutes:g} min, as asked for: about {steps:,} steps of {each}"
     steps = state.max_steps
-    count = int(steps // state.eval_steps) if state.eval_steps else 0
+    # The last step is followed by one, whatever its number.
+    count = math.ceil(steps / state.eval_steps) if state.eval_steps else 0
     whole = steps * seconds_per_step + count * (seconds_per_evaluation or 0.0)
     rest = f"{count} evaluation{'s' * (count != 1)}"
     if seconds_per_evaluation is None:

@@ -79,6 +79,8 @@ class SpecArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name in ("max_length", "held_out", "served_prompts", "served_tokens"):
             check_count(name, getattr(self, name))
+        if self.max_steps != -1:  # the Trainer's default, as many as the epochs take
+            check_count("max_steps", self.max_steps)
         check_range("kept_states", self.kept_states, 0.0, 10**6)
         if self.num_anchors is not None:
             check_count("num_anchors", self.num_anchors)

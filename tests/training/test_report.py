@@ -65,6 +65,8 @@ def test_a_dry_run_ends_when_steps_are_timed(monkeypatch, capsys) -> None:
     assert expected(2.0, args, STATE, 20.0) == (
         "about 15 min: 400 steps of 2 s, and 4 evaluations of 20 s"
     )
+    short = SimpleNamespace(max_steps=250, eval_steps=100)  # the last step has one, too
+    assert expected(2.0, args, short, 20.0).endswith("250 steps of 2 s, and 3 evaluations of 20 s")
     args = SimpleNamespace(max_minutes=30.0)
     assert expected(2.0, args, STATE) == "30 min, as asked for: about 900 steps of 2 s"
 

@@ -238,6 +238,7 @@ def test_the_commonest_tokens_are_predicted(
         (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
         (["bita", "--max-steps", "many"], "'hf-spec train bita': argument --max_steps.*'many'"),
         (["bita", "--held-out", "0"], "held_out=0: must be a whole number of at least 1"),
+        (["bita", "--max-steps", "0"], "max_steps=0: must be a whole number of at least 1"),
         (["bita", "--max-minutes", "0"], r"max_minutes=0.0: must be a number in \(0"),
         (["bita", "--max-minutes", "5", "--warmup-steps", "9"], "a share of the training"),
         (["bita", "--adapter", "/none"], "cannot read '/none/generation_config.json'"),
