@@ -27,6 +27,7 @@ class Report(ProgressCallback):
 
     Attributes:
         seconds_per_step: mean of the first steps; None before they are over.
+        steps: taken so far, without those before the training was resumed.
     """
 
     def __init__(self, trainer: Any, dry_run: bool = False):
@@ -35,12 +36,12 @@ class Report(ProgressCallback):
         self.seconds_per_step: float | None = None
         self._speaks = False
         self._began = self._timed_from = time.monotonic()
-        self._steps, self._shown, self._before = 0, 0, 0.0
+        self.steps, self._shown, self._before = 0, 0, 0.0
         self._best: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speaks = state.is_world_process_zero
-        self._began, self._steps = time.monotonic(), 0
+        self._began, self.steps = time.monotonic(), 0
         self._before = self.trainer.progress
         found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
         self._best = max(found, default=None)  # of a training that is resumed
@@ -54,13 +55,13 @@ class Report(ProgressCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps += 1
+        self.steps += 1
         now = time.monotonic()
-        if self._steps == 1:
+        if self.steps == 1:
             self.seconds_per_step, self._timed_from = now - self._began, now
-        elif self._steps <= 1 + TIMED:
-            self.seconds_per_step = (now - self._timed_from) / (self._steps - 1)
-        if self._steps == 1 + TIMED:
+        elif self.steps <= 1 + TIMED:
+            self.seconds_per_step = (now - self._timed_from) / (self.steps - 1)
+        if self.steps == 1 + TIMED:
             if self.dry_run:
                 control.should_training_stop = True
             elif self._speaks:
@@ -144,8 +145,9 @@ def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
         speedup: over plain decoding, measured on held-out prompts; None if it was not.
     """
     amount, settings, best = record["data"], record["settings"], record["best"]
+    last = f", the last {record['timed_steps']:,}" * (record["timed_steps"] < settings["steps"])
     lines = [
-        f"trained on {amount['rows']:,} answers, {settings['steps']:,} steps in "
+        f"trained on {amount['rows']:,} answers, {settings['steps']:,} steps{last} in "
         f"{duration(record['seconds'])}; {amount['held_out']:,} answers held out"
     ]
     if best is not None:

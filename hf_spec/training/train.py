@@ -356,6 +356,7 @@ def _record(
         },
         "best": max(saved or evaluations, key=lambda entry: entry["eval_tau"], default=None),
         "trainable_parameters": trainer.unwrapped.get_nb_trainable_parameters()[0],
+        "timed_steps": trainer.report.steps,  # those since the training was resumed
         "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
         "versions": {
             name: package_version(name) for name in ("hf_spec", "transformers", "peft", "torch")

@@ -81,12 +81,14 @@ def test_durations(seconds: float, text: str) -> None:
 def test_what_came_out() -> None:
     record = {
         "data": {"rows": 2000, "held_out": 32}, "settings": {"steps": 1500}, "seconds": 600.0,
-        "best": {"eval_tau": 2.754, "step": 1400},
+        "timed_steps": 1500, "best": {"eval_tau": 2.754, "step": 1400},
     }  # fmt: skip
     lines = outcome(record, 1.912)
     assert lines[0] == "trained on 2,000 answers, 1,500 steps in 10 min; 32 answers held out"
     assert lines[1].startswith("tau 2.75 on held-out prompts, at step 1,400: so many tokens per")
     assert lines[2:] == ["1.91x plain decoding on held-out prompts, on this machine"]
+    resumed = outcome({**record, "timed_steps": 300}, None)[0]
+    assert "1,500 steps, the last 300 in 10 min; 32" in resumed
     assert outcome(record, 1.02)[-1].startswith("hardly faster: more answers")
     assert len(outcome({**record, "best": None}, None)) == 1
 

@@ -116,7 +116,8 @@ def test_resumed_training_equals_uninterrupted(trained: Trained, tmp_path: Path,
         train(make_model(), *arguments, callbacks=[Stop()])
     with pytest.raises(ValueError, match="--resume"):
         train(make_model(), *arguments)
-    train(make_model(), *arguments, resume=True)
+    made = train(make_model(), *arguments, resume=True)
+    assert 0 < made["timed_steps"] < made["settings"]["steps"]
     assert history(tmp_path, "eval_loss") == history(whole, "eval_loss")
     assert same(weights(tmp_path), weights(whole))
     if name == "full":
