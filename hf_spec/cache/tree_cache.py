@@ -40,8 +40,9 @@ class TreeCache(StatefulCache):
         states: what its attention layers hold.
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
         host_lengths: the same as a list, which needs no device synchronization.
-        tokens: the tokens whose states each row holds, if the owner recorded them. A later call
-            uses them to find how much of its prompt is cached.
+        tokens: the tokens whose states each row holds, from its start as far as the owner recorded
+            them; None if it did not. A later call uses them to find how much of its prompt is
+            cached.
         shift: ``(axes, batch)`` position of each row's next token minus the row's length, on each
             axis that the model rotates by; None for 0.
         inputs: names of what the states depend on besides tokens, such as an image: rows cannot be
@@ -120,7 +121,9 @@ class TreeCache(StatefulCache):
         Args:
             floor: shortest nonzero lengths that rows can be cut to; None for the known ones.
         """
-        self.tokens = None
+        if self.tokens is not None:
+            pairs = zip(self.tokens, lengths)
+            self.tokens = [row if len(row) <= n else row[:n] for row, n in pairs]
         self.host_lengths = lengths
         self.lengths = sent(lengths, self.lengths.device)
         self._floor = self._floor if floor is None else floor
@@ -355,10 +358,7 @@ class TreeCache(StatefulCache):
             self.recurrent.cut(kept)
         if self.shift is not None and 0 in kept:
             self.shift = self.shift * sent([n > 0 for n in kept], self.shift.device)
-        tokens = self.tokens
         self.set_lengths(kept)
-        if tokens is not None:
-            self.tokens = [row[:n] for row, n in zip(tokens, kept)]
 
     def reachable(self, lengths: Sequence[int]) -> list[int]:
         """The lengths that :meth:`truncate` makes of these."""

@@ -50,10 +50,12 @@ def new_tokens(
                 f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
                 "ones, or the whole conversation as input_ids."
             )
-        handover.cache, handover.history = cache, cache.tokens
+        handover.cache = cache
+        if cache.tokens is not None and list(map(len, cache.tokens)) == cache.host_lengths:
+            handover.history = cache.tokens
         return [list(row) for row in rows]
-    if cache.tokens is not None:  # the last token is needed for its logits
-        cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
+    if cache.tokens is not None:
+        cache.truncate(list(map(_fitting, rows, cache.tokens, cache.host_lengths)))
         if cache.inputs and 0 in cache.host_lengths:
             raise ValueError(
                 f"the prompt departs from what {CACHE} holds within a part that depends on more "
@@ -74,6 +76,17 @@ def new_tokens(
         cache.truncate([0] * len(rows))  # plain generation computes all of it anew
     handover.cache, handover.history = cache, [[] for _ in rows]
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
+
+
+def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:
+    """How many cached tokens of a row its prompt begins with; its last is needed for its logits.
+
+    Args:
+        known: the first of these tokens. Those that plain generation appended are not known, and
+            taken to be the prompt's as it takes them, if the prompt goes on behind them.
+    """
+    shared = _shared(row[:-1], known)
+    return length if shared == len(known) and length < len(row) else shared
 
 
 def padding_before(columns: int, lengths: Iterable[int]) -> list[int]:

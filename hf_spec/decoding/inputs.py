@@ -23,6 +23,23 @@ _MADE = (
 _STATES = (CACHE, "attention_mask")
 
 
+def prompt_ids(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    """The prompt as int64, which plain generation makes of it with the first token it appends.
+
+    Args:
+        input_ids: ``(batch, width)`` integers; empty where the prompt is given as embeddings.
+
+    Raises:
+        ValueError: there is no token that generation could continue.
+    """
+    if not input_ids.numel() and model_kwargs.get("inputs_embeds") is None:
+        raise ValueError(
+            f"input_ids of shape {tuple(input_ids.shape)}: there is no token to continue. Give "
+            "each prompt at least one, such as the tokenizer's bos_token."
+        )
+    return input_ids.long()
+
+
 class PromptInputs(NamedTuple):
     """What the prompt's forward gets.
 

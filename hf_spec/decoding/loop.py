@@ -17,6 +17,7 @@ from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.batch import may_shrink, remaining_rows
 from hf_spec.decoding.compiling import warm
 from hf_spec.decoding.handover import Handover
+from hf_spec.decoding.inputs import prompt_ids
 from hf_spec.decoding.outputs import SpecGenerateOutput
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
@@ -51,7 +52,7 @@ def decode(
 
     The arguments are those of ``GenerationMixin._sample``, starting with the model.
     """
-    config = generation_config
+    config, input_ids = generation_config, prompt_ids(input_ids, model_kwargs)
     returns_dict = bool(config.return_dict_in_generate)
     ranks = Ranks(model)
     if config.do_sample:

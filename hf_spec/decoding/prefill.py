@@ -52,7 +52,7 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | No
     """``(batch, width)`` bool, False for padding; None if there is none.
 
     Raises:
-        ValueError: if a row ends with padding.
+        ValueError: if a row ends with padding, or is nothing else.
     """
     if attention_mask is None:
         return None
@@ -60,7 +60,8 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | No
         rows = (attention_mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ValueError(
             f"attention_mask ends with padding in rows {rows}: generation continues each row at "
-            "its right end. Pad on the left (tokenizer.padding_side = 'left')."
+            "its right end. Pad on the left (tokenizer.padding_side = 'left'), and give each row a "
+            "token."
         )
     width = input_ids.shape[1]
     return attention_mask[:, -width:].bool() if width else attention_mask[:, :0].bool()

@@ -276,8 +276,8 @@ def exporter(folder: Path, form: str) -> Export:
             f"{str(folder / CONFIG)!r} is of type {kind!r}, which is none of hf_spec's"
         )
     if form not in method.exports:
-        known = f"only as {', '.join(method.exports)}" if method.exports else "as nothing else"
-        raise ValueError(f"adapters of {method.name!r} can be exported {known}, not as {form!r}")
+        formats = ", ".join(method.exports) or "no format"
+        raise ValueError(f"adapters of {method.name!r} can be exported to {formats}, not {form!r}")
     return method.exports[form]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,7 @@ class Report(ProgressCallback):
 
     Attributes:
         seconds_per_step: mean of the first steps; None before they are over.
+        steps: taken so far, without those before the training was resumed.
     """
 
     def __init__(self, trainer: Any, dry_run: bool = False):
@@ -34,12 +36,12 @@ class Report(ProgressCallback):
         self.seconds_per_step: float | None = None
         self._speaks = False
         self._began = self._timed_from = time.monotonic()
-        self._steps, self._shown, self._before = 0, 0, 0.0
+        self.steps, self._shown, self._before = 0, 0, 0.0
         self._best: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speaks = state.is_world_process_zero
-        self._began, self._steps = time.monotonic(), 0
+        self._began, self.steps = time.monotonic(), 0
         self._before = self.trainer.progress
         found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
         self._best = max(found, default=None)  # of a training that is resumed
@@ -53,13 +55,13 @@ class Report(ProgressCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps += 1
+        self.steps += 1
         now = time.monotonic()
-        if self._steps == 1:
+        if self.steps == 1:
             self.seconds_per_step, self._timed_from = now - self._began, now
-        elif self._steps <= 1 + TIMED:
-            self.seconds_per_step = (now - self._timed_from) / (self._steps - 1)
-        if self._steps == 1 + TIMED:
+        elif self.steps <= 1 + TIMED:
+            self.seconds_per_step = (now - self._timed_from) / (self.steps - 1)
+        if self.steps == 1 + TIMED:
             if self.dry_run:
                 control.should_training_stop = True
             elif self._speaks:
@@ -123,7 +125,8 @@ def expected(
         steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
         return f"{args.max_minutes:g} min, as asked for: about {steps:,} steps of {each}"
     steps = state.max_steps
-    count = int(steps // state.eval_steps) if state.eval_steps else 0
+    # The last step is followed by one, whatever its number.
+    count = math.ceil(steps / state.eval_steps) if state.eval_steps else 0
     whole = steps * seconds_per_step + count * (seconds_per_evaluation or 0.0)
     rest = f"{count} evaluation{'s' * (count != 1)}"
     if seconds_per_evaluation is None:
@@ -142,8 +145,9 @@ def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
         speedup: over plain decoding, measured on held-out prompts; None if it was not.
     """
     amount, settings, best = record["data"], record["settings"], record["best"]
+    last = f", the last {record['timed_steps']:,}" * (record["timed_steps"] < settings["steps"])
     lines = [
-        f"trained on {amount['rows']:,} answers, {settings['steps']:,} steps in "
+        f"trained on {amount['rows']:,} answers, {settings['steps']:,} steps{last} in "
         f"{duration(record['seconds'])}; {amount['held_out']:,} answers held out"
     ]
     if best is not None:

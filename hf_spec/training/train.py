@@ -79,6 +79,8 @@ class SpecArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name in ("max_length", "held_out", "served_prompts", "served_tokens"):
             check_count(name, getattr(self, name))
+        if self.max_steps != -1:  # the Trainer's default, as many as the epochs take
+            check_count("max_steps", self.max_steps)
         check_range("kept_states", self.kept_states, 0.0, 10**6)
         if self.num_anchors is not None:
             check_count("num_anchors", self.num_anchors)
@@ -354,6 +356,7 @@ def _record(
         },
         "best": max(saved or evaluations, key=lambda entry: entry["eval_tau"], default=None),
         "trainable_parameters": trainer.unwrapped.get_nb_trainable_parameters()[0],
+        "timed_steps": trainer.report.steps,  # those since the training was resumed
         "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
         "versions": {
             name: package_version(name) for name in ("hf_spec", "transformers", "peft", "torch")

@@ -175,6 +175,25 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
         assert ours.tolist() == wanted.tolist()
 
 
+@kinds_in_turn(2)
+def test_an_edit_before_what_plain_generation_appended(
+    tiny: Tiny, spec: Spec, architecture: str
+) -> None:
+    """An older turn changes after a plain one, or the plain turn is taken back."""
+    model = tiny(architecture)
+    out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    ids = torch.cat([out.sequences, turn(0)], dim=1)
+    plain = model.generate(ids, **{CACHE: out[CACHE]}, **GREEDY)
+    edited = torch.cat([plain, turn(1)], dim=1)
+    edited[:, 20] += 1
+    for given in (edited, torch.cat([ids[:, :31], turn(2)], dim=1), ids):
+        cache = copy.deepcopy(out[CACHE])
+        ours = model.generate(given, **{CACHE: cache}, **GREEDY, **spec)
+        assert ours.tolist() == plainly(model, inputs=given, **GREEDY).tolist()
+        cached = ours[0, : cache.host_lengths[0]].tolist()
+        assert cache.tokens == [cached] and len(cached) == ours.shape[1] - 1
+
+
 def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
     model = tiny()
     spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
@@ -197,15 +216,15 @@ def test_caches_that_do_not_fit(tiny: Tiny, spec: Spec) -> None:
     offloaded.offloading = True
     static = StaticCache(config=model.config, max_cache_len=64)
     settings = {**GREEDY, **spec, "return_dict_in_generate": True}
-    rows, unknown = model.generate(**ragged(), **settings), model.generate(prompt(), **settings)
-    with torch.no_grad():
-        model(turn(0), **{CACHE: unknown[CACHE]})  # its tokens are not known any more
+    rows = model.generate(**ragged(), **settings)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(prompt()).detach()}
+    unknown = model.generate(**embedded, **settings)  # its tokens are not known
     for cache, message in (
         (static, "given cache.*StaticLayer.*Pass a DynamicCache"),
         (quantized, "given cache.*QuantizedLayer.*Pass a DynamicCache"),
         (offloaded, "given cache.*offloaded.*Pass a DynamicCache"),
         (rows[CACHE], "3 rows, the prompt has 1"),
-        (unknown[CACHE], f"{CACHE} holds .33.*whole conversation"),
+        (unknown[CACHE], f"{CACHE} holds .27.*whole conversation"),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(prompt(), **{CACHE: cache}, **settings)

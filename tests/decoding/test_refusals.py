@@ -138,6 +138,14 @@ def test_right_padding(tiny: Tiny, spec: Spec) -> None:
         model.generate(**batch, **GREEDY, **spec)
 
 
+@pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
+def test_no_token_to_continue(tiny: Tiny, spec: Spec, shape: tuple[int, int]) -> None:
+    ids = torch.zeros(shape, dtype=torch.long)
+    message = rf"input_ids of shape \({shape[0]}, {shape[1]}\): there is no token.*bos_token"
+    with no_forward(tiny()), pytest.raises(ValueError, match=message):
+        tiny().generate(ids, **GREEDY, **spec, attention_mask=torch.ones_like(ids))
+
+
 def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
     """Which the model does not cut to the token that a step runs."""
     model, values = tiny(), torch.ones_like(prompt())

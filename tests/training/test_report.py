@@ -65,6 +65,8 @@ def test_a_dry_run_ends_when_steps_are_timed(monkeypatch, capsys) -> None:
     assert expected(2.0, args, STATE, 20.0) == (
         "about 15 min: 400 steps of 2 s, and 4 evaluations of 20 s"
     )
+    short = SimpleNamespace(max_steps=250, eval_steps=100)  # the last step has one, too
+    assert expected(2.0, args, short, 20.0).endswith("250 steps of 2 s, and 3 evaluations of 20 s")
     args = SimpleNamespace(max_minutes=30.0)
     assert expected(2.0, args, STATE) == "30 min, as asked for: about 900 steps of 2 s"
 
@@ -79,12 +81,14 @@ def test_durations(seconds: float, text: str) -> None:
 def test_what_came_out() -> None:
     record = {
         "data": {"rows": 2000, "held_out": 32}, "settings": {"steps": 1500}, "seconds": 600.0,
-        "best": {"eval_tau": 2.754, "step": 1400},
+        "timed_steps": 1500, "best": {"eval_tau": 2.754, "step": 1400},
     }  # fmt: skip
     lines = outcome(record, 1.912)
     assert lines[0] == "trained on 2,000 answers, 1,500 steps in 10 min; 32 answers held out"
     assert lines[1].startswith("tau 2.75 on held-out prompts, at step 1,400: so many tokens per")
     assert lines[2:] == ["1.91x plain decoding on held-out prompts, on this machine"]
+    resumed = outcome({**record, "timed_steps": 300}, None)[0]
+    assert "1,500 steps, the last 300 in 10 min; 32" in resumed
     assert outcome(record, 1.02)[-1].startswith("hardly faster: more answers")
     assert len(outcome({**record, "best": None}, None)) == 1
 

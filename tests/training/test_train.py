@@ -116,7 +116,8 @@ def test_resumed_training_equals_uninterrupted(trained: Trained, tmp_path: Path,
         train(make_model(), *arguments, callbacks=[Stop()])
     with pytest.raises(ValueError, match="--resume"):
         train(make_model(), *arguments)
-    train(make_model(), *arguments, resume=True)
+    made = train(make_model(), *arguments, resume=True)
+    assert 0 < made["timed_steps"] < made["settings"]["steps"]
     assert history(tmp_path, "eval_loss") == history(whole, "eval_loss")
     assert same(weights(tmp_path), weights(whole))
     if name == "full":
@@ -238,6 +239,7 @@ def test_the_commonest_tokens_are_predicted(
         (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
         (["bita", "--max-steps", "many"], "'hf-spec train bita': argument --max_steps.*'many'"),
         (["bita", "--held-out", "0"], "held_out=0: must be a whole number of at least 1"),
+        (["bita", "--max-steps", "0"], "max_steps=0: must be a whole number of at least 1"),
         (["bita", "--max-minutes", "0"], r"max_minutes=0.0: must be a number in \(0"),
         (["bita", "--max-minutes", "5", "--warmup-steps", "9"], "a share of the training"),
         (["bita", "--adapter", "/none"], "cannot read '/none/generation_config.json'"),
