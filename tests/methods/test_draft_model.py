@@ -167,6 +167,8 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
             model.generate(prompt(), **GREEDY, **spec)
         with pytest.raises(ValueError, match="assistant_model='gpt2': give a loaded model"):
             model.generate(prompt(), **GREEDY, **spec, assistant_model="gpt2")
+        with pytest.raises(ValueError, match="LlamaModel does not generate by itself.*import"):
+            model.generate(prompt(), **GREEDY, **spec, assistant_model=model.model)
         with pytest.raises(
             ValueError, match="assistant_model=LlamaForCausalLM with .*'prompt_lookup'.*itself"
         ):

@@ -36,6 +36,12 @@ class AssistantDrafter(ForwardDrafter):
                 f"assistant_model={assistant!r}: give a loaded model, such as "
                 "AutoModelForCausalLM.from_pretrained returns."
             )
+        if not hasattr(assistant, "generate"):
+            raise ValueError(
+                f"assistant_model={type(assistant).__name__} does not generate by itself. If it is "
+                "a released drafter, make an adapter of it: hf-spec import REPOSITORY --model M "
+                "--output drafter/"
+            )
         _check_tokenizer(model, assistant)
         self.assistant = assistant
         known, wanted = input_features(assistant)[0], input_features(model)[0]
