@@ -84,6 +84,15 @@ class Layout:
         return None
 
 
+#: speculators', of layers without their model
+SPECULATORS = Layout({
+    "mtp_layers.{}.input_proj.": "eh_proj.",
+    "mtp_layers.{}.token_layernorm.": "enorm.",
+    "mtp_layers.{}.hidden_layernorm.": "hnorm.",
+    "mtp_layers.{}.final_layernorm.": "post_norm.",
+    "mtp_layers.{}.": BLOCK,
+})  # fmt: skip
+#: Of models' checkpoints.
 _LAYOUTS = (
     # Qwen3-Next, Qwen3.5, Mellum, EXAONE
     Layout({

@@ -21,6 +21,8 @@ from test_mtp_blocks import attended, norm
 from transformers import DynamicCache
 
 import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.hub.transfer import import_adapter, recognized
 from hf_spec.methods.mtp import weights
 from hf_spec.methods.mtp.weights import INDEX, SINGLE, mtp_layers
 
@@ -332,3 +334,57 @@ def test_ernie(tmp_path: Path) -> None:
     expected = ernie_reference(model, stored, ids)
     # Sums in other orders.
     torch.testing.assert_close(model.lm_head(found[0]), expected, rtol=1e-4, atol=1e-4)
+
+
+# -- fine-tuned by others ------------------------------------------------------------------------
+
+
+def speculators(folder: Path, own: Tensors, **fields: Any) -> Path:
+    """Layers in speculators' format, every number twice as large."""
+    folder.mkdir()
+    names = {
+        "eh_proj": "input_proj", "enorm": "token_layernorm", "hnorm": "hidden_layernorm",
+        "post_norm": "final_layernorm",
+    }  # fmt: skip
+    tensors = {"verifier_lm_head.weight": torch.ones(2, 2)}
+    for name, tensor in own.items():
+        layer, part, rest = name.split(".", 2)
+        part = f"{names[part]}." if part in names else ""
+        tensors[f"mtp_layers.{layer}.{part}{rest}"] = tensor * 2
+    save_file(tensors, folder / SINGLE)
+    config = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, **fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / SINGLE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])  # dense, with experts
+def test_layers_that_speculators_has_trained(tmp_path: Path, name: str) -> None:
+    """They become an adapter; the checkpoint's own are not needed."""
+    own = mtp_layers(loaded(tmp_path / "own", name)).layers.state_dict()
+    path, model = speculators(tmp_path / "released", own), copy.deepcopy(model_of(name))
+    model.config.name_or_path = model.name_or_path = ""
+    assert recognized(str(path.parent)) == ("mtp", path)
+    import_adapter(path, "mtp", model, tmp_path / "adapter")
+    model.load_adapter(str(tmp_path / "adapter"))
+    found = find_active(model, "MTP").module.layers.state_dict()
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[key], 2 * one) for key, one in own.items())
+    greedy: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(prompt(), **greedy).tolist()
+    assert model.generate(prompt(), **greedy, **drafting("mtp")).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"speculators_model_type": "eagle3"}, "does not say speculators_model_type='mtp'"),
+        ({"num_nextn_predict_layers": 2}, "layers=2, its tensors are of layers 0"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers in config.json='1'"),
+    ],
+)
+def test_what_is_no_such_layer(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    model = loaded(tmp_path / "own")
+    path = speculators(tmp_path / "released", mtp_layers(model).layers.state_dict(), **fields)
+    with pytest.raises(ValueError, match=message) as error:
+        import_adapter(path, "mtp", model, tmp_path / "adapter")
+    assert "\n" not in str(error.value) and not (tmp_path / "adapter").exists()

@@ -107,7 +107,7 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         # Names and shapes first: nothing large is read of what does not fit.
         wrong = [f"unknown tensor {one!r}" for one in unknown[:1]]
         norms = _final_norms(model, len(layers.layers)) if layout.final_norm else {}
-        shapes = _gathered(model, sources, stored.shape) | norms
+        shapes = gathered(model, sources, stored.shape) | norms
         wrong += complaints(shapes, layers.layers.state_dict())
         if wrong:
             for (layer, own), source in sources.items():
@@ -120,7 +120,7 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         kept = dtypes(model, num_parts)
         state = {
             own: value.to(device, kept.get(own.partition(BLOCK)[2], dtype)).contiguous()
-            for own, value in (_gathered(model, sources, stored.numbers) | norms).items()
+            for own, value in (gathered(model, sources, stored.numbers) | norms).items()
         }
     layers.layers.load_state_dict(state, assign=True)
     left = [own for own, tensor in layers.named_buffers() if tensor.is_meta]
@@ -171,7 +171,7 @@ def _sources(
     return of_layers | shared, unknown
 
 
-def _gathered(
+def gathered(
     model: Any, sources: Mapping[tuple[int, str], str], numbers: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
     """The tensors of all layers by their names in ``MtpLayers.layers``.
@@ -193,7 +193,7 @@ def _gathered(
 
 
 def _final_norms(model: Any, count: int) -> dict[str, Tensor]:
-    """Copies of the model's final norm for this number of layers, by names as of ``_gathered``."""
+    """Copies of the model's final norm for this number of layers, by names as of ``gathered``."""
     norm = decoder_of(model).norm
     with loaded(norm):
         own = {name: one.detach().clone() for name, one in norm.named_parameters()}
