@@ -243,8 +243,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if sliding:
         fields |= {
             "sliding_layers": sliding,
-            # Transformers counts distances, z-lab tokens.
-            "sliding_window": _count(layers, "sliding_window") + muse,
+            "sliding_window": _count(layers, "sliding_window"),
             "sliding_window_from": "anchor" if ours else "query",
             # z-lab: causal, unless it says that it is not.
             "sliding_window_non_causal": config.get("sliding_window_non_causal", False)
