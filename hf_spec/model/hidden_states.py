@@ -48,6 +48,11 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     return flat.unflatten(0, hidden.shape[:-1])
 
 
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits x as c * tanh(x / c), within +-c; as they are without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def linear_logits(model: Any, hidden: Tensor) -> Tensor:
     """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
     have another floating-point type."""

@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from hf_spec.adapters.module import Adapter
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.transitions import fresh, prefix, shapes
+from hf_spec.model.hidden_states import soft_capped
 from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.cache_name import CACHE
 from modeling_patches.weights import device_of, placement
@@ -218,8 +219,7 @@ class BlockNetwork:
         """Scale and cap logits, as the drafter says."""
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_capped(logits, self.config.logit_softcap)
 
     def blocks(self, anchors: Tensor) -> Tensor:
         """Tokens of the block of each anchor: ``(...)`` -> ``(..., block_size)``."""

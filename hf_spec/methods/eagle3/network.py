@@ -13,6 +13,7 @@ from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.training_time_test import chain_loss
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
+from hf_spec.model.hidden_states import soft_capped
 from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.weights import device_of
 
@@ -86,9 +87,7 @@ class Eagle3Network:
         return torch.full((batch, count), token, device=hidden.device), hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.adapter.lm_head(states)
-        cap = self.adapter.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_capped(self.adapter.lm_head(states), self.adapter.config.logit_softcap)
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
