@@ -10,20 +10,24 @@ results are equal bit for bit:
   several rows as for one. Whether it does is tried once for each shape (:func:`product`);
   otherwise there is a product for each node.
 
-This module knows nothing of hf_spec. Everything else in a decoder must compute row by row: norms,
-activations, rotations. :func:`obstacle` names modules that don't.
+Activations are computed for all nodes at once where a CPU's vectors have no rest
+(:func:`in_whole_vectors`), and otherwise node by node, too.
+
+This module knows nothing of hf_spec. Everything else in a decoder must compute row by row, such as
+norms and rotations. :func:`obstacle` names modules that don't.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.activations import ACT2CLS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -33,6 +37,12 @@ from modeling_patches.per_call import Changes, plain
 
 #: The attention implementation that can be taken apart.
 SDPA = "sdpa"
+#: Modules that map single numbers.
+_ACTIVATIONS = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
+#: Numbers in two of the longest vectors of a CPU, which PyTorch's loops take at once.
+_VECTORS = 64
+#: Numbers that PyTorch gives to a thread at least.
+_PER_THREAD = 32768
 
 
 class Nodes(NamedTuple):
@@ -55,13 +65,20 @@ class Bitwise:
     Args:
         model: a causal language model without an :func:`obstacle`.
         changes: the changes that these are added to.
+        arranged: products of linear modules with arranged weights.
+        arrange: what has made these.
 
     Attributes:
         nodes: of the next forward, to be set before it.
         products: how the linear modules of each shape have computed so far, by name.
     """
 
-    def __init__(self, model: Any, changes: Changes):
+    def __init__(
+        self, model: Any, changes: Changes, arranged: Mapping[nn.Module, Arranged] | None = None,
+        arrange: Arrange | None = None,
+    ):  # fmt: skip
+        self._arranged, self._arrange = arranged or {}, arrange
+        self._found: dict[tuple[nn.Module, int], Callable[[Tensor], Tensor]] = {}
         self.nodes = Nodes([], [])
         self.products: dict[str, str] = {}
         self._windows = any(local_attention(model).values())
@@ -69,6 +86,8 @@ class Bitwise:
         for module in _modules(model):
             if (kind := _kind(module)) is not None:
                 changes.instead(module, "forward", partial(self._product, module, kind))
+            elif type(module) in _ACTIVATIONS:
+                changes.instead(module, "forward", partial(self._activation, module))
 
     @property
     def tried(self) -> int:
@@ -84,15 +103,36 @@ class Bitwise:
         if inputs.ndim != 3 or len(inputs) != batch:
             shape = tuple(inputs.shape)
             raise ValueError(f"nodes cannot be told apart in an input {shape} of its linear layers")
-        weight, bias = module.weight, module.bias
-        if inputs.shape[1] == 1:
-            return kind(inputs, weight, bias)
+        found = self._found.get((module, inputs.shape[1]))
+        if found is None:
+            found = self._found[module, inputs.shape[1]] = self._way(module, kind, inputs.shape[1])
+        return found(inputs.contiguous())
+
+    def _way(self, module: Any, kind: Product, nodes: int) -> Callable[[Tensor], Tensor]:
+        """The fastest way to the output of a linear module for so many nodes."""
+        weight, bias, own = module.weight, module.bias, self._arranged.get(module)
+        if nodes == 1 and own is None:
+            return lambda inputs: kind(inputs, weight, bias)
         way = product(
             kind, tuple(weight.shape), weight.dtype, weight.device, bias is not None,
-            *inputs.shape[:2], torch.get_num_threads(),
+            len(self.nodes.starts), nodes, torch.get_num_threads(),
+            None if own is None else self._arrange,
         )  # fmt: skip
-        self.products[f"{tuple(weight.shape)}, {inputs.shape[1]} nodes"] = way.__name__
-        return way(kind, inputs, weight, bias)
+        name = "arranged" if way is None else way.__name__
+        self.products[f"{tuple(weight.shape)}, {nodes} nodes"] = name
+        if way is None and own is not None:
+            return lambda inputs: own(inputs, bias)
+        assert way is not None
+        return lambda inputs: way(kind, inputs, weight, bias)
+
+    def _activation(self, module: Any, inputs: Tensor) -> Tensor:
+        """The output of an activation for ``(batch, nodes, features)``."""
+        run, nodes = plain(module, "forward"), self.nodes
+        several = inputs.ndim == 3 and len(inputs) == len(nodes.starts) and inputs.shape[1] > 1
+        alone = inputs.numel() // inputs.shape[1]
+        if not several or all(in_whole_vectors(n, inputs.device) for n in (alone, inputs.numel())):
+            return run(inputs)
+        return torch.cat([run(node.contiguous()) for node in inputs.split(1, 1)], 1)
 
     def _attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
@@ -170,12 +210,25 @@ class _Behind:
                 view[:, :, slot] = states[:, :, node]
 
 
+def in_whole_vectors(elements: int, device: torch.device) -> bool:
+    """Whether a function of so many single numbers leaves none over. PyTorch divides them among
+    threads and vectors; what is left over on a CPU is computed by other code."""
+    if device.type != "cpu" or not elements:
+        return True
+    parts = min(torch.get_num_threads(), -(-elements // _PER_THREAD))
+    return -(-elements // parts) % _VECTORS == 0
+
+
 # -- products --------------------------------------------------------------------------------------
 
 #: Multiplies ``(batch, nodes, features)`` with a weight and adds a bias, or None.
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 #: The same for several nodes, given the product for one.
 Way = Callable[[Product, Tensor, Tensor, Tensor | None], Tensor]
+#: Multiplies with a weight that it holds in an order of its own, and adds a bias, or None.
+Arranged = Callable[[Tensor, Tensor | None], Tensor]
+#: Makes such a product of a weight.
+Arrange = Callable[[Tensor], Arranged]
 LINEAR: Product = nn.functional.linear
 
 
@@ -201,15 +254,18 @@ def batched(kind: Product, inputs: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def one_by_one(kind: Product, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A call for each node."""
-    return torch.cat([kind(one.contiguous(), weight, bias) for one in inputs.split(1, 1)], 1)
+    batch, _, features = inputs.shape
+    # Whole tensors: a product of a part in 16 bits may take twenty times as long on a CPU.
+    nodes = inputs.transpose(0, 1).reshape(-1, features).split(batch)
+    return torch.cat([kind(one.unsqueeze(1), weight, bias) for one in nodes], 1)
 
 
 @functools.cache
 @torch.no_grad()
 def product(
     kind: Product, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, bias: bool,
-    batch: int, nodes: int, threads: int,
-) -> Way:  # fmt: skip
+    batch: int, nodes: int, threads: int, arrange: Arrange | None = None,
+) -> Way | None:  # fmt: skip
     """The fastest way to multiply so many nodes that gives the bits of a product for each.
 
     It is tried on random terms whose exact sum is zero: what is left of it is its rounding, which
@@ -221,6 +277,10 @@ def product(
         bias: whether there is one.
         batch, nodes: sizes of the input.
         threads: those that products run in, on which their order may depend.
+        arrange: arranges a weight, to try the product with it first.
+
+    Returns:
+        None if it is that product.
     """
     features, outputs = shape[::-1] if kind is LINEAR else shape
     generator = torch.Generator("cpu").manual_seed(0)
@@ -238,6 +298,8 @@ def product(
         weight = weight.T.contiguous()
     added = random(outputs) * 2**-16 if bias else None  # about as large as the rounding
     expected = one_by_one(kind, inputs, weight, added)
+    if arrange is not None and torch.equal(arrange(weight)(inputs, added), expected):
+        return None
     for way in (at_once, batched):
         if torch.equal(way(kind, inputs, weight, added), expected):
             return way

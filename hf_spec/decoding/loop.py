@@ -75,7 +75,7 @@ def decode(
             synced_gpus=synced_gpus, compiled=graphs is not None,
             sampled=strategy.samples and count > 1,
         )  # fmt: skip
-        check_strict(model, strategy.method.name, drafter, count)
+        check_strict(model, strategy.method.name, drafter, count, strategy.packed)
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)

@@ -87,7 +87,7 @@ def prefill(
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
         strict: whether later forwards equal plain steps bit for bit; the prompt, without a
             ``TreeCache``, then runs as in plain generation.
-        packed: weights for the forwards after the prompt.
+        packed: weights for all forwards, but for the prompt of strict ones.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -110,7 +110,7 @@ def prefill(
             make = partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift, padding, later.others, later.per_token, probe_inputs,
-            reads, packed,
+            reads, packed=packed,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")
@@ -133,7 +133,10 @@ def prefill(
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
         chunks = captured(model, changes, reads.layers) if reads.nodes else []
-        if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
+        packs = packed is not None and not strict
+        if packed is not None and packs:
+            packed.add_to(changes)
+        if reads.nodes or packs:  # otherwise the model runs as it is, compiled if it is compiled
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
         logits = outputs.logits[:, -1]

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
@@ -20,6 +21,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for
+from modeling_patches.weights import placement
 
 
 @dataclass
@@ -129,8 +131,10 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
         ValueError: they are asked for, and there are none, or compiled code has its own.
     """
     if options.pack_weights == AUTO:
-        unfit = options.exact == STRICT or (graphs is not None and graphs.frozen)
-        return None if unfit else packed_weights(model, unasked=True)
+        # Those of float32 hardly ever have the bits of the model's own.
+        strict_float32 = options.exact == STRICT and placement(model).dtype == torch.float32
+        frozen = graphs is not None and graphs.frozen
+        return None if strict_float32 or frozen else packed_weights(model, unasked=True)
     if not options.pack_weights:
         return None
     if graphs is not None and graphs.frozen:
@@ -142,7 +146,8 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
     if found is None:
         raise ValueError(
             f"pack_weights=True: oneDNN packs none of the weights of this {type(model).__name__}. "
-            f"It packs linear layers with {SMALLEST:,} weights or more on a CPU, in float32, and "
-            "in the 16-bit dtypes that the CPU has instructions for. Leave it out."
+            f"It packs linear layers with {min(SMALLEST.values()):,} weights or more on a CPU, in "
+            "bfloat16 and float16 if the CPU has instructions for them; in float32 larger ones. Leave "
+            "it out."
         )
     return found

@@ -25,6 +25,7 @@ from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import STRICT
 from hf_spec.model.hidden_states import taken
+from hf_spec.model.packed_weights import PackedWeights
 from modeling_patches.attention_masks import local_attention
 from modeling_patches.bitwise import obstacle
 from modeling_patches.cache_name import CACHE
@@ -103,7 +104,9 @@ def _forgets(model: Any, given: DynamicCache) -> bool:
 
 
 @torch.no_grad()
-def check_strict(model: Any, name: str, drafter: Drafter, batch_size: int) -> None:
+def check_strict(
+    model: Any, name: str, drafter: Drafter, batch_size: int, packed: PackedWeights | None = None
+) -> None:
     """Raise unless steps of a model equal plain generation's bit for bit.
 
     Args:
@@ -111,6 +114,7 @@ def check_strict(model: Any, name: str, drafter: Drafter, batch_size: int) -> No
         name: name of the strategy, for errors.
         drafter: the call's drafter; it does not prune afterwards, unless it must.
         batch_size: of the call.
+        packed: copies of weights that its steps may use.
 
     Raises:
         ValueError: naming the model and what stands in the way.
@@ -124,13 +128,13 @@ def check_strict(model: Any, name: str, drafter: Drafter, batch_size: int) -> No
     placed, attention = placement(model), model.config.get_text_config(decoder=True)
     kind = (
         placed, torch.get_num_threads(), attention._attn_implementation, batch_size,
-        drafter.kind_of_forward,
+        drafter.kind_of_forward, packed is not None,
     )  # fmt: skip
     checked = memory(model).setdefault("strict checks", set())
     if kind in checked:
         return
     try:
-        why = _obstacle(model) or _trial(model, drafter, batch_size)
+        why = _obstacle(model) or _trial(model, drafter, batch_size, packed)
     except ValueError as error:
         why = str(error).removesuffix(".")
     if why is not None:
@@ -152,7 +156,9 @@ def _obstacle(model: Any) -> str | None:
     return obstacle(model)
 
 
-def _trial(model: Any, drafter: Drafter, batch_size: int) -> str | None:
+def _trial(
+    model: Any, drafter: Drafter, batch_size: int, packed: PackedWeights | None
+) -> str | None:
     """What a trial has found; None if all bits are equal."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = model.config.get_text_config(decoder=True).vocab_size
@@ -173,7 +179,7 @@ def _trial(model: Any, drafter: Drafter, batch_size: int) -> str | None:
     own = inputs()
     handover = Handover(own[CACHE], sequences, False)
     target = prefill(
-        model, prompt, config, own, handover, drafter, drafter.reads, strict=True
+        model, prompt, config, own, handover, drafter, drafter.reads, None, True, packed
     ).target
     tokens = plain.sequences[:, _PROMPT:]
     on_path, beside = tokens[:, : len(_PATH)], tokens.flip(1)

@@ -56,7 +56,8 @@ class DraftOptions:
             in every dtype; models that this is not possible with are refused.
         pack_weights: whether forwards use copies of the model's large weights that oneDNN arranges
             for products of few tokens, on a CPU; they are made once and take as much memory as
-            these weights. ``auto``: in float32, if they fit into a quarter of the free memory.
+            these weights. ``auto``: in float32 and bfloat16, if they fit into a quarter of the free
+            memory.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
@@ -82,11 +83,6 @@ class DraftOptions:
         for name in ("lookup", "pack_weights"):
             if not isinstance(value := getattr(self, name), bool) and value != AUTO:
                 raise ValueError(f"{name}={value!r}: must be 'auto', True or False.")
-        if self.exact == STRICT and self.pack_weights is True:
-            raise ValueError(
-                f"exact={STRICT!r} with pack_weights=True: products of packed weights round "
-                "differently. Leave one of the two out."
-            )
         check_count("lookup_history", self.lookup_history, low=0, high=MAX_HISTORY)
         if self.lookup is False:
             refuse(self, ["lookup_history"], "with lookup=False looks nothing up. Leave one out.")

@@ -6,6 +6,7 @@ its memory once. Its products round differently, as those of another number of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
@@ -20,10 +21,13 @@ from hf_spec.model.cpu_dtypes import has_instructions
 from modeling_patches.contents import contents
 from modeling_patches.per_call import Changes, plain
 
-#: Elements from which a weight is packed: for smaller ones, calling oneDNN costs what is gained.
-SMALLEST = 2**19
-#: Least and most tokens of a product, those of all rows: with others, PyTorch's own is as fast.
-LEAST_TOKENS, MOST_TOKENS = 2, 64
+#: Elements from which a weight is packed: for smaller ones, calling oneDNN costs what is gained. In
+#: bfloat16, PyTorch's own product calls it, too.
+SMALLEST = {torch.bfloat16: 2**18, torch.float16: 2**19, torch.float32: 2**19}
+#: Least tokens of a product, those of all rows: with fewer, PyTorch's own is as fast.
+LEAST_TOKENS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 2}
+#: Most tokens of a product.
+MOST_TOKENS = 64
 #: Share of the free memory that copies take unasked.
 MOST_OF_MEMORY = 0.25
 #: Number of tokens that weights are arranged for.
@@ -45,6 +49,15 @@ class _Copy:
             inputs, self._packed, bias, "none", [], ""
         )
         return output
+
+
+#: Multiplies inputs with a packed weight and adds a bias, or None.
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def packed_product(weight: Tensor) -> Product:
+    """The product with a packed copy of a weight."""
+    return _Copy(weight).product
 
 
 #: All copies by their weights' addresses, for compiled code.
@@ -71,6 +84,11 @@ class PackedWeights:
                 _COPIES[place] = self._copies[place] = _Copy(linear.weight)
 
     @property
+    def products(self) -> dict[nn.Module, Product]:
+        """Each module's product with its copy."""
+        return {linear: self._copies[linear.weight.data_ptr()].product for linear in self.linears}
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the copies."""
         return sum(copy.weight.nbytes for copy in self._copies.values())
@@ -87,8 +105,8 @@ def packed_weights(model: nn.Module, unasked: bool = False) -> PackedWeights | N
     """The packed copies of a model's large weights, made anew if these have changed.
 
     Args:
-        unasked: make them only where they are known to pay and memory is plentiful: in float32, in
-            at most `MOST_OF_MEMORY` of what is free.
+        unasked: make them only where they are known to pay and memory is plentiful: in float32 and
+            bfloat16, in at most `MOST_OF_MEMORY` of what is free.
 
     Returns:
         None if there are none that oneDNN packs on this machine.
@@ -111,16 +129,16 @@ def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     weight = module.weight
     plain_tensor = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided
-    if not plain_tensor or weight.device.type != "cpu" or weight.numel() < SMALLEST:
+    if not plain_tensor or weight.device.type != "cpu" or weight.dtype not in SMALLEST:
         return False
-    if weight.dtype in (torch.bfloat16, torch.float16):
-        return has_instructions(weight.dtype) is True
-    return weight.dtype == torch.float32
+    if weight.numel() < SMALLEST[weight.dtype]:
+        return False
+    return weight.dtype == torch.float32 or has_instructions(weight.dtype) is True
 
 
 def _pays(linears: list[nn.Linear]) -> bool:
     fast = torch.backends.cpu.get_cpu_capability().startswith("AVX")  # where it was measured
-    return fast and all(linear.weight.dtype == torch.float32 for linear in linears)
+    return fast and all(linear.weight.dtype != torch.float16 for linear in linears)
 
 
 def _fits(linears: list[nn.Linear]) -> bool:
@@ -132,7 +150,7 @@ def _product(linear: nn.Linear, copy: _Copy, inputs: Tensor) -> Any:
     """A linear module's output, by the packed copy of its weight where that is faster."""
     tokens = inputs.numel() // inputs.shape[-1]
     casts = torch.is_autocast_enabled("cpu") or inputs.dtype != linear.weight.dtype
-    few = LEAST_TOKENS <= tokens <= MOST_TOKENS
+    few = LEAST_TOKENS[linear.weight.dtype] <= tokens <= MOST_TOKENS
     if not few or casts or torch.is_grad_enabled():
         return plain(linear, "forward")(inputs)
     if isinstance(inputs, FakeTensor):  # a packed tensor cannot be in captured code

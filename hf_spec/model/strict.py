@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.model.block import Block
+from hf_spec.model.packed_weights import PackedWeights, packed_product
 from hf_spec.model.target import Output, Target
 from modeling_patches.bitwise import Bitwise, Nodes
 from modeling_patches.per_call import Changes
@@ -15,10 +16,11 @@ from modeling_patches.per_call import Changes
 class StrictTarget(Target):
     """A target whose forwards without ``changes`` equal plain steps bit for bit; prompts don't."""
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any):
+    def __init__(self, model: Any, *args: Any, packed: PackedWeights | None = None, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
         self._changes = Changes().update(self.attention.changes)
-        self._bitwise = Bitwise(model, self._changes)
+        arranged = {} if packed is None else packed.products
+        self._bitwise = Bitwise(model, self._changes, arranged, packed_product)
 
     @property
     def prepared(self) -> int:

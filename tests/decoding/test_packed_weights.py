@@ -16,8 +16,24 @@ from transformers import CompileConfig
 
 from hf_spec.model import packed_weights as packing
 from hf_spec.model.graphs import Graphs
+from modeling_patches import bitwise
 
 PACKED = {"pack_weights": True, "drafting": "always"}
+
+
+class Stock(packing._Copy):
+    """A copy whose products have the bits of those of single tokens."""
+
+    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return bitwise.one_by_one(bitwise.LINEAR, inputs, self.weight, bias)
+
+
+class Other(packing._Copy):
+    """A copy whose products are rounded once."""
+
+    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        exact = torch.nn.functional.linear(inputs.double(), self.weight.double(), bias)
+        return exact.to(inputs.dtype)
 
 
 @pytest.fixture
@@ -30,7 +46,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return product(copy, inputs, bias)
 
     product = packing._Copy.product
-    monkeypatch.setattr(packing, "SMALLEST", 1)
+    monkeypatch.setattr(packing, "SMALLEST", dict.fromkeys(packing.SMALLEST, 1))
     monkeypatch.setattr(packing._Copy, "product", counted)
     yield seen
 
@@ -125,9 +141,6 @@ def test_refused(fresh: Callable[..., Any]) -> None:
         generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True})
     with pytest.raises(ValueError, match="pack_weights='yes'"):
         generate(model, inputs, **spec, assistant_kwargs={"pack_weights": "yes"})
-    with pytest.raises(ValueError, match="exact='strict' with pack_weights=True"):
-        both = {"pack_weights": True, "exact": "strict"}
-        generate(model, inputs, **spec, assistant_kwargs=both)
     config = CompileConfig(mode=None, options={"freezing": True})
     compiled = {"cache_implementation": "static", "compile_config": config}
     with pytest.raises(ValueError, match="pack_weights=True with Inductor's option freezing"):
@@ -137,7 +150,8 @@ def test_refused(fresh: Callable[..., Any]) -> None:
 def test_by_itself(
     fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, with room, in steps that are not strict and have no weights of their own."""
+    """In float32 and bfloat16, with room, in steps that have no weights of their own; in float32
+    not in strict ones."""
     inputs, spec = prompt(), {"assistant_strategy": "prompt_lookup"}
     always = {"drafting": "always"}
 
@@ -154,8 +168,12 @@ def test_by_itself(
         patch.setattr(Graphs, "_compile", None)  # code would take a C++ compiler
         config = CompileConfig(mode=None, options={"freezing": True})
         assert not packs(cache_implementation="static", compile_config=config)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    assert not packs(fresh("llama").to(torch.bfloat16))
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_Copy", Stock)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            patch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: True)
+            found = packing.packed_weights(fresh("llama").to(dtype), unasked=True)
+            assert (found is None) == (name == "fp16")
     model, small = fresh("llama"), SimpleNamespace(available=1000)
     assert packs(model)
     with monkeypatch.context() as patch:
@@ -164,6 +182,23 @@ def test_by_itself(
         assert packs(assistant_kwargs=PACKED)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert not packs()
+
+
+@pytest.mark.parametrize("copy", [Stock, Other])
+def test_strict_takes_copies_with_the_same_bits(
+    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch, copy: Any
+) -> None:
+    monkeypatch.setattr(packing, "_Copy", copy)
+    bitwise.product.cache_clear()  # what the trials of other tests found
+    model, config = fresh("llama"), {"output_logits": True}
+    plain = generate(model, prompt(), **config)
+    spec = {"assistant_strategy": "prompt_lookup", **config}
+    found = generate(model, prompt(), **spec, assistant_kwargs={**PACKED, "exact": "strict"})
+    assert torch.equal(found.sequences, plain.sequences)
+    assert all(map(torch.equal, found.logits, plain.logits))
+    ways = set(found.spec_stats.details["strict"]["products"].values())
+    assert ways == {"arranged"} if copy is Stock else ways and "arranged" not in ways
+    bitwise.product.cache_clear()
 
 
 def test_16_bit_needs_instructions(
