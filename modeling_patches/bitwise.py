@@ -146,20 +146,20 @@ class Bitwise:
             raise ValueError(f"its {type(module).__name__} does not say which window it attends to")
         rows = []
         for row, (start, parents) in enumerate(zip(nodes.starts, nodes.parents)):
-            first = start + nodes.front
-            block = slice(first, first + count)
-            behind = _Behind(key[row : row + 1, :, block], value[row : row + 1, :, block])
+            first, own = start + nodes.front, slice(row, row + 1)
+            queries, keys, values = query[own], key[own], value[own]
+            behind = _Behind(keys.narrow(2, first, count), values.narrow(2, first, count))
             outputs: list[Any] = [None] * count
             for node, path in paths(parents):
                 behind.hold(path)
                 end = start + len(path)
                 skipped = 0 if window is None else max(end - window, 0)
-                seen = slice(nodes.front + skipped, nodes.front + end)
+                seen = nodes.front + skipped, end - skipped
                 # Plain generation has an explicit mask, without gaps, once a window is full.
                 full = window is not None and end >= window
                 outputs[node], _ = stock(
-                    module, query[row : row + 1, :, node : node + 1], key[row : row + 1, :, seen],
-                    value[row : row + 1, :, seen],
+                    module, queries.narrow(2, node, 1), keys.narrow(2, *seen),
+                    values.narrow(2, *seen),
                     query.new_ones((1, 1, 1, end - skipped), dtype=torch.bool) if full else None,
                     dropout=dropout, **kwargs,
                 )  # fmt: skip

@@ -147,7 +147,7 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
         raise ValueError(
             f"pack_weights=True: oneDNN packs none of the weights of this {type(model).__name__}. "
             f"It packs linear layers with {min(SMALLEST.values()):,} weights or more on a CPU, in "
-            "bfloat16 and float16 if the CPU has instructions for them; in float32 larger ones. Leave "
-            "it out."
+            "bfloat16 and float16 if the CPU has instructions for them; in float32 larger ones. "
+            "Leave it out."
         )
     return found
