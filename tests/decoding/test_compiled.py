@@ -25,6 +25,7 @@ from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
 from running import CAPTURED, drafting, experts_are_captured, family
 from test_shrinking import StopRowAt
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
 import hf_spec
@@ -32,6 +33,7 @@ from hf_spec.cache.buffers import AttentionStates
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.model.graphs import Graphs
+from hf_spec.policy import adaptive_trees
 from modeling_patches.cache_name import CACHE, cache_in
 
 NEW = 16
@@ -102,6 +104,28 @@ def test_every_architecture(shallow: Any, architecture: str) -> None:
         assert "BF16" in str(found["refused"])
     else:
         assert found["kept"] and not found["refused"], found
+
+
+@pytest.mark.parametrize(("part", "accepted"), [("tokens", True), ("chances", False)])
+def test_trees_are_checked_by_their_chances(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch, part: str, accepted: bool
+) -> None:
+    """Compiled code may take other tokens of several that are equally likely; 16 bits have many."""
+    whole = adaptive_trees.grow
+
+    def grow(source: Any, root: torch.Tensor, *args: Any) -> torch.Tensor:
+        packed = whole(source, root, *args)
+        parts = dict(zip(("parents", "depths", "tokens", "chances"), packed.chunk(4, dim=1)))
+        if isinstance(root, FakeTensor):  # as it is captured
+            parts[part] = parts[part] - 1
+        return torch.cat(list(parts.values()), 1)
+
+    monkeypatch.setattr(adaptive_trees, "grow", grow)
+    model = adapt(fresh("llama"), "medusa")
+    plain = generate(model, prompt()).sequences
+    output = generate(model, prompt(), **strategy("medusa"), **CAPTURED)
+    assert torch.equal(output.sequences, plain)
+    assert bool(compiled(output)["refused"]) != accepted
 
 
 @pytest.fixture
