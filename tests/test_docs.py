@@ -116,8 +116,9 @@ def test_the_picture_of_speeds_shows_what_the_benchmark_page_says(
     figures = importlib.import_module("figures")
     names, speeds = figures.read_speeds(figures.BENCHMARKS.read_text())
     shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "speed.svg").read_text())
-    assert set(names) <= set(shown)
-    bars = [f"{value:.2f}" for values in speeds.values() for value in values]
+    assert set(" ".join(names).split()) <= set(" ".join(shown).split())
+    bars = [f"{value:.2f}" for values in speeds.values() for value in values if value is not None]
+    assert len(names) > 3 and len(bars) > len(names)
     assert [text for text in shown if re.fullmatch(r"\d\.\d\d", text)] == bars
 
 

@@ -11,6 +11,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,13 @@ FILLS = {
     "token": "#dcdcdc", "root": "#8fb7e8", "draft": "#cfe2f9", "probe": "#f7d08a",
     "learned": "#f3b6a6", "gone": "#ffffff", "model": "#e8e3f3", "plain": "#ffffff",
 }  # fmt: skip
-#: Rows of the benchmark table that ``speed.svg`` shows, and what they are called there.
-SHOWN = {
-    "batch 1: speedup (tau), 24 questions": "batch 1",
-    "batch 8, 56 questions": "batch 8",
+#: The benchmark table that ``speed.svg`` shows, and its columns by what they are called there.
+TABLE = "### bfloat16, with AMX"
+SHOWN = {"speedup (95 %)": "as it is", "compiled (95 %)": "compiled"}
+#: Contenders whose names are too long there.
+NAMES = {
+    "Transformers' prompt lookup": "Transformers'\nprompt lookup",
+    'medusa, [exact="strict"](../guides/strict.md)': "medusa, strict",
 }
 
 
@@ -354,17 +358,20 @@ def steps() -> Scheme:
 
 
 def speed() -> Scheme:
-    """Speed of every strategy over plain generate, from the table of the defaults."""
+    """Speed of strategies over plain generate on SmolLM2."""
     names, rows = read_speeds(BENCHMARKS.read_text())
     figure, axes = plt.subplots(figsize=(8.2, 3.4))
     for order, (label, values) in enumerate(rows.items()):
-        places = [place + (order - 0.5) * 0.38 for place in range(len(names))]
-        bars = axes.bar(places, values, 0.36, label=label, color=("#3f6fb5", "#a9c6ec")[order])
+        shown = [(place, value) for place, value in enumerate(values) if value is not None]
+        places = [place + (order - 0.5) * 0.38 for place, _ in shown]
+        heights = [value for _, value in shown]
+        bars = axes.bar(places, heights, 0.36, label=label, color=("#3f6fb5", "#a9c6ec")[order])
         axes.bar_label(bars, fmt="%.2f", fontsize=9)
     axes.axhline(1.0, color="#b33333", linewidth=1, linestyle="--", label="plain generate")
     axes.set(xticks=range(len(names)), xticklabels=names, ylabel="speed over plain generate")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylim(0, max(map(max, rows.values())) * 1.18)
+    highest = max(value for values in rows.values() for value in values if value is not None)
+    axes.set_ylim(0, highest * 1.18)
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.16))
     return drawn(figure)
 
@@ -376,28 +383,39 @@ def drawn(figure: Any) -> Scheme:
     return scheme
 
 
-def read_speeds(text: str) -> tuple[list[str], dict[str, list[float]]]:
-    """Strategies and, by batch size, their speedups, as the benchmark page has them, fastest first.
+def read_speeds(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
+    """Contenders and, eager and compiled, their speedups, as the benchmark page has them, fastest
+    first; None for what was not measured.
 
     Raises:
-        ValueError: the page has no such table or row.
+        ValueError: the page has no such table or column.
     """
-    lines = [line.strip("| \n").split("|") for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line] for line in lines]
-    found = {row[0]: row[1:] for row in cells if row[0] in SHOWN}
-    header = next((row for row in cells if row[0] == "`space`" and "`medusa`" in row), None)
-    if header is None or set(found) != set(SHOWN):
-        raise ValueError(f"{BENCHMARKS} has no table with the rows {list(SHOWN)}")
-    names = [name.strip("`") for name in header]
+    lines = iter(text.partition(TABLE)[2].splitlines())
+    table = takewhile(is_row, dropwhile(lambda line: not is_row(line), lines))
+    head, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+    if not {*SHOWN} <= {*head}:
+        raise ValueError(f"{BENCHMARKS} has no table with {list(SHOWN)} below {TABLE!r}")
+    contenders = {row[0].replace("`", ""): row for row in rows if row[0] not in ("---", "plain")}
     speeds = {
-        label: [float(re.match(r"([\d.]+)x", cell)[1]) for cell in found[row]]  # type: ignore[index]
-        for row, label in SHOWN.items()
+        label: [speed_in(row[head.index(column)]) for row in contenders.values()]
+        for column, label in SHOWN.items()
     }
     first = next(iter(speeds.values()))
-    order = sorted(range(len(names)), key=lambda column: -first[column])
-    return [names[i] for i in order], {
+    names = list(contenders)
+    order = sorted(range(len(names)), key=lambda place: -(first[place] or 0.0))
+    return [NAMES.get(names[i], names[i]) for i in order], {
         label: [values[i] for i in order] for label, values in speeds.items()
     }
+
+
+def is_row(line: str) -> bool:
+    return line.startswith("|")
+
+
+def speed_in(cell: str) -> float | None:
+    """The speedup that a cell begins with, if it is not empty."""
+    found = re.match(r"([\d.]+)x", cell)
+    return None if found is None else float(found[1])
 
 
 FIGURES: dict[str, Callable[[], Scheme]] = {
