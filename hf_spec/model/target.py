@@ -76,7 +76,8 @@ class Pass:
     def wanted(self, hidden: Tensor) -> Tensor:
         """Select the states that logits are computed from."""
         if self.logits_at is None:
-            return hidden[:, : self.tokens]
+            # PyTorch's product copies the whole weight for each row of a part of a tensor.
+            return hidden[:, : self.tokens].contiguous()
         return states_at(hidden, self.logits_at)
 
 
