@@ -127,10 +127,13 @@ class Bitwise:
 
     def _activation(self, module: Any, inputs: Tensor) -> Tensor:
         """The output of an activation for ``(batch, nodes, features)``."""
-        run, nodes = plain(module, "forward"), self.nodes
-        several = inputs.ndim == 3 and len(inputs) == len(nodes.starts) and inputs.shape[1] > 1
-        alone = inputs.numel() // inputs.shape[1]
-        if not several or all(in_whole_vectors(n, inputs.device) for n in (alone, inputs.numel())):
+        run, batch = plain(module, "forward"), len(self.nodes.starts)
+        if inputs.ndim == 2 and len(inputs) % batch == 0:
+            return self._activation(module, inputs.unflatten(0, (batch, -1))).flatten(0, 1)
+        if inputs.ndim != 3 or len(inputs) != batch or inputs.shape[1] == 1:
+            return run(inputs)
+        alone, together = inputs[:, 0].numel(), inputs.numel()
+        if all(in_whole_vectors(count, inputs.device) for count in (alone, together)):
             return run(inputs)
         return torch.cat([run(node.contiguous()) for node in inputs.split(1, 1)], 1)
 

@@ -133,10 +133,12 @@ def prefill(
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
         chunks = captured(model, changes, reads.layers) if reads.nodes else []
-        packs = packed is not None and not strict
-        if packed is not None and packs:
-            packed.add_to(changes)
-        if reads.nodes or packs:  # otherwise the model runs as it is, compiled if it is compiled
+        used = None if strict else packed
+        if used is not None:
+            used.add_to(changes)
+        if (
+            reads.nodes or used is not None
+        ):  # otherwise the model runs as it is, compiled if it is compiled
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
         logits = outputs.logits[:, -1]

@@ -1,7 +1,7 @@
 """Weights arranged as oneDNN's products read them fastest, beside the model's own.
 
 PyTorch's product of several tokens with a weight arranges it anew each time. A packed copy costs
-its memory once. Its products round differently, as those of another number of tokens do.
+its memory once. Its products may round differently, as those of another number of tokens do.
 """
 
 from __future__ import annotations

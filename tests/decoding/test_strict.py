@@ -199,6 +199,35 @@ def test_a_trial_finds_other_bits(fresh: Any, monkeypatch: pytest.MonkeyPatch) -
         generate(of_type(fresh("llama"), FP32), prompts(1), **strict("prompt_lookup"))
 
 
+def test_activations_where_vectors_leave_numbers_over(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node by node: what is left over is computed by other code, here at once with all others."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        cpu = torch.device("cpu")
+        counts = (64, 144, 65536, 3 * 32768, 3 * 32768 + 64)
+        assert [bitwise.in_whole_vectors(n, cpu) for n in counts] == [
+            True,
+            False,
+            True,
+            True,
+            False,
+        ]
+        assert bitwise.in_whole_vectors(144, torch.device("cuda"))
+    silu, seen = torch.nn.functional.silu, set()
+
+    def counted(inputs: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+        seen.add(inputs.shape[1])
+        return silu(inputs)
+
+    model = of_type(fresh("llama"), FP32)
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.mlp.act_fn, "forward", counted)
+    generate(model, prompt(), **strict("prompt_lookup"))
+    assert seen == {1, prompt().shape[1], 19}, "single nodes, the prompt and the trial's"
+
+
 def test_is_an_option_of_a_config(fresh: Any) -> None:
     config = hf_spec.SpecConfig(
         assistant_strategy="prompt_lookup", assistant_kwargs={"exact": "strict"}, max_new_tokens=8
