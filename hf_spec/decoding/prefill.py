@@ -136,9 +136,8 @@ def prefill(
         used = None if strict else packed
         if used is not None:
             used.add_to(changes)
-        if (
-            reads.nodes or used is not None
-        ):  # otherwise the model runs as it is, compiled if it is compiled
+        # Otherwise the model runs as it is, compiled if it is compiled.
+        if reads.nodes or used is not None:
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
         logits = outputs.logits[:, -1]
