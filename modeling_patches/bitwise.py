@@ -74,10 +74,10 @@ class Bitwise:
     """
 
     def __init__(
-        self, model: Any, changes: Changes, arranged: Mapping[nn.Module, Arranged] | None = None,
-        arrange: Arrange | None = None,
+        self, model: Any, changes: Changes, arranged: Mapping[nn.Module, Arranged],
+        arrange: Arrange,
     ):  # fmt: skip
-        self._arranged, self._arrange = arranged or {}, arrange
+        self._arranged, self._arrange = arranged, arrange
         self._found: dict[tuple[nn.Module, int], Callable[[Tensor], Tensor]] = {}
         self.nodes = Nodes([], [])
         self.products: dict[str, str] = {}

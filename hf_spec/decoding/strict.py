@@ -105,7 +105,7 @@ def _forgets(model: Any, given: DynamicCache) -> bool:
 
 @torch.no_grad()
 def check_strict(
-    model: Any, name: str, drafter: Drafter, batch_size: int, packed: PackedWeights | None = None
+    model: Any, name: str, drafter: Drafter, batch_size: int, packed: PackedWeights | None
 ) -> None:
     """Raise unless steps of a model equal plain generation's bit for bit.
 
@@ -179,7 +179,7 @@ def _trial(
     own = inputs()
     handover = Handover(own[CACHE], sequences, False)
     target = prefill(
-        model, prompt, config, own, handover, drafter, drafter.reads, None, True, packed
+        model, prompt, config, own, handover, drafter, drafter.reads, strict=True, packed=packed
     ).target
     tokens = plain.sequences[:, _PROMPT:]
     on_path, beside = tokens[:, : len(_PATH)], tokens.flip(1)

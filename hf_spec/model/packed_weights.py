@@ -6,7 +6,6 @@ its memory once. Its products may round differently, as those of another number 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.memory import locked, memory
 from hf_spec.model.cpu_dtypes import has_instructions
+from modeling_patches.bitwise import Arranged
 from modeling_patches.contents import contents
 from modeling_patches.per_call import Changes, plain
 
@@ -51,11 +51,7 @@ class _Copy:
         return output
 
 
-#: Multiplies inputs with a packed weight and adds a bias, or None.
-Product = Callable[[Tensor, Tensor | None], Tensor]
-
-
-def packed_product(weight: Tensor) -> Product:
+def packed_product(weight: Tensor) -> Arranged:
     """The product with a packed copy of a weight."""
     return _Copy(weight).product
 
@@ -84,7 +80,7 @@ class PackedWeights:
                 _COPIES[place] = self._copies[place] = _Copy(linear.weight)
 
     @property
-    def products(self) -> dict[nn.Module, Product]:
+    def products(self) -> dict[nn.Module, Arranged]:
         """Each module's product with its copy."""
         return {linear: self._copies[linear.weight.data_ptr()].product for linear in self.linears}
 
