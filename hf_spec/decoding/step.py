@@ -79,7 +79,7 @@ class Steps:
             # Near the end, trees are grown once it is known how deep they may be.
             room = state.max_depth - tree.max_depth - 1
             ahead = policy.prefetches and room >= drafter.distances
-            started = drafter.prefetch(state) if ahead else None
+            started = self.strategy.drafting.run(drafter.prefetch, state) if ahead else None
         with self.watch.phase("verify"):
             host, state.prefetched = result.to_host(started)  # the step's one transfer
         host = self._emit(tree, host, output.tree)
@@ -101,7 +101,8 @@ class Steps:
         state, lookups = self.state, self.state.lookup()
         if self.policy.lookups_only:
             return Tree.of_rows(lookups, state.root.device)
-        tree = self.strategy.drafter.propose(state)
+        strategy = self.strategy
+        tree = strategy.drafting.run(strategy.drafter.propose, state)
         return merged(tree, lookups) if lookups else tree
 
     def cache_ends(self) -> None:
@@ -114,8 +115,8 @@ class Steps:
         """Entries for ``SpecStats.details``."""
         drafter, target = self.strategy.drafter, self.state.target
         found = {**drafter.details(), **self.policy.details(), **target.details()}
-        if self.strategy.packed is not None:
-            found["packed_bytes"] = self.strategy.packed.num_bytes
+        if self.strategy.packed_bytes:
+            found["packed_bytes"] = self.strategy.packed_bytes
         return found
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:

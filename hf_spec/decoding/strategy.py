@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for
+from modeling_patches.per_call import Changes
 from modeling_patches.weights import placement
 
 
@@ -37,6 +38,9 @@ class Strategy:
         graphs: compiled code for its steps; None if they are not compiled.
         packed: copies of the model's weights for its forwards, if they use them.
         samples: whether the call samples.
+        drafting: lets drafts compute with these copies, and with those of the modules that run
+            beside the model.
+        packed_bytes: memory of all these copies.
     """
 
     model: Any
@@ -49,6 +53,8 @@ class Strategy:
     graphs: Graphs | None
     samples: bool
     packed: PackedWeights | None = None
+    drafting: Changes = field(default_factory=Changes)
+    packed_bytes: int = 0
 
     @classmethod
     def of(
@@ -75,6 +81,12 @@ class Strategy:
         found = cls(model, method, options, drafter, timed, lookup, adapter, None, samples)
         found.graphs = graphs_for(model, config, drafter, found.kind)
         found.packed = _packed(model, options, found.graphs)
+        if found.packed is not None:
+            unasked = options.pack_weights == AUTO
+            beside = [packed_weights(module, unasked) for module in drafter.beside]
+            for packed in filter(None, [found.packed, *beside]):
+                packed.add_to(found.drafting)
+                found.packed_bytes += packed.num_bytes
         return found
 
     @property

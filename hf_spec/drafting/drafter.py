@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -39,6 +39,7 @@ class Drafter(CandidateGenerator):
         reads: the target's hidden states that :meth:`advance` gets.
         single_forward: whether a step is one forward pass; False if drafting runs the model, too.
         runs_modules: whether drafting runs modules of the model, such as its output embeddings.
+        beside: modules beside the model that drafting runs, such as an assistant.
         probe_inputs: the learned inputs of its probes, if it has any.
         drafting: changes to the model while it drafts; None if drafting does not run it.
         pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
@@ -56,6 +57,7 @@ class Drafter(CandidateGenerator):
     reads: Reads = Reads()
     single_forward: ClassVar[bool] = True
     runs_modules: ClassVar[bool] = False
+    beside: Sequence[nn.Module] = ()
     probe_inputs: ProbeInputs | None = None
     drafting: Changes | None = None
     pruning: Pruning | None = None

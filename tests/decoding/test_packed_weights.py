@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import prompt, ragged
 from peft import LoraConfig, get_peft_model
-from test_compiled import CAPTURED, generate
+from test_compiled import CAPTURED, adapt, generate, strategy
 from transformers import CompileConfig
 
+from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from hf_spec.model import packed_weights as packing
 from hf_spec.model.graphs import Graphs
 from modeling_patches import bitwise
@@ -121,6 +122,34 @@ def test_copies_are_shared_and_freed(fresh: Callable[..., Any], used: list[int])
     del model, embedding, linears, first, second
     gc.collect()
     assert len(packing._COPIES) < count
+
+
+@pytest.mark.parametrize("name", ["eagle3", "draft_model"])
+def test_drafts_take_them(
+    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = fresh("llama")
+    plain = generate(model, prompt()).sequences
+    call = strategy(name, pack_weights=True)
+    drafter = call.get("assistant_model")
+    if drafter is None:
+        adapt(model, name)
+        drafter = next(module for module in model.modules() if isinstance(module, Eagle3Adapter))
+    own = {weight.data_ptr() for weight in drafter.parameters()}
+    inside: list[bool] = []
+    counted = packing._Copy.product
+
+    def seen(copy: Any, inputs: torch.Tensor, bias: Any) -> torch.Tensor:
+        inside.append(copy.weight.data_ptr() in own)
+        return counted(copy, inputs, bias)
+
+    monkeypatch.setattr(packing._Copy, "product", seen)
+    for kwargs in (call, {**call, **CAPTURED}):
+        assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain)
+        assert any(inside) and not all(inside)
+        inside.clear()
+    generate(model, prompt(), **{**call, "assistant_kwargs": {"pack_weights": False}})
+    assert not inside
 
 
 def test_long_prompts_and_gradients_take_the_models_own(

@@ -43,7 +43,7 @@ class AssistantDrafter(ForwardDrafter):
                 "--output drafter/"
             )
         _check_tokenizer(model, assistant)
-        self.assistant = assistant
+        self.assistant, self.beside = assistant, (assistant,)
         known, wanted = input_features(assistant)[0], input_features(model)[0]
         #: Tokens that both models have.
         self.shared = min(known, wanted)

@@ -32,6 +32,7 @@ class MtpDrafter(AutoregressiveDrafter):
         key = "mtp", None if adapter is None else adapter.name, key_of(options)
         network = MtpNetwork(model, layers)
         super().__init__(model, options, network, Reads("committed"), key)
+        self.beside = (layers.layers,) if adapter is None else ()
 
 
 METHOD = Method(
