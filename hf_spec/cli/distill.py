@@ -21,16 +21,28 @@ from hf_spec.model.loading import NATIVE, load_model, native_dtype
 
 #: The strategy whose options are given without its name.
 DEFAULT_STRATEGY = "prompt_lookup"
+#: Prompts that a model writes.
+OWN = 2_000
 
 
 def distill(
     model: opt.Model,
-    prompts: Annotated[
-        list[Path],
-        typer.Option(help=f"{opt.PROMPTS}, and optionally category; may be given several times."),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the answers.")],
-    limit: opt.Limit = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=f"{opt.PROMPTS}, and optionally category; may be given several times. Default: "
+            "prompts that the model writes itself."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum number of prompts, spread evenly over categories; of those that the "
+            f"model writes their number, {OWN:,} if not given.",
+        ),
+    ] = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
     strategy: Annotated[
@@ -58,6 +70,7 @@ def distill(
 ) -> None:
     """Let a model answer prompts: training data for its adapters.
 
+    Without --prompts, it writes these, too: as a user would, behind its chat template's beginning.
     Writes prompts and answers, as tokens and text, to answers.jsonl for load_dataset, and how they
     are made to provenance.json. Prompts longer than the model's context are cut at the beginning,
     and counted. Repeat the command to continue an interrupted run. 'accelerate launch' distributes
@@ -65,6 +78,7 @@ def distill(
 
     \b
     Examples:
+      hf-spec distill --model Qwen/Qwen3-0.6B --output ./answers
       hf-spec distill --model Qwen/Qwen3-0.6B --prompts train.jsonl --output ./answers
       hf-spec distill --model M --prompts a.jsonl --prompts b.jsonl --output ./answers \\
           --limit 4000 --max-new-tokens 256 --batch-size 16
@@ -72,14 +86,19 @@ def distill(
       accelerate launch --num_processes 2 -m hf_spec.cli \\
           distill --model M --prompts P.jsonl --output ./answers
     """
+    from hf_spec.bench.prompts import read_prompts
     from hf_spec.drafting.options import AUTO
     from hf_spec.training import distill as work
+    from hf_spec.training.own_prompts import OWN_PROMPTS, write_own_prompts
 
     # Everything that can be checked without a model comes first.
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
     require("train", "accelerate", "datasets")
-    chosen, files = work.read_sources(prompts, limit)
+    if prompts:
+        chosen, files = work.read_sources(prompts, limit)
+    else:
+        chosen, files, limit = [], {}, limit or OWN
     dtype = native_dtype(device) if dtype == NATIVE else dtype
     settings = work.Settings(
         model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
@@ -110,6 +129,15 @@ def distill(
             loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
             opt.use_threads(threads)  # after accelerate has set a number, too
             silent = nullcontext(lambda done, total, note: None)
+            if not prompts:
+                own = output / OWN_PROMPTS
+                if main and not folder.begun:
+                    with progress_bar("prompts") as progress:
+                        write_own_prompts(
+                            loaded, tokenizer, own, settings.limit, batch_size, seed, progress
+                        )
+                state.wait_for_everyone()
+                chosen = read_prompts(own)
             with progress_bar("answers") if main else silent as progress:
                 made = work.distill(
                     loaded, tokenizer, chosen, folder, settings, contender, state, progress

@@ -50,7 +50,8 @@ PATIENCE = timedelta(days=7)
 class Settings:
     """The settings that determine the answers, as the options of ``hf-spec distill``.
 
-    ``prompts`` has the name of each file by its SHA-256. None stands for all prompts, plain
+    ``prompts`` has the name of each file by its SHA-256, and is empty where the model writes
+    ``limit`` prompts itself. None stands for all prompts, plain
     ``generate``, no adapter and the model's own numbers.
     """
 
@@ -90,6 +91,11 @@ class AnswerFolder:
         self.path = path
         self.answers, self.provenance = path / ANSWERS, path / PROVENANCE
 
+    @property
+    def begun(self) -> bool:
+        """Whether it is known how its answers are made."""
+        return self.provenance.is_file()
+
     def check(self, settings: dict[str, Any]) -> bool:
         """Whether the folder is finished.
 
@@ -99,7 +105,7 @@ class AnswerFolder:
         Raises:
             ValueError: the folder was generated with other settings; the message names them.
         """
-        if self.provenance.is_file():
+        if self.begun:
             before = read_json(self.provenance)
             check_same_settings(f"{str(self.path)!r} holds answers made", before, settings)
             return "rows" in before
@@ -111,7 +117,7 @@ class AnswerFolder:
 
     def chosen(self) -> Contender | None:
         """The contender that an interrupted run has found to be the fastest; None if none has."""
-        kwargs = read_json(self.provenance).get("chosen") if self.provenance.is_file() else None
+        kwargs = read_json(self.provenance).get("chosen") if self.begun else None
         if not kwargs:
             return None if kwargs is None else PLAIN
         return Contender(kwargs["assistant_strategy"], kwargs)
