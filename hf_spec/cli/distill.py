@@ -134,7 +134,7 @@ def distill(
                 if main and not folder.begun:
                     with progress_bar("prompts") as progress:
                         write_own_prompts(
-                            loaded, tokenizer, own, settings.limit, batch_size, seed, progress
+                            loaded, tokenizer, own, limit or OWN, batch_size, seed, progress
                         )
                 state.wait_for_everyone()
                 chosen = read_prompts(own)

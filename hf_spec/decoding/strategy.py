@@ -142,11 +142,13 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
     Raises:
         ValueError: they are asked for, and there are none, or compiled code has its own.
     """
+    strict = options.exact == STRICT  # which tries each weight's product
     if options.pack_weights == AUTO:
         # Those of float32 hardly ever have the bits of the model's own.
-        strict_float32 = options.exact == STRICT and placement(model).dtype == torch.float32
+        strict_float32 = strict and placement(model).dtype == torch.float32
         frozen = graphs is not None and graphs.frozen
-        return None if strict_float32 or frozen else packed_weights(model, unasked=True)
+        unfit = strict_float32 or frozen
+        return None if unfit else packed_weights(model, unasked=True, together=not strict)
     if not options.pack_weights:
         return None
     if graphs is not None and graphs.frozen:
@@ -154,7 +156,7 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
             "pack_weights=True with Inductor's option freezing, which packs the weights of each "
             "graph. Leave one of the two out."
         )
-    found = packed_weights(model)
+    found = packed_weights(model, together=not strict)
     if found is None:
         raise ValueError(
             f"pack_weights=True: oneDNN packs none of the weights of this {type(model).__name__}. "

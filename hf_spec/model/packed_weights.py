@@ -6,7 +6,9 @@ its memory once. Its products may round differently, as those of another number 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 
@@ -21,7 +23,10 @@ from modeling_patches.bitwise import Arranged
 from modeling_patches.contents import contents
 from modeling_patches.per_call import Changes, plain
 
-#: Elements from which a weight is packed: for smaller ones, calling oneDNN costs what is gained. In
+#: Names of modules that read the same input: one product with all their weights takes less time
+#: than one with each.
+TOGETHER = ("q_proj", "k_proj", "v_proj")
+#: Elements from which weights are packed: for smaller ones, calling oneDNN costs what is gained. In
 #: bfloat16, PyTorch's own product calls it, too.
 SMALLEST = {torch.bfloat16: 2**18, torch.float16: 2**19, torch.float32: 2**19}
 #: Least tokens of a product, those of all rows: with fewer, PyTorch's own is as fast.
@@ -37,14 +42,15 @@ _KEPT = "packed weights"
 
 
 class _Copy:
-    """The packed copy of a weight, which it keeps alive."""
+    """The packed copy of weights that multiply the same inputs; it keeps them alive."""
 
-    def __init__(self, weight: Tensor):
-        self.weight = weight.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _TOKENS)
+    def __init__(self, *weights: Tensor):
+        self.weights = [weight.detach() for weight in weights]
+        whole = self.weights[0] if len(weights) == 1 else torch.cat(self.weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _TOKENS)
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        """``(..., features)`` to ``(..., outputs)``."""
+        """``(..., features)`` to ``(..., outputs)``, those of all weights one after the other."""
         output: Tensor = torch.ops.mkldnn._linear_pointwise(
             inputs, self._packed, bias, "none", [], ""
         )
@@ -57,79 +63,155 @@ def packed_product(weight: Tensor) -> Arranged:
 
 
 #: All copies by their weights' addresses, for compiled code.
-_COPIES: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+_COPIES: WeakValueDictionary[tuple[int, ...], _Copy] = WeakValueDictionary()
 
 
 class PackedWeights:
     """Packed copies of linear modules' weights.
 
     Args:
-        linears: modules that are :func:`packable`.
+        groups: modules that are :func:`packable`; those of a group have one copy.
 
     Attributes:
         packed: the contents of the weights that were packed.
     """
 
-    def __init__(self, linears: list[nn.Linear]):
-        self.linears = linears
-        self.packed = contents([linear.weight for linear in linears])
-        self._copies: dict[int, _Copy] = {}
-        for linear in linears:  # some may share their weight
-            place = linear.weight.data_ptr()
+    def __init__(self, groups: list[list[nn.Linear]]):
+        self.groups = groups
+        self.packed = _contents(groups)
+        self._copies: dict[tuple[int, ...], _Copy] = {}
+        for group in groups:  # some may share their weights
+            place = _place(group)
             if place not in self._copies:
-                _COPIES[place] = self._copies[place] = _Copy(linear.weight)
+                weights = [linear.weight for linear in group]
+                _COPIES[place] = self._copies[place] = _Copy(*weights)
 
     @property
     def products(self) -> dict[nn.Module, Arranged]:
-        """Each module's product with its copy."""
-        return {linear: self._copies[linear.weight.data_ptr()].product for linear in self.linears}
+        """The product of each module that has a copy of its own."""
+        alone = [group for group in self.groups if len(group) == 1]
+        return {group[0]: self._copies[_place(group)].product for group in alone}
 
     @property
     def num_bytes(self) -> int:
         """Memory of the copies."""
-        return sum(copy.weight.nbytes for copy in self._copies.values())
+        return sum(weight.nbytes for copy in self._copies.values() for weight in copy.weights)
 
     def add_to(self, changes: Changes) -> None:
         """Let the modules compute with the copies within ``changes``."""
-        for linear in self.linears:
-            copy = self._copies[linear.weight.data_ptr()]
-            changes.instead(linear, "forward", partial(_product, linear, copy))
+        for group in self.groups:
+            together = _Together(group, self._copies[_place(group)])
+            for linear in group:
+                changes.instead(linear, "forward", partial(together, linear))
+
+
+class _Together:
+    """The modules of a copy in one call: the first that gets an input computes for all."""
+
+    def __init__(self, linears: list[nn.Linear], copy: _Copy):
+        self._linears, self._copy = linears, copy
+        self._biases = [linear.bias for linear in linears if linear.bias is not None]
+        self._sizes = [linear.out_features for linear in linears]
+        self._inputs: tuple[Tensor | None, int | None] = None, None
+        self._ready: dict[nn.Linear, Tensor] = {}
+
+    def __call__(self, linear: nn.Linear, inputs: Tensor) -> Any:
+        """A module's output, by the packed copy where that is faster."""
+        # Inputs may be changed in place in between.
+        given = inputs, None if inputs.is_inference() else inputs._version
+        if given[0] is self._inputs[0] and given[1] == self._inputs[1] and linear in self._ready:
+            return self._ready.pop(linear)
+        tokens = inputs.numel() // inputs.shape[-1]
+        casts = torch.is_autocast_enabled("cpu") or inputs.dtype != linear.weight.dtype
+        few = LEAST_TOKENS[linear.weight.dtype] <= tokens <= MOST_TOKENS
+        if not few or casts or torch.is_grad_enabled():
+            return plain(linear, "forward")(inputs)
+        if isinstance(inputs, FakeTensor):  # a packed tensor cannot be in captured code
+            weights = [one.weight for one in self._linears]
+            outputs = torch.ops.hf_spec.packed_linear(inputs, weights, self._biases)
+        else:
+            outputs = self._copy.product(inputs, _joined(self._biases))
+        if len(self._linears) == 1:
+            return outputs
+        self._inputs = given
+        self._ready = dict(zip(self._linears, outputs.split(self._sizes, dim=-1)))
+        return self._ready.pop(linear)
 
 
 @locked
-def packed_weights(model: nn.Module, unasked: bool = False) -> PackedWeights | None:
+def packed_weights(
+    model: nn.Module, unasked: bool = False, together: bool = True
+) -> PackedWeights | None:
     """The packed copies of a model's large weights, made anew if these have changed.
 
     Args:
         unasked: make them only where they are known to pay and memory is plentiful: in float32 and
             bfloat16, in at most `MOST_OF_MEMORY` of what is free.
+        together: whether modules that read the same input have one copy.
 
     Returns:
         None if there are none that oneDNN packs on this machine.
     """
-    kept, linears = memory(model), [module for module in model.modules() if packable(module)]
-    found: PackedWeights | None = kept.get(_KEPT)
+    kept, groups, key = memory(model), _groups(model, together), (_KEPT, together)
+    found: PackedWeights | None = kept.get(key)
+    linears = list(chain.from_iterable(groups))
     if unasked and not (linears and _pays(linears) and (found or _fits(linears))):
         return None
-    now = contents([linear.weight for linear in linears])
-    if found is None or found.linears != linears or found.packed != now:
-        kept[_KEPT] = found = None  # frees the memory first
-        if linears:
-            kept[_KEPT] = found = PackedWeights(linears)
+    if found is None or found.groups != groups or found.packed != _contents(groups):
+        kept[key] = found = None  # frees the memory first
+        if groups:
+            kept[key] = found = PackedWeights(groups)
     return found
 
 
+def _groups(model: nn.Module, together: bool) -> list[list[nn.Linear]]:
+    """The modules whose weights are packed, by the copy that they share."""
+    groups: list[list[nn.Linear]] = []
+    seen: set[nn.Module] = set()  # some have several parents
+    for parent in model.modules():
+        known = {name: one for name, one in parent.named_children() if one not in seen}
+        children = {name: one for name, one in known.items() if packable(one)}
+        seen |= set(children.values())
+        group = [children[name] for name in TOGETHER if name in children]
+        if together and len(group) == len(TOGETHER) and _join(group):
+            groups.append(group)
+            children = {name: one for name, one in children.items() if name not in TOGETHER}
+        groups += [[one] for one in children.values()]
+    return [group for group in groups if _is_large(group)]
+
+
+def _join(group: list[nn.Linear]) -> bool:
+    """Whether weights can be put together."""
+    kinds = {(one.in_features, one.weight.dtype, one.bias is None) for one in group}
+    return len(kinds) == 1
+
+
+def _is_large(group: list[nn.Linear]) -> bool:
+    weights = [one.weight for one in group]
+    return sum(weight.numel() for weight in weights) >= SMALLEST[weights[0].dtype]
+
+
 def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is linear, with a weight that oneDNN can pack and that is worth it."""
+    """Whether a module is linear, with a weight that oneDNN can pack."""
     if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
         return False
     weight = module.weight
     plain_tensor = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided
     if not plain_tensor or weight.device.type != "cpu" or weight.dtype not in SMALLEST:
         return False
-    if weight.numel() < SMALLEST[weight.dtype]:
-        return False
     return weight.dtype == torch.float32 or has_instructions(weight.dtype) is True
+
+
+def _place(group: list[nn.Linear]) -> tuple[int, ...]:
+    return tuple(linear.weight.data_ptr() for linear in group)
+
+
+def _contents(groups: list[list[nn.Linear]]) -> Any:
+    return contents([linear.weight for linear in chain.from_iterable(groups)])
+
+
+def _joined(biases: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat(list(biases)) if len(biases) > 1 else biases[0] if biases else None
 
 
 def _pays(linears: list[nn.Linear]) -> bool:
@@ -142,30 +224,20 @@ def _fits(linears: list[nn.Linear]) -> bool:
     return sum(each.values()) <= MOST_OF_MEMORY * psutil.virtual_memory().available
 
 
-def _product(linear: nn.Linear, copy: _Copy, inputs: Tensor) -> Any:
-    """A linear module's output, by the packed copy of its weight where that is faster."""
-    tokens = inputs.numel() // inputs.shape[-1]
-    casts = torch.is_autocast_enabled("cpu") or inputs.dtype != linear.weight.dtype
-    few = LEAST_TOKENS[linear.weight.dtype] <= tokens <= MOST_TOKENS
-    if not few or casts or torch.is_grad_enabled():
-        return plain(linear, "forward")(inputs)
-    if isinstance(inputs, FakeTensor):  # a packed tensor cannot be in captured code
-        return torch.ops.hf_spec.packed_linear(inputs, linear.weight, linear.bias)
-    return copy.product(inputs, linear.bias)
+def _packed_linear(inputs: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    copy = _COPIES.get(tuple(weight.data_ptr() for weight in weights))
+    if copy is None:
+        return nn.functional.linear(inputs, torch.cat(weights), _joined(biases))
+    return copy.product(inputs, _joined(biases))
 
 
-def _packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    copy = _COPIES.get(weight.data_ptr())
-    return (
-        nn.functional.linear(inputs, weight, bias) if copy is None else copy.product(inputs, bias)
-    )
+def _shape_of_packed_linear(
+    inputs: Tensor, weights: list[Tensor], biases: list[Tensor]
+) -> Tensor:  # fmt: skip
+    return inputs.new_empty((*inputs.shape[:-1], sum(len(weight) for weight in weights)))
 
 
 _OPERATORS = torch.library.Library("hf_spec", "DEF")
-_OPERATORS.define("packed_linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
+_OPERATORS.define("packed_linear(Tensor inputs, Tensor[] weights, Tensor[] biases) -> Tensor")
 _OPERATORS.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake(
-    "hf_spec::packed_linear",
-    lambda inputs, weight, bias: inputs.new_empty((*inputs.shape[:-1], weight.shape[0])),
-    lib=_OPERATORS,
-)
+torch.library.register_fake("hf_spec::packed_linear", _shape_of_packed_linear, lib=_OPERATORS)

@@ -18,6 +18,8 @@ from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from hf_spec.model import packed_weights as packing
 from hf_spec.model.graphs import Graphs
 from modeling_patches import bitwise
+from modeling_patches.modules import decoder_layers
+from modeling_patches.per_call import Changes
 
 PACKED = {"pack_weights": True, "drafting": "always"}
 
@@ -26,14 +28,14 @@ class Stock(packing._Copy):
     """A copy whose products have the bits of those of single tokens."""
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return bitwise.one_by_one(bitwise.LINEAR, inputs, self.weight, bias)
+        return bitwise.one_by_one(bitwise.LINEAR, inputs, self.weights[0], bias)
 
 
 class Other(packing._Copy):
     """A copy whose products are rounded once."""
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        exact = torch.nn.functional.linear(inputs.double(), self.weight.double(), bias)
+        exact = torch.nn.functional.linear(inputs.double(), self.weights[0].double(), bias)
         return exact.to(inputs.dtype)
 
 
@@ -118,10 +120,54 @@ def test_copies_are_shared_and_freed(fresh: Callable[..., Any], used: list[int])
     second = packing.packed_weights(model)
     assert second is not None and second is not first
     count = len(packing._COPIES)
-    assert count >= len({id(x.weight) for x in second.linears})
+    assert count >= len(second.groups)
     del model, embedding, linears, first, second
     gc.collect()
     assert len(packing._COPIES) < count
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "stablelm", "gpt2"])
+def test_queries_keys_and_values_are_one_product(
+    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Also with biases, in captured code, and where an input is changed or repeated."""
+    model = fresh(architecture)
+    parts = packing.packed_weights(model)
+    assert parts is not None
+    joint = [group for group in parts.groups if len(group) > 1]
+    assert len(joint) == (0 if architecture == "gpt2" else len(decoder_layers(model)))
+    alone = packing.packed_weights(model, together=False)
+    assert alone is not None and all(len(group) == 1 for group in alone.groups)
+    assert alone.num_bytes == parts.num_bytes and packing.packed_weights(model) is parts
+    if not joint:
+        return
+    plain = generate(model, prompt()).sequences
+    for kwargs in calls():
+        assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain)
+    changes, (query, key, value) = Changes(), joint[0]
+    parts.add_to(changes)
+    inputs = torch.randn(2, 3, query.in_features)
+
+    @torch.no_grad()
+    def mixed() -> list[torch.Tensor]:
+        used.clear()
+        found = [query(inputs), key(inputs)]
+        inputs.add_(1.0)
+        return [*found, value(inputs), value(inputs.clone()), query(inputs)]
+
+    start = inputs.clone()
+    found, number = changes.run(mixed), len(used)
+    wanted = torch.nn.functional.linear
+    each = [(query, start), (key, start), (value, inputs), (value, inputs), (query, inputs)]
+    for one, (module, given) in zip(found, each):
+        torch.testing.assert_close(one, wanted(given, module.weight, module.bias))
+    assert number == 4  # the second one is ready, and the last one is not, after another input
+    with torch.inference_mode():
+        frozen = torch.randn(2, 3, query.in_features)
+        used.clear()
+        both = changes.run(lambda: (query(frozen), key(frozen), value(frozen)))
+        torch.testing.assert_close(both[2], wanted(frozen, value.weight, value.bias))
+    assert len(used) == 1
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft_model"])
@@ -140,7 +186,7 @@ def test_drafts_take_them(
     counted = packing._Copy.product
 
     def seen(copy: Any, inputs: torch.Tensor, bias: Any) -> torch.Tensor:
-        inside.append(copy.weight.data_ptr() in own)
+        inside.append(copy.weights[0].data_ptr() in own)
         return counted(copy, inputs, bias)
 
     monkeypatch.setattr(packing._Copy, "product", seen)
