@@ -41,7 +41,6 @@ TABLE = "### bfloat16, with AMX"
 SHOWN = {"speedup (95 %)": "as it is", "compiled (95 %)": "compiled"}
 #: Contenders whose names are too long there.
 NAMES = {
-    "Transformers' prompt lookup": "Transformers'\nprompt lookup",
     'medusa, [exact="strict"](../guides/strict.md)': "medusa, strict",
 }
 
@@ -360,7 +359,7 @@ def steps() -> Scheme:
 def speed() -> Scheme:
     """Speed of strategies over plain generate on SmolLM2."""
     names, rows = read_speeds(BENCHMARKS.read_text())
-    figure, axes = plt.subplots(figsize=(8.2, 3.4))
+    figure, axes = plt.subplots(figsize=(9.6, 4.2))
     for order, (label, values) in enumerate(rows.items()):
         shown = [(place, value) for place, value in enumerate(values) if value is not None]
         places = [place + (order - 0.5) * 0.38 for place, _ in shown]
@@ -369,6 +368,8 @@ def speed() -> Scheme:
         axes.bar_label(bars, fmt="%.2f", fontsize=9)
     axes.axhline(1.0, color="#b33333", linewidth=1, linestyle="--", label="plain generate")
     axes.set(xticks=range(len(names)), xticklabels=names, ylabel="speed over plain generate")
+    axes.tick_params("x", rotation=30)
+    plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
     axes.spines[["top", "right"]].set_visible(False)
     highest = max(value for values in rows.values() for value in values if value is not None)
     axes.set_ylim(0, highest * 1.18)

@@ -173,15 +173,14 @@ def _groups(model: nn.Module, together: bool) -> list[list[nn.Linear]]:
         children = {name: one for name, one in known.items() if packable(one)}
         seen |= set(children.values())
         group = [children[name] for name in TOGETHER if name in children]
-        if together and len(group) == len(TOGETHER) and _join(group):
+        if together and len(group) == len(TOGETHER) and _fit_together(group):
             groups.append(group)
             children = {name: one for name, one in children.items() if name not in TOGETHER}
         groups += [[one] for one in children.values()]
     return [group for group in groups if _is_large(group)]
 
 
-def _join(group: list[nn.Linear]) -> bool:
-    """Whether weights can be put together."""
+def _fit_together(group: list[nn.Linear]) -> bool:
     kinds = {(one.in_features, one.weight.dtype, one.bias is None) for one in group}
     return len(kinds) == 1
 

@@ -28,6 +28,8 @@ BEGINNING = 24
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
 #: Samples per prompt before it is given up: models may repeat themselves, or not end.
 MOST_SAMPLES = 8
+#: Prompts that are sampled together, for each answer.
+SHORTER = 4
 #: What stands for a user's words in a template.
 _WORDS = "0123456789"
 
@@ -43,7 +45,8 @@ def write_own_prompts(
         tokenizer: its tokenizer.
         path: the file.
         count: number of prompts.
-        batch_size: prompts that are sampled together.
+        batch_size: answers that are generated together; of prompts, which are shorter, four times
+            as many are.
         seed: of the sampling.
         progress: called with the number of prompts so far, and of all.
 
@@ -53,6 +56,7 @@ def write_own_prompts(
     """
     texts: dict[str, None] = {}
     before, end = _around_words(tokenizer)
+    batch_size *= SHORTER
     for number in range(-(-MOST_SAMPLES * count // batch_size)):
         progress(min(len(texts), count), count)
         if len(texts) >= count:

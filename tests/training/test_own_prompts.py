@@ -39,7 +39,7 @@ class Scripted:
         assert kwargs["assistant_strategy"] is None and kwargs["do_sample"]
         most = max(map(len, self.rows))
         padded = torch.tensor([row + self.space * (most - len(row)) for row in self.rows])
-        return torch.cat([rows, padded[: len(rows)]], 1)
+        return torch.cat([rows[: len(padded)], padded[: len(rows)]], 1)
 
 
 def prompts_of(path: Path) -> list[str]:
@@ -54,10 +54,10 @@ def test_words_end_where_the_template_says(tmp_path: Path, end: str) -> None:
     model = Scripted(tokenizer, WRITTEN, f" {end} more" if end else "")
     path = tmp_path / "prompts.jsonl"
     want = ["How?", "Why", "Who: [a]"] if end else ["How?", "Why", "endless", "Who: [a]"]
-    write_own_prompts(model, tokenizer, path, len(want), len(WRITTEN), seed=0)
+    write_own_prompts(model, tokenizer, path, len(want), 2, seed=0)
     [(rows, kwargs)] = model.calls
     start = {EOS: "<|user|>", "[/INST]": "[INST] ", "": EOS}[end]
-    assert tokenizer.decode(rows[0]) == start and len(rows) == len(WRITTEN)
+    assert tokenizer.decode(rows[0]) == start and len(rows) == 8
     assert kwargs.get("eos_token_id") == ([1] if end == EOS else None)
     assert prompts_of(path) == want
 
