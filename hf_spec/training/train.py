@@ -23,6 +23,7 @@ from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, get_method, methods
+from hf_spec.policy.devices import device_name
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import bit_sums, save_model
 from hf_spec.training.evaluation import EvalDecoding
@@ -361,6 +362,6 @@ def _record(
         "versions": {
             name: package_version(name) for name in ("hf_spec", "transformers", "peft", "torch")
         },
-        "device": str(args.device),
+        "device": device_name(args.device),
         "history": history,
     }  # fmt: skip
