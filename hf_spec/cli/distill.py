@@ -86,7 +86,6 @@ def distill(
       accelerate launch --num_processes 2 -m hf_spec.cli \\
           distill --model M --prompts P.jsonl --output ./answers
     """
-    from hf_spec.bench.prompts import read_prompts
     from hf_spec.drafting.options import AUTO
     from hf_spec.training import distill as work
     from hf_spec.training.own_prompts import OWN_PROMPTS, write_own_prompts
@@ -137,7 +136,7 @@ def distill(
                             loaded, tokenizer, own, limit or OWN, batch_size, seed, progress
                         )
                 state.wait_for_everyone()
-                chosen = read_prompts(own)
+                chosen, _ = work.read_sources([own])
             with progress_bar("answers") if main else silent as progress:
                 made = work.distill(
                     loaded, tokenizer, chosen, folder, settings, contender, state, progress

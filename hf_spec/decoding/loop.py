@@ -112,7 +112,7 @@ def decode(
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes.all(drafter.num_probes, strategy.lookup)
             match = acceptance.matches(Tree.roots(state.root))
-            strategy.drafting.run(warm, state, drafter, shapes, match)
+            strategy.draft_changes.run(warm, state, drafter, shapes, match)
         rows_stay = handover.wanted or strategy.strict or state.batch_size == 1
         shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)
         prompt_seconds = watch.step()

@@ -79,7 +79,8 @@ class Steps:
             # Near the end, trees are grown once it is known how deep they may be.
             room = state.max_depth - tree.max_depth - 1
             ahead = policy.prefetches and room >= drafter.distances
-            started = self.strategy.drafting.run(drafter.prefetch, state) if ahead else None
+            run = self.strategy.draft_changes.run
+            started = run(drafter.prefetch, state) if ahead else None
         with self.watch.phase("verify"):
             host, state.prefetched = result.to_host(started)  # the step's one transfer
         host = self._emit(tree, host, output.tree)
@@ -102,7 +103,7 @@ class Steps:
         if self.policy.lookups_only:
             return Tree.of_rows(lookups, state.root.device)
         strategy = self.strategy
-        tree = strategy.drafting.run(strategy.drafter.propose, state)
+        tree = strategy.draft_changes.run(strategy.drafter.propose, state)
         return merged(tree, lookups) if lookups else tree
 
     def cache_ends(self) -> None:

@@ -38,7 +38,7 @@ class Strategy:
         graphs: compiled code for its steps; None if they are not compiled.
         packed: copies of the model's weights for its forwards, if they use them.
         samples: whether the call samples.
-        drafting: lets drafts compute with these copies, and with those of the modules that run
+        draft_changes: let drafts compute with these copies, and with those of the modules that run
             beside the model.
         packed_bytes: memory of all these copies.
     """
@@ -53,7 +53,7 @@ class Strategy:
     graphs: Graphs | None
     samples: bool
     packed: PackedWeights | None = None
-    drafting: Changes = field(default_factory=Changes)
+    draft_changes: Changes = field(default_factory=Changes)
     packed_bytes: int = 0
 
     @classmethod
@@ -85,7 +85,7 @@ class Strategy:
             unasked = options.pack_weights == AUTO
             beside = [packed_weights(module, unasked) for module in drafter.beside]
             for packed in filter(None, [found.packed, *beside]):
-                packed.add_to(found.drafting)
+                packed.add_to(found.draft_changes)
                 found.packed_bytes += packed.num_bytes
         return found
 

@@ -51,8 +51,8 @@ class Settings:
     """The settings that determine the answers, as the options of ``hf-spec distill``.
 
     ``prompts`` has the name of each file by its SHA-256, and is empty where the model writes
-    ``limit`` prompts itself. None stands for all prompts, plain
-    ``generate``, no adapter and the model's own numbers.
+    ``limit`` prompts itself. None stands for all prompts, plain ``generate``, no adapter and the
+    model's own numbers.
     """
 
     model: str

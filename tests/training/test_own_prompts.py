@@ -90,6 +90,7 @@ def test_by_command(
     assert cli.main(command) == 0
     prompts, rows = prompts_of(output / OWN_PROMPTS), list(read_answers(output))
     assert [row["prompt"] for row in rows] == prompts and len(set(prompts)) == 6
+    assert {row["source"] for row in rows} == {OWN_PROMPTS}
     made = read_provenance(output)
     assert (made["prompts"], made["limit"]) == ({}, 6)
 
