@@ -128,7 +128,7 @@ def test_copies_are_shared_and_freed(fresh: Callable[..., Any], used: list[int])
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "stablelm", "gpt2"])
 def test_queries_keys_and_values_are_one_product(
-    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch, architecture: str
+    fresh: Callable[..., Any], used: list[int], architecture: str
 ) -> None:
     """Also with biases, in captured code, and where an input is changed or repeated."""
     model = fresh(architecture)
