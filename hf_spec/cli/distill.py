@@ -94,10 +94,11 @@ def distill(
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
     require("train", "accelerate", "datasets")
+    count = limit or OWN
     if prompts:
         chosen, files = work.read_sources(prompts, limit)
     else:
-        chosen, files, limit = [], {}, limit or OWN
+        chosen, files, limit = [], {}, count
     dtype = native_dtype(device) if dtype == NATIVE else dtype
     settings = work.Settings(
         model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
@@ -132,9 +133,7 @@ def distill(
                 own = output / OWN_PROMPTS
                 if main and not folder.begun:
                     with progress_bar("prompts") as progress:
-                        write_own_prompts(
-                            loaded, tokenizer, own, limit or OWN, batch_size, seed, progress
-                        )
+                        write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
                 state.wait_for_everyone()
                 chosen, _ = work.read_sources([own])
             with progress_bar("answers") if main else silent as progress:

@@ -182,6 +182,11 @@ def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
+def seed_batch(seed: int, number: int) -> None:
+    """Seed the sampling of a batch."""
+    torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+
+
 def tokenizer_sha256(tokenizer: Any) -> str:
     """SHA-256 of a tokenizer's vocabulary, special tokens and chat template."""
     facts = [
@@ -251,7 +256,7 @@ def distill(
         def generate(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
             """Seconds, steps and rows of a batch."""
             # Each batch has its own seed, independent of process and time.
-            torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
+            seed_batch(settings.seed, number)
             batch = [token_ids[index] for index in indices]
             seconds, answers, steps, _ = session.generate(contender, batch)
             rows = [

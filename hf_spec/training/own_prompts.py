@@ -17,6 +17,7 @@ import torch
 
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
+from hf_spec.training.distill import seed_batch
 
 #: The prompts, in the output folder.
 OWN_PROMPTS = "prompts.jsonl"
@@ -61,7 +62,7 @@ def write_own_prompts(
         progress(min(len(texts), count), count)
         if len(texts) >= count:
             break
-        torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+        seed_batch(seed, number)
         texts |= dict.fromkeys(_written(model, tokenizer, before, end, batch_size))
     if len(texts) < count:
         raise ValueError(
