@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,29 +16,32 @@ from modeling_patches.support import LAYERS
 
 def take_over(
     cache: TreeCache, source: DynamicCache, mask: Tensor | None, capacity: int, front: int = 0,
-    seq: int | None = None,
+    seq: int | None = None, rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """Take over the states of a prefill; ``source`` is emptied layer by layer.
 
     Args:
-        cache: a new cache.
+        cache: a new cache, or one that has taken over other rows.
         source: a cache of full-attention or sliding-window layers after the prefill.
-        mask: ``(batch, seq)`` bool, True for real tokens; None if all are. Padding is dropped,
+        mask: ``(rows, seq)`` bool, True for real tokens; None if all are. Padding is dropped,
             wherever it is.
-        capacity: slots to allocate per row (rounded up).
+        capacity: slots to allocate per row (rounded up), at least those of the longest row.
         front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
         seq: tokens in each row, padding included, if no layer of ``source`` has keys.
+        rows: rows of ``cache`` that ``source`` holds, if not all, without recurrent states.
     """
     keyed = any(getattr(layer, "keys", None) is not None for layer in source.layers)
     seq = source.get_seq_length() if keyed or seq is None else seq
     order = None
-    lengths = [seq] * cache.batch_size
+    lengths = [seq] * (cache.batch_size if rows is None else len(rows))
     if mask is not None:
         mask = mask.bool()
         lengths = mask.sum(-1).tolist()
         # Real tokens first, in order: slot j of a row gets its j-th real token.
         order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
-    cache.states.front = aligned(front)
+    if rows is not None:
+        whole = dict(enumerate(cache.host_lengths)) | dict(zip(rows, lengths))
+        lengths = list(whole.values())
     states = {
         (index, name): tensor
         for index, layer in enumerate(source.layers)
@@ -45,13 +49,15 @@ def take_over(
     }
     windowed = any(tensor.shape[2] < seq for tensor in states.values())
     cache.set_lengths(lengths, lengths if windowed else None)
-    cache.states.allocate(states, max(capacity, cache.max_length))
+    if cache.states.is_empty:
+        cache.states.front = aligned(front)
+        cache.states.allocate(states, max(capacity, cache.max_length))
     states.clear()
     for own, layer in zip(cache.layers, source.layers):
         if not own.is_initialized:
             continue
         for name, tensor in _held(layer).items():
-            _copy_in(getattr(own, name), tensor, order, seq)
+            _copy_in(getattr(own, name), tensor, order, seq, rows)
             setattr(layer, name, None)
     if cache.recurrent is not None:
         cache.recurrent.take_over(source.layers, cache.host_lengths)
@@ -170,15 +176,21 @@ def _held(layer: Any) -> dict[str, Tensor]:
     return held
 
 
-def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> None:
-    """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
+def _copy_in(
+    target: Tensor, source: Tensor, order: Tensor | None, seq: int, rows: Sequence[int] | None
+) -> None:
+    """Copy and pack states ``(rows, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
 
     Slots that a sliding layer dropped stay zero: they are outside every later query's window.
     """
-    dropped = seq - source.shape[2]
-    if order is None:
-        target[:, :, dropped:seq] = source
-        return
-    slots = (order.to(source.device) - dropped)[:, None, :, None]
-    packed = source.take_along_dim(slots.clamp(min=0), 2)
-    target[:, :, : slots.shape[2]] = packed * (slots >= 0)
+    first = dropped = seq - source.shape[2]
+    if order is not None:
+        first, slots = 0, (order.to(source.device) - dropped)[:, None, :, None]
+        source = source.take_along_dim(slots.clamp(min=0), 2)
+        if dropped:
+            source = source * (slots >= 0)
+    own = target[:, :, first : first + source.shape[2]]
+    if rows is None:
+        own.copy_(source)
+    else:
+        own[torch.tensor(rows, device=own.device)] = source

@@ -66,20 +66,26 @@ class Handover:
         self._done = False
 
     def take_over(
-        self, source: DynamicCache, mask: Tensor | None, capacity: int, front: int, logits: Tensor
-    ) -> TreeCache:
-        """Create the call's cache from the states that the prompt's forward left in ``source``.
+        self, sources: Sequence[tuple[list[int] | None, DynamicCache]], mask: Tensor | None,
+        capacity: int, front: int, logits: Tensor,
+    ) -> TreeCache:  # fmt: skip
+        """Create the call's cache from the states that the prompt's forwards left.
 
         Args:
-            source: is emptied.
-            mask: ``(batch, slots)`` bool, real slots of ``source``; None if all are.
+            sources: rows, None for all of them, and a cache that holds the last slots of ``mask``
+                for them; the caches are emptied.
+            mask: ``(batch, slots)`` bool, real slots; None if all are.
             capacity, front: as for :func:`hf_spec.cache.convert.take_over`.
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
-        cache = self.empty(len(source.layers), len(logits), logits.device)
-        # Adopted before it takes over anything, as taking over empties ``source``.
+        cache = self.empty(len(sources[0][1].layers), len(logits), logits.device)
+        # Adopted before it takes over anything, as taking over empties ``sources``.
         self.adopt(cache, mask)
-        take_over(cache, source, mask, capacity, front, self.sequences.width)
+        for rows, source in sources:
+            held = mask
+            if mask is not None and rows is not None:
+                held = mask[rows, -source.get_seq_length() :]
+            take_over(cache, source, held, capacity, front, self.sequences.width, rows)
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:

@@ -21,6 +21,7 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.continued import extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
+from hf_spec.decoding.parts import Part, in_order, like_lengths
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
@@ -133,26 +134,37 @@ def prefill(
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
         chunks = captured(model, changes, reads.layers) if reads.nodes else []
-        used = None if strict else packed
-        if used is not None:
-            used.add_to(changes)
+        parts = [Part(None, input_ids, model_kwargs, real)]
+        if packed is not None and not strict:
+            packed.add_to(changes)
+            # Weights are packed on CPUs, where padding takes as long as tokens do.
+            if real is not None and _of_tokens(model, config, model_kwargs, handover, first):
+                groups = like_lengths(real.sum(-1).tolist())
+                if len(groups) > 1:
+                    parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
         # Otherwise the model runs as it is, compiled if it is compiled.
-        if reads.nodes or used is not None:
+        if reads.nodes or (packed is not None and not strict):
             run = partial(changes.run, run)
-        outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
-        logits = outputs.logits[:, -1]
-        source = with_layers(cache_in(outputs))
-        check_packable(source)
+        sources, ends, states = [], [], []
+        for part in parts:
+            outputs = run(part.input_ids, config, part.model_kwargs, is_first_iteration=True)
+            sources.append((part.rows, with_layers(cache_in(outputs))))
+            check_packable(sources[-1][1])
+            ends.append(outputs.logits[:, -1])
+            states.append(_read(reads, chunks, part.input_ids, part.real))
+            chunks.clear()
+        logits = in_order(parts, ends)
         width = sequences.width if mask is None else mask.shape[1]
         capacity = max(width, sequences.width) + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
-        cache = handover.take_over(source, real, capacity, front, logits)
-        later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
+        cache = handover.take_over(sources, real, capacity, front, logits)
+        if len(parts) == 1:
+            later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(first.once(later))
         cache.generated = first.changed(later)
         target = make_target(cache, cache.lengths, later)
-        found = Prefilled(target, logits, *_read(reads, chunks, input_ids, real))
+        found = Prefilled(target, logits, *_joined(parts, states))
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]
     cache.padding = padding_before(columns, cache.host_lengths)
@@ -164,11 +176,22 @@ def _rides(
     model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover,
     first: PromptInputs,
 ) -> bool:  # fmt: skip
-    """Whether we forward a prompt without other inputs ourselves, together with probes.
+    """Whether we forward a prompt ourselves, together with probes: it is short, and the model's
+    attention takes masks."""
+    text = model.config.get_text_config(decoder=True)
+    return (
+        handover.sequences.width <= RIDING
+        and text._attn_implementation in TAKES_MASKS
+        and _of_tokens(model, config, model_kwargs, handover, first)
+    )
 
-    The result must equal plain generation: the prompt is short and complete, consists of tokens at
-    the usual positions, runs in one forward, and the model's attention takes masks.
-    """
+
+def _of_tokens(
+    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover,
+    first: PromptInputs,
+) -> bool:  # fmt: skip
+    """Whether a prompt is complete, consists of tokens at the usual positions and runs in one
+    forward, so that its rows give the same alone."""
     given, sequences = handover.given, handover.sequences
     if first.others or not isinstance(given, DynamicCache) or not given.layers or handover.rules:
         return False
@@ -182,12 +205,10 @@ def _rides(
             return False
     embeddings = model.get_input_embeddings(), model.get_output_embeddings()
     devices = {device_of(part) for part in embeddings if part is not None}
-    text = model.config.get_text_config(decoder=True)
     return (
-        0 < sequences.width <= RIDING
+        sequences.width > 0
         and model_kwargs.get("inputs_embeds") is None
         and config.prefill_chunk_size is None
-        and text._attn_implementation in TAKES_MASKS
         and type(model)._prefill is GenerationMixin._prefill
         and not followers(model)
         and not needs_positions(model)
@@ -251,3 +272,16 @@ def _read(
     order = torch.argsort(~real, dim=-1, stable=True)[:, : int(real.sum(-1).max())]
     rows = [row[keep].tolist()[1:] for row, keep in zip(ids, real)]
     return states_at(hidden, order), rows
+
+
+def _joined(
+    parts: list[Part], states: list[tuple[Tensor | None, list[list[int]]]]
+) -> tuple[Tensor | None, list[list[int]]]:
+    """What :func:`_read` returned of each part, for the whole prompt."""
+    found = [hidden for hidden, _ in states if hidden is not None]
+    rows = {
+        row: tokens
+        for part, (_, following) in zip(parts, states)
+        for row, tokens in zip(range(len(following)) if part.rows is None else part.rows, following)
+    }
+    return in_order(parts, found) if found else None, [rows[row] for row in sorted(rows)]
