@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -86,31 +85,6 @@ class TokenTree:
     def chain(length: int) -> TokenTree:
         """The root and ``length`` draft tokens, each the child of the one before."""
         return TokenTree(tuple(range(-1, length)))
-
-    def to_json(self) -> str:
-        """The paths as JSON, for :meth:`from_json`."""
-        return json.dumps({"version": 1, "paths": [list(path) for path in self.paths]})
-
-    @classmethod
-    def from_json(cls, text: str) -> TokenTree:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if the text is not JSON with ``version`` 1 and ``paths``.
-        """
-        form = 'expected {"version": 1, "paths": [[0], [0, 0], ...]}.'
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a tree: {form} It is no JSON: {error}.") from error
-        whole = isinstance(data, dict) and "version" in data
-        if not whole or not isinstance(data.get("paths"), list):
-            raise ValueError(f"not a tree: {form}")
-        if data.get("version") != 1:
-            raise ValueError(
-                f"tree format version {data.get('version')!r}: this hf_spec reads version 1."
-            )
-        return cls.in_order(data["paths"])
 
     # -- shape -------------------------------------------------------------------------------
 
