@@ -88,8 +88,6 @@ class Adapter:
     Attributes:
         path: the folder or repository.
         name: its name on the model.
-        strategy: the strategy that uses it.
-        options: the strategy's options.
         changes_model: whether it fine-tunes the base model. If so, its baseline is plain decoding
             with the adapter.
     """
@@ -196,9 +194,6 @@ def contenders(
         if needs_assistant(name):
             result += _with_each(alone, assistants or {})
             continue
-        if strategy.startswith(STOCK):
-            result.append(alone)
-            continue
         fitting = _of(strategy, adapters)
         if not fitting:
             result.append(alone)
@@ -225,11 +220,7 @@ def contenders(
 
 
 def _with_each(alone: Contender, assistants: Mapping[str, dict[str, Any]]) -> list[Contender]:
-    """The contender once with each assistant.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The contender once with each assistant; a ValueError if there is none."""
     if not assistants:
         raise ValueError(f"{alone.name!r} needs another model that drafts: give --assistant")
     found = []
@@ -244,11 +235,8 @@ def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
-    """The adapter of another strategy that a contender drafts with, if it does.
-
-    Raises:
-        ValueError: there is no such adapter, or more than one.
-    """
+    """The adapter of another strategy that a contender drafts with, if it does; a ValueError unless
+    there is exactly one."""
     if kwargs["assistant_strategy"] == AUTO:
         return []
     method = get_method(kwargs["assistant_strategy"])
@@ -272,10 +260,7 @@ def _baseline(adapter: Adapter) -> Contender:
 
 
 def ours(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` for one of hf_spec's strategies.
-
-    Raises:
-        ValueError: an option is wrong.
-    """
+    """Keyword arguments for ``generate`` for one of hf_spec's strategies; a ValueError if an option
+    is wrong."""
     hf_spec.SpecConfig(assistant_strategy=name, assistant_kwargs=options)  # checks options
     return {"assistant_strategy": name, **({"assistant_kwargs": options} if options else {})}
