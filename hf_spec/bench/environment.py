@@ -32,13 +32,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
-    """The environment of a run: versions, machine, model, prompts, command line.
-
-    Args:
-        model: the model.
-        model_name: its name, as the user gave it.
-        prompt_file: the prompt file; None if there is none.
-    """
+    """The environment of a run: versions, machine, model (by the user's name for it), prompts,
+    command line."""
     prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
     return {
         **machine(model.device),

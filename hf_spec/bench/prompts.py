@@ -93,13 +93,10 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
 def encode(
     tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Token ids of what the user says after the messages of ``history``.
 
-    Args:
-        text: what the user says last.
-        history: the messages before. Where the tokenizer has no chat template, blank lines separate
-            messages.
-        **template: variables of the chat template.
+    Where the tokenizer has no chat template, of which ``template`` are variables, blank lines
+    separate messages.
 
     Raises:
         ValueError: the chat template refuses the messages, such as those of a role.

@@ -220,11 +220,7 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def import_adapter(
-    path: Path,
-    method_name: str,
-    model: Any,
-    output: Path,
-    options: dict[str, Any] | None = None,
+    path: Path, method_name: str, model: Any, output: Path, options: dict[str, Any] | None = None
 ) -> Path:
     """Write a published checkpoint as an adapter folder with a card.
 

@@ -43,16 +43,10 @@ Choice = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a search optimizes; a study can only be continued with the same settings.
-
-    Attributes:
-        max_new_tokens: limit for each prompt.
-        max_draft: K, most tokens drafted per step.
-        seed: seed of Optuna's sampler.
-    """
+    """What a search optimizes; a study can only be continued with the same settings."""
 
     max_new_tokens: int = 64
-    max_draft: int = 12
+    max_draft: int = 12  # K, most tokens drafted per step
     seed: int = 0
 
 
@@ -103,10 +97,8 @@ class LayerSearch:
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        tokenizer: its tokenizer.
         prompts: development prompts.
         folder: an existing folder.
-        settings: what is optimized.
 
     Raises:
         ValueError: the folder's study has other settings or cannot be read, or the model or the
