@@ -14,6 +14,7 @@ from hf_spec.hub.card import render_card
 from hf_spec.hub.folder import (
     CARD,
     CONFIG,
+    MEASURED,
     OPTIONAL,
     REQUIRED,
     UNSAFE,
@@ -21,10 +22,9 @@ from hf_spec.hub.folder import (
     is_repository,
     read_spec_config,
 )
-from hf_spec.policy.saved import LEARNED_FILE
 
 #: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (LEARNED_FILE, "search.json", "training.json", "results.json", *UNSAFE)
+STALE = (*MEASURED, *UNSAFE)
 
 
 def push(
@@ -43,10 +43,9 @@ def push(
     measurements, figures and pickled weights are removed.
 
     Args:
-        folder: the adapter folder.
         repository: ``owner/name``; created if it does not exist.
         private: whether a new repository is private.
-        revision: branch to upload to; created if it does not exist. None for the main one.
+        revision: branch, created if it does not exist; None for the main one.
         base_model: name of the base model on the Hub; needed if ``adapter_config.json`` names a
             folder.
 
