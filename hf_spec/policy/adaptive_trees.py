@@ -84,7 +84,7 @@ class AdaptiveTrees(TreeSource):
         self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Predictions:  # fmt: skip
-        """The predictions that score paths."""
+        """What scores paths."""
         return drafter.predict(state, depth, width, known, self._tempered(noise))
 
     def prefetch(

@@ -212,7 +212,7 @@ class StepTimes:
             mean = sum(self.line)
         return mean
 
-    def elsewhere(self, share: float, scale: float = 1.0) -> StepTimes:
+    def elsewhere(self, share: float, scale: float) -> StepTimes:
         """Guesses for other conditions, until steps are observed there: the line at two sizes, and
         a plain step.
 
