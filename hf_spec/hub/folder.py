@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -36,8 +35,10 @@ def staging(folder: Path) -> Iterator[Path]:
     If the block raises, ``folder`` is unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
-    try:
+    with tempfile.TemporaryDirectory(
+        dir=folder, prefix=".writing-", ignore_cleanup_errors=True
+    ) as name:
+        temporary = Path(name)
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
@@ -47,8 +48,6 @@ def staging(folder: Path) -> Iterator[Path]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.chmod(path, 0o666 & ~umask)  # some libraries write private files
                 os.replace(path, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def save_adapter(
