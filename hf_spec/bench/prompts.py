@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from hf_spec.data import (
 )
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
-BUNDLED = Path(str(files("hf_spec.bench") / "prompts.jsonl"))
+BUNDLED = Path(__file__).with_name("prompts.jsonl")
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
 

@@ -91,10 +91,9 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
 
 
 def _render(source: Traversable, **values: Any) -> str:
-    from jinja2 import Environment
+    from jinja2 import Template
 
-    text = source.read_text(encoding="utf-8")
-    return Environment(autoescape=False).from_string(text).render(**values).strip()
+    return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:
