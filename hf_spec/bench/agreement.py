@@ -63,8 +63,7 @@ def classify(
 
     Args:
         model: a causal language model, with the adapters of plain generation active.
-        prompt: token ids of the prompt, without padding.
-        ours, plain: the new tokens of both.
+        prompt: its token ids, without padding.
         repetition_penalty: the penalty that both were generated with; None for none.
     """
     if list(ours) == list(plain):

@@ -63,7 +63,7 @@ def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -
     Stock assistants get no copy, as their caches are dynamic.
 
     Args:
-        backend: backend of ``torch.compile``.
+        backend: of ``torch.compile``.
         longest: tokens of the longest call, prompt and new ones: the size that stock calls are
             compiled for.
     """
@@ -100,12 +100,10 @@ class Adapter:
 
 
 def parse_names(names: str | Iterable[str]) -> list[str]:
-    """Check strategy names without loading anything; drop ``plain`` and repetitions.
+    """Check strategy names, in one string with commas or several, without loading anything; drop
+    ``plain`` and repetitions.
 
     A strategy can take part several times as ``strategy:label``, with its own options each time.
-
-    Args:
-        names: the names, or one string with commas between them.
 
     Raises:
         ValueError: a name is unknown.

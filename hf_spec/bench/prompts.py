@@ -168,11 +168,8 @@ def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
 def encode_long(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int, length: int
 ) -> list[list[int]]:
-    """Token ids of prompts that are all about as long: the text of others comes before each.
-
-    Args:
-        new_tokens: number of new tokens to leave room for in the model's context.
-        length: tokens of each prompt at most, hardly fewer.
+    """Token ids of prompts of ``length`` tokens at most, hardly fewer, with room for new tokens in
+    the model's context: the text of others comes before each.
 
     Raises:
         ValueError: there is no room for them, or no text.
@@ -201,13 +198,8 @@ def encode_long(
 def encode_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[list[int]], int]:
-    """Token ids of prompts, short enough to leave room for new tokens in the model's context.
-
-    Args:
-        new_tokens: number of new tokens to leave room for.
-
-    Returns:
-        The ids of each prompt, and the number of prompts that were cut (:func:`encode_within`).
+    """Token ids of each prompt, and the number of prompts that were cut (:func:`encode_within`) to
+    leave room for new tokens in the model's context.
 
     Raises:
         ValueError: there is no room for a prompt.

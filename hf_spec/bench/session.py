@@ -102,11 +102,7 @@ class Session:
     def warm_up(
         self, plan: Sequence[tuple[int, list[Contender], list[int]]], token_ids: Sequence[list[int]]
     ) -> None:
-        """Make a short call of each contender, which also fails early.
-
-        Raises:
-            ValueError: a contender does not work.
-        """
+        """Make a short call of each contender, which fails early (ValueError)."""
         first = {size: (contenders, indices[:size]) for size, contenders, indices in reversed(plan)}
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
         for contenders, indices in first.values():

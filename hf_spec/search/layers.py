@@ -145,12 +145,8 @@ class LayerSearch:
         }
 
     def search(self, trials: int, progress: Callable[[int, int, Any], None]) -> None:
-        """Run trials until there are ``trials`` finished ones, those of earlier runs included.
-
-        Args:
-            progress: called as ``progress(finished, trials, best)`` with the best trial so far,
-                or None.
-        """
+        """Run trials until there are ``trials`` finished ones, those of earlier runs included;
+        ``progress(finished, trials, best)`` is called with the best trial so far, or None."""
 
         def report(*_: Any) -> None:
             progress(self.finished, trials, next(iter(self.ranked(1)), None))
@@ -247,11 +243,7 @@ class LayerSearch:
 
 
 def open_study(folder: Path, seed: int = 0) -> Any:
-    """The Optuna study in a folder; created if there is none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The Optuna study in a folder, created if there is none; a ValueError if it cannot be read."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
     try:
