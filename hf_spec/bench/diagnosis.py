@@ -55,14 +55,14 @@ def diagnose(
     prompts: Sequence[Prompt],
     choice: Choice,
     *,
-    trained: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 48,
-    progress: Callable[[int, int], Any] = lambda done, total: None,
+    trained: Mapping[str, Any] | None,
+    max_new_tokens: int,
+    progress: Callable[[int, int], Any],
 ) -> Diagnosis:
     """Measure a strategy on prompts, with every step drafting, and under other conditions.
 
     Args:
-        choice: the strategy and its options; its adapter is active.
+        choice: its adapter is active.
         trained: content of the adapter's ``training.json``; None if there is none.
         progress: called as ``progress(done, total)`` with numbers of calls.
     """

@@ -90,9 +90,8 @@ class BenchResult:
     """All measurements of a run.
 
     Attributes:
-        prompts: the prompts that were asked for.
-        contenders: the contenders.
-        settings: the settings, as JSON types.
+        prompts: those that were asked for.
+        settings: as JSON types.
         measurements: one per batch and contender.
         notes: remarks for the reader of the results.
         truncated_prompts: number of prompts that were cut to fit the context.

@@ -95,7 +95,6 @@ class Learned:
     """What was learned about a strategy, with its options and adapter, on a model.
 
     Attributes:
-        budget: of the strategy.
         lookup_budget: of lookups alone while the rest is paused.
         settings: by batch size, context length and device.
         prediction_value: tokens that it is worth to have predictions in the next step.

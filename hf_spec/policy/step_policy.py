@@ -212,13 +212,8 @@ class StepPolicy:
 
     @locked
     def observe(self, tree: Tree, emitted: Sequence[int], seconds: float) -> None:
-        """Learn from a finished step.
-
-        Args:
-            tree: what was forwarded.
-            emitted: tokens per batch row; 0 for a row that was already finished.
-            seconds: duration of the step.
-        """
+        """Learn from a finished step that forwarded a tree, and took so many seconds; ``emitted``
+        are tokens per batch row, 0 for one that was already finished."""
         counts = [count for count in emitted if count]
         tokens, live, pruned = sum(counts), len(counts), self.prunes
         drafted, rows = tree.num_tokens - 1, self._width_of(tree)

@@ -104,7 +104,6 @@ class StepTimes:
         """Learn from a finished step.
 
         Args:
-            rows: step tokens per batch row.
             seconds: duration from the start of the forward.
             drafting: seconds before that; None if it did not draft, or not in the typical way.
             forwards: forwards of the model while drafting.
