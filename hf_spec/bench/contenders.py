@@ -190,7 +190,11 @@ def contenders(
         else:
             alone = Contender(name, ours(strategy, given))
         if needs_assistant(name):
-            result += _with_each(alone, assistants or {})
+            if not assistants:
+                raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
+            for path, kwargs in assistants.items():
+                label = name if len(assistants) == 1 else f"{name}@{Path(path).name}"
+                result.append(replace(alone, name=label, kwargs={**alone.kwargs, **kwargs}))
             continue
         fitting = _of(strategy, adapters)
         if not fitting:
@@ -215,17 +219,6 @@ def contenders(
             f"or {STOCK_ASSISTED!r}, too"
         )
     return result
-
-
-def _with_each(alone: Contender, assistants: Mapping[str, dict[str, Any]]) -> list[Contender]:
-    """The contender once with each assistant; a ValueError if there is none."""
-    if not assistants:
-        raise ValueError(f"{alone.name!r} needs another model that drafts: give --assistant")
-    found = []
-    for path, kwargs in assistants.items():
-        name = alone.name if len(assistants) == 1 else f"{alone.name}@{Path(path).name}"
-        found.append(replace(alone, name=name, kwargs={**alone.kwargs, **kwargs}))
-    return found
 
 
 def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
