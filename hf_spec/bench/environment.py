@@ -59,11 +59,8 @@ def package_version(distribution: str) -> str | None:
 
 
 def _git_revision() -> str | None:
-    """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes.
-
-    None outside a checkout; an installed copy may lie inside another repository, such as in the
-    virtual environment of a project.
-    """
+    """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes, or None. An
+    installed copy may lie inside another repository, such as in a project's virtual environment."""
     root = Path(hf_spec.__file__).parents[1]
     if not (root / ".git").exists():
         return None

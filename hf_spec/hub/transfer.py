@@ -52,10 +52,7 @@ def importable(name: str) -> tuple[Method, Published]:
 
 
 def recognized(place: str) -> tuple[str, Path]:
-    """The method that a published checkpoint belongs to, and its file.
-
-    Args:
-        place: see :func:`find_published`.
+    """The method that a published checkpoint belongs to, and its file (:func:`find_published`).
 
     Raises:
         ValueError: there is no checkpoint, or it is of no known layout, or of several.
