@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from enum import StrEnum
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
+
+from hf_spec.model.hidden_states import taken
 
 #: Two logits count as tied when they differ by at most this many units in the last place of the
 #: run's dtype, at the larger one's magnitude. One forward over n tokens and n forwards over one
@@ -62,8 +63,7 @@ def classify(
 
     Args:
         model: a causal language model, with the adapters of plain generation active.
-        prompt: token ids of the prompt, without padding.
-        ours, plain: the new tokens of both.
+        prompt: its token ids, without padding.
         repetition_penalty: the penalty that both were generated with; None for none.
     """
     if list(ours) == list(plain):
@@ -83,9 +83,7 @@ def classify(
 def next_token_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Next-token logits ``(vocab,)`` after ``input_ids`` ``(1, seq)``, as ``generate`` sees them:
     float32, or float64 if the model computes in it."""
-    # Without it a long prefix would need seq x vocab logits.
-    few = "logits_to_keep" in inspect.signature(model.forward).parameters
+    few = taken(model, logits_to_keep=1)  # a long prefix would need seq x vocab logits
     with torch.no_grad():
-        output = model(input_ids, use_cache=False, **({"logits_to_keep": 1} if few else {}))
-    logits = output.logits[0, -1]
+        logits = model(input_ids, use_cache=False, **few).logits[0, -1]
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -63,7 +63,7 @@ def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -
     Stock assistants get no copy, as their caches are dynamic.
 
     Args:
-        backend: backend of ``torch.compile``.
+        backend: of ``torch.compile``.
         longest: tokens of the longest call, prompt and new ones: the size that stock calls are
             compiled for.
     """
@@ -88,8 +88,6 @@ class Adapter:
     Attributes:
         path: the folder or repository.
         name: its name on the model.
-        strategy: the strategy that uses it.
-        options: the strategy's options.
         changes_model: whether it fine-tunes the base model. If so, its baseline is plain decoding
             with the adapter.
     """
@@ -102,12 +100,10 @@ class Adapter:
 
 
 def parse_names(names: str | Iterable[str]) -> list[str]:
-    """Check strategy names without loading anything; drop ``plain`` and repetitions.
+    """Check strategy names, in one string with commas or several, without loading anything; drop
+    ``plain`` and repetitions.
 
     A strategy can take part several times as ``strategy:label``, with its own options each time.
-
-    Args:
-        names: the names, or one string with commas between them.
 
     Raises:
         ValueError: a name is unknown.
@@ -194,10 +190,11 @@ def contenders(
         else:
             alone = Contender(name, ours(strategy, given))
         if needs_assistant(name):
-            result += _with_each(alone, assistants or {})
-            continue
-        if strategy.startswith(STOCK):
-            result.append(alone)
+            if not assistants:
+                raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
+            for path, kwargs in assistants.items():
+                label = name if len(assistants) == 1 else f"{name}@{Path(path).name}"
+                result.append(replace(alone, name=label, kwargs={**alone.kwargs, **kwargs}))
             continue
         fitting = _of(strategy, adapters)
         if not fitting:
@@ -224,31 +221,13 @@ def contenders(
     return result
 
 
-def _with_each(alone: Contender, assistants: Mapping[str, dict[str, Any]]) -> list[Contender]:
-    """The contender once with each assistant.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not assistants:
-        raise ValueError(f"{alone.name!r} needs another model that drafts: give --assistant")
-    found = []
-    for path, kwargs in assistants.items():
-        name = alone.name if len(assistants) == 1 else f"{alone.name}@{Path(path).name}"
-        found.append(replace(alone, name=name, kwargs={**alone.kwargs, **kwargs}))
-    return found
-
-
 def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
     return [adapter for adapter in adapters if strategy in (adapter.strategy, AUTO)]
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
-    """The adapter of another strategy that a contender drafts with, if it does.
-
-    Raises:
-        ValueError: there is no such adapter, or more than one.
-    """
+    """The adapter of another strategy that a contender drafts with, if it does; a ValueError unless
+    there is exactly one."""
     if kwargs["assistant_strategy"] == AUTO:
         return []
     method = get_method(kwargs["assistant_strategy"])
@@ -272,10 +251,7 @@ def _baseline(adapter: Adapter) -> Contender:
 
 
 def ours(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` for one of hf_spec's strategies.
-
-    Raises:
-        ValueError: an option is wrong.
-    """
+    """Keyword arguments for ``generate`` for one of hf_spec's strategies; a ValueError if an option
+    is wrong."""
     hf_spec.SpecConfig(assistant_strategy=name, assistant_kwargs=options)  # checks options
     return {"assistant_strategy": name, **({"assistant_kwargs": options} if options else {})}

@@ -32,7 +32,6 @@ class Diagnosis:
     """What was measured, and what it means.
 
     Attributes:
-        strategy: the strategy.
         tau: emitted tokens per step and sequence where every step drafts.
         speedup: over plain ``generate``, as the strategy runs by default.
         positions: share of drafts that are accepted at each position, of those that reach it.
@@ -56,14 +55,14 @@ def diagnose(
     prompts: Sequence[Prompt],
     choice: Choice,
     *,
-    trained: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 48,
-    progress: Callable[[int, int], Any] = lambda done, total: None,
+    trained: Mapping[str, Any] | None,
+    max_new_tokens: int,
+    progress: Callable[[int, int], Any],
 ) -> Diagnosis:
     """Measure a strategy on prompts, with every step drafting, and under other conditions.
 
     Args:
-        choice: the strategy and its options; its adapter is active.
+        choice: its adapter is active.
         trained: content of the adapter's ``training.json``; None if there is none.
         progress: called as ``progress(done, total)`` with numbers of calls.
     """
@@ -134,8 +133,7 @@ def _conditions(
 
 @contextmanager
 def _shifted(config: Any, shift: int, most: int) -> Iterator[list[int] | None]:
-    """Within the block, the config names other layers of the base model; None if it names none, or
-    these do not exist."""
+    """Within the block, the config names other layers of the base model; None if there are none."""
     name = next((one for one in LAYER_FIELDS if getattr(config, one, None)), None)
     layers = [] if name is None else [one + shift for one in getattr(config, name)]
     if name is None or not all(0 <= one <= most for one in layers):

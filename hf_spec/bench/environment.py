@@ -32,13 +32,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
-    """The environment of a run: versions, machine, model, prompts, command line.
-
-    Args:
-        model: the model.
-        model_name: its name, as the user gave it.
-        prompt_file: the prompt file; None if there is none.
-    """
+    """The environment of a run: versions, machine, model (by the user's name for it), prompts,
+    command line."""
     prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
     return {
         **machine(model.device),
@@ -64,11 +59,8 @@ def package_version(distribution: str) -> str | None:
 
 
 def _git_revision() -> str | None:
-    """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes.
-
-    None outside a checkout; an installed copy may lie inside another repository, such as in the
-    virtual environment of a project.
-    """
+    """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes, or None. An
+    installed copy may lie inside another repository, such as in a project's virtual environment."""
     root = Path(hf_spec.__file__).parents[1]
     if not (root / ".git").exists():
         return None

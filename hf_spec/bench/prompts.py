@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from hf_spec.data import (
 )
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
-BUNDLED = Path(str(files("hf_spec.bench") / "prompts.jsonl"))
+BUNDLED = Path(__file__).with_name("prompts.jsonl")
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
 
@@ -93,13 +92,10 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
 def encode(
     tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Token ids of what the user says after the messages of ``history``.
 
-    Args:
-        text: what the user says last.
-        history: the messages before. Where the tokenizer has no chat template, blank lines separate
-            messages.
-        **template: variables of the chat template.
+    Where the tokenizer has no chat template, of which ``template`` are variables, blank lines
+    separate messages.
 
     Raises:
         ValueError: the chat template refuses the messages, such as those of a role.
@@ -172,11 +168,8 @@ def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
 def encode_long(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int, length: int
 ) -> list[list[int]]:
-    """Token ids of prompts that are all about as long: the text of others comes before each.
-
-    Args:
-        new_tokens: number of new tokens to leave room for in the model's context.
-        length: tokens of each prompt at most, hardly fewer.
+    """Token ids of prompts of ``length`` tokens at most, hardly fewer, with room for new tokens in
+    the model's context: the text of others comes before each.
 
     Raises:
         ValueError: there is no room for them, or no text.
@@ -205,13 +198,8 @@ def encode_long(
 def encode_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[list[int]], int]:
-    """Token ids of prompts, short enough to leave room for new tokens in the model's context.
-
-    Args:
-        new_tokens: number of new tokens to leave room for.
-
-    Returns:
-        The ids of each prompt, and the number of prompts that were cut (:func:`encode_within`).
+    """Token ids of each prompt, and the number of prompts that were cut (:func:`encode_within`) to
+    leave room for new tokens in the model's context.
 
     Raises:
         ValueError: there is no room for a prompt.

@@ -45,10 +45,8 @@ def _width(table: Table, console: Console) -> int:
 def print_table(result: BenchResult, console: Console, by_task: bool = False) -> None:
     """Print the results, the share of time in each phase, and the notes.
 
-    Intervals are left out where the terminal is too narrow for them.
-
-    Args:
-        by_task: whether each task has a row of its own.
+    Intervals are left out where the terminal is too narrow for them. ``by_task`` gives each task a
+    row of its own.
     """
     data = result.runs()
     table = _table(result, data, by_task, intervals=True)
@@ -69,7 +67,6 @@ def print_table(result: BenchResult, console: Console, by_task: bool = False) ->
 def _table(
     result: BenchResult, data: list[dict[str, Any]], by_task: bool, intervals: bool
 ) -> Table:
-    """The table of a result, whose rows are ``data``."""
     lossy = {item.name for item in result.contenders if item.lossy}
     tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
     by_task = by_task and len(tasks) > 2  # a single task has the same figures as "all"
@@ -119,12 +116,7 @@ def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) 
     """Write ``results.json`` atomically.
 
     ``calls`` has the measurements of each call, so that other figures can be compared prompt by
-    prompt.
-
-    Args:
-        path: the file.
-        result: the measurements.
-        environment: see :func:`hf_spec.bench.environment.environment_of`.
+    prompt. For ``environment`` see :func:`hf_spec.bench.environment.environment_of`.
     """
     environment = {
         **environment,

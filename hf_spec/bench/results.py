@@ -90,9 +90,8 @@ class BenchResult:
     """All measurements of a run.
 
     Attributes:
-        prompts: the prompts that were asked for.
-        contenders: the contenders.
-        settings: the settings, as JSON types.
+        prompts: those that were asked for.
+        settings: as JSON types.
         measurements: one per batch and contender.
         notes: remarks for the reader of the results.
         truncated_prompts: number of prompts that were cut to fit the context.
@@ -108,42 +107,32 @@ class BenchResult:
     interrupted: bool = False
 
     def runs(self) -> list[dict[str, Any]]:
-        """One entry per batch size, strategy and task; see :func:`rows`."""
-        return rows(self.measurements)
+        """The entries of ``runs`` in ``results.json``: one per batch size, strategy and task, in
+        order of appearance; task ``all`` comes last.
+
+        ``speedup`` is the ratio of tokens per second to those of the baseline on the same prompts.
+        ``tau`` is the number of new tokens per forward pass and unfinished sequence, the prefill
+        included. ``speedup_interval`` and ``tau_interval`` are 95% intervals (:func:`interval`),
+        None for too few measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count
+        sequences. Under sampling ``identical`` is counted at batch size 1, where all contenders
+        draw the same random numbers; the others are None if a sequence differs, and all are None
+        in batches.
+        """
+        groups: dict[tuple[int, str, str], list[Measurement]] = {}
+        for name in dict.fromkeys((item.batch_size, item.strategy) for item in self.measurements):
+            calls = [one for one in self.measurements if (one.batch_size, one.strategy) == name]
+            for task in dict.fromkeys(item.category for item in calls):
+                groups[(*name, task)] = [item for item in calls if item.category == task]
+            groups[(*name, ALL)] = calls
+        return [
+            {"strategy": strategy, "task": task, "batch_size": size, "baseline": group[0].baseline}
+            | _figures(group, groups[size, group[0].baseline, task])
+            for (size, strategy, task), group in groups.items()
+        ]
 
     def overall(self, strategy: str) -> dict[str, Any]:
         """The entry of a contender, by its name, over all tasks, at the last batch size."""
         return {row["strategy"]: row for row in self.runs() if row["task"] == ALL}[strategy]
-
-
-def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """One entry per batch size, strategy and task, in order of appearance; task ``all`` comes last.
-
-    Returns:
-        The entries of ``runs`` in ``results.json``. ``speedup`` is the ratio of tokens per second
-        to those of the baseline on the same prompts. ``tau`` is the number of new tokens per
-        forward pass and unfinished sequence, the prefill included. ``speedup_interval`` and
-        ``tau_interval`` are 95% intervals (:func:`interval`), None for too few
-        measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count sequences. Under
-        sampling ``identical`` is counted at batch size 1, where all contenders draw the same random
-        numbers; the others are None if a sequence differs, and all are None in batches.
-    """
-    groups: dict[tuple[int, str, str], list[Measurement]] = {}
-    for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
-        calls = [item for item in measurements if (item.batch_size, item.strategy) == name]
-        for task in dict.fromkeys(item.category for item in calls):
-            groups[(*name, task)] = [item for item in calls if item.category == task]
-        groups[(*name, ALL)] = calls
-    return [
-        {
-            "strategy": strategy,
-            "task": task,
-            "batch_size": batch_size,
-            "baseline": group[0].baseline,
-        }
-        | _figures(group, groups[batch_size, group[0].baseline, task])
-        for (batch_size, strategy, task), group in groups.items()
-    ]
 
 
 def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, Any]:

@@ -40,7 +40,6 @@ def run(
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        tokenizer: its tokenizer.
         prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
         contenders: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
         batch_sizes: the benchmark runs once for each.

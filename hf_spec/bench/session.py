@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,23 +32,16 @@ SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
-@contextmanager
-def own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[None]:
-    """Within the block, the model's default generation config names no strategy and, if greedy, no
-    sampling."""
-    saved = model.generation_config
-    config = copy.deepcopy(saved)
+def _generation_config(model: Any, tokenizer: Any, greedy: bool) -> Any:
+    """The model's default generation config without a strategy and, if greedy, without sampling."""
+    config = copy.deepcopy(model.generation_config)
     for name in (*STRATEGY_FIELDS, *(SAMPLING_FIELDS if greedy else ())):
         if getattr(config, name, None) is not None:
             setattr(config, name, None)
     config.do_sample = config.do_sample and not greedy
     choices = (config.pad_token_id, tokenizer.pad_token_id, *_eos_ids(config), 0)
     config.pad_token_id = next(choice for choice in choices if choice is not None)
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = saved
+    return config
 
 
 def _eos_ids(config: Any) -> list[int]:
@@ -63,7 +56,6 @@ class Session:
     """The model, and what all calls share.
 
     Attributes:
-        model: the model.
         options: keyword arguments of every call.
         managed: whether adapters are switched before every call, as some contender has one.
             Otherwise the caller's active adapters stay active.
@@ -84,11 +76,14 @@ class Session:
     ) -> Iterator[Session]:
         """A session for these contenders; the block ends with the model as it was."""
         session = cls(model, options, any(item.adapters for item in contenders))
-        with (
-            own_generation_config(model, tokenizer, greedy=not options["do_sample"]),
-            closing(session),
-        ):
+        saved = model.generation_config
+        model.generation_config = _generation_config(model, tokenizer, not options["do_sample"])
+        try:
             yield session
+        finally:
+            model.generation_config = saved
+            if session.managed:
+                hf_spec.unmerge_adapter(model)
 
     def activate(self, contender: Contender) -> None:
         """Activate the contender's adapters, or none."""
@@ -104,21 +99,10 @@ class Session:
             except ValueError as error:
                 self.unmerged.setdefault(contender.name, str(error))
 
-    def close(self) -> None:
-        """Unmerge updates from the weights."""
-        if self.managed:
-            hf_spec.unmerge_adapter(self.model)
-
     def warm_up(
-        self,
-        plan: Sequence[tuple[int, list[Contender], list[int]]],
-        token_ids: Sequence[list[int]],
+        self, plan: Sequence[tuple[int, list[Contender], list[int]]], token_ids: Sequence[list[int]]
     ) -> None:
-        """Make a short call of each contender, which also fails early.
-
-        Raises:
-            ValueError: a contender does not work.
-        """
+        """Make a short call of each contender, which fails early (ValueError)."""
         first = {size: (contenders, indices[:size]) for size, contenders, indices in reversed(plan)}
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
         for contenders, indices in first.values():
@@ -134,7 +118,6 @@ class Session:
         """One timed call.
 
         Args:
-            contender: the contender.
             prompts: token ids of each prompt.
             overrides: keyword arguments for ``generate``.
 
@@ -172,13 +155,9 @@ class Session:
     def speeds(
         self, contenders: Sequence[Contender], batches: Sequence[Sequence[list[int]]]
     ) -> list[float]:
-        """Tokens per second of each contender.
+        """Tokens per second of each contender; ``batches`` has token ids of prompts.
 
         They take turns batch by batch, after a first call of each that is not counted.
-
-        Args:
-            contenders: the contenders.
-            batches: token ids of the prompts of each batch.
         """
         tokens, seconds = [0] * len(contenders), [0.0] * len(contenders)
         for turn, batch in enumerate([batches[0], *batches]):

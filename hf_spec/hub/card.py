@@ -27,8 +27,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     """The text of a card.
 
     Args:
-        folder: the adapter folder.
-        repository: its name on the Hub; None for the folder's name.
+        repository: the adapter's name on the Hub; None for the folder's name.
         base_model: name of the base model; None for that in ``adapter_config.json``.
 
     Raises:
@@ -83,14 +82,8 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
 
 
 def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
-    """Write ``README.md`` and ``custom_generate/generate.py`` to an adapter folder.
-
-    Args:
-        folder, repository, base_model: see :func:`render_card`.
-
-    Returns:
-        Path of the card.
-    """
+    """Write ``README.md`` (:func:`render_card`), whose path is returned, and
+    ``custom_generate/generate.py`` to an adapter folder."""
     text = render_card(folder, repository, base_model)
     write_shim(folder)
     write_atomically(folder / CARD, text)
@@ -98,18 +91,13 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
 
 
 def _render(source: Traversable, **values: Any) -> str:
-    from jinja2 import Environment
+    from jinja2 import Template
 
-    text = source.read_text(encoding="utf-8")
-    return Environment(autoescape=False).from_string(text).render(**values).strip()
+    return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The strategy's figures in the folder's ``results.json``; None if there is no such file.
-
-    Raises:
-        ValueError: the file is not one of ``hf-spec bench`` for this strategy.
-    """
+    """The strategy's figures in the folder's ``results.json``; None if there is no such file."""
     if not (folder / RESULTS).is_file():
         return None
     data = read_json(folder / RESULTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -21,8 +20,10 @@ from hf_spec.policy.saved import LEARNED_FILE, read_entries
 
 CONFIG, CARD = "adapter_config.json", "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
+#: What was measured of the adapter.
+MEASURED = (LEARNED_FILE, "search.json", "training.json", "results.json")
 #: Files that are uploaded if they exist; the shim is always written anew.
-OPTIONAL = (LEARNED_FILE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
+OPTIONAL = (*MEASURED, "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
@@ -34,8 +35,10 @@ def staging(folder: Path) -> Iterator[Path]:
     If the block raises, ``folder`` is unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
-    try:
+    with tempfile.TemporaryDirectory(
+        dir=folder, prefix=".writing-", ignore_cleanup_errors=True
+    ) as name:
+        temporary = Path(name)
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
@@ -45,8 +48,6 @@ def staging(folder: Path) -> Iterator[Path]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.chmod(path, 0o666 & ~umask)  # some libraries write private files
                 os.replace(path, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def save_adapter(
@@ -57,7 +58,6 @@ def save_adapter(
 
     Args:
         model: a ``PeftModel`` with one adapter of hf_spec, named ``default``.
-        folder: the adapter folder.
         strategy, options: what ``generation_config.json`` shall say.
         state: the model's state dict, where its own tensors are sharded.
     """
@@ -76,7 +76,6 @@ def attached(
     """Give a ``PeftModel`` with an adapter; ``model`` is restored after the block.
 
     Args:
-        model: the base model.
         adapter_config: the adapter's config; None for that of ``trained``.
         in_float32: whether an adapter of a 16-bit model is kept in float32, as PEFT does for
             training.

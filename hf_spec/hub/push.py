@@ -14,6 +14,7 @@ from hf_spec.hub.card import render_card
 from hf_spec.hub.folder import (
     CARD,
     CONFIG,
+    MEASURED,
     OPTIONAL,
     REQUIRED,
     UNSAFE,
@@ -21,10 +22,9 @@ from hf_spec.hub.folder import (
     is_repository,
     read_spec_config,
 )
-from hf_spec.policy.saved import LEARNED_FILE
 
 #: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (LEARNED_FILE, "search.json", "training.json", "results.json", *UNSAFE)
+STALE = (*MEASURED, *UNSAFE)
 
 
 def push(
@@ -35,23 +35,19 @@ def push(
     revision: str | None = None,
     base_model: str | None = None,
 ) -> str:
-    """Upload a complete adapter folder; other files in it, such as the study and logs, are not.
+    """Upload a complete adapter folder, and return the URL of the commit.
 
+    Other files in the folder, such as the study and logs, are not uploaded.
     A card is rendered anew with the repository's name, unless it was edited by hand. The folder is
     not changed. The upload is a single commit, so whoever loads the adapter during the upload, or
     after an interrupted one, gets the earlier adapter as a whole. The earlier adapter's
     measurements, figures and pickled weights are removed.
 
     Args:
-        folder: the adapter folder.
         repository: ``owner/name``; created if it does not exist.
-        private: whether a new repository is private.
-        revision: branch to upload to; created if it does not exist. None for the main one.
+        revision: branch, created if it does not exist; None for the main one.
         base_model: name of the base model on the Hub; needed if ``adapter_config.json`` names a
             folder.
-
-    Returns:
-        URL of the commit.
 
     Raises:
         ValueError: the folder is incomplete, a name is invalid, or the Hub refuses the upload or

@@ -36,29 +36,28 @@ SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 
-def importable(name: str) -> tuple[Method, Published]:
-    """A method and its reader of published checkpoints.
+def _layouts() -> dict[str, Published]:
+    """The readers of published checkpoints, by the names of methods that have one."""
+    return {name: one.published for name, one in methods().items() if one.published is not None}
 
-    Raises:
-        ValueError: there is no such method, or it cannot read published checkpoints.
-    """
-    method = methods().get(name)
-    if method is None or method.published is None:
-        known = ", ".join(name for name, one in methods().items() if one.published is not None)
-        raise ValueError(f"no published layout of {name!r} is known; choose one of {known}.")
-    return method, method.published
+
+def importable(name: str) -> tuple[Method, Published]:
+    """A method and its reader of published checkpoints; a ValueError if there is none."""
+    known = _layouts()
+    if name not in known:
+        raise ValueError(
+            f"no published layout of {name!r} is known; choose one of {', '.join(known)}."
+        )
+    return methods()[name], known[name]
 
 
 def recognized(place: str) -> tuple[str, Path]:
-    """The method that a published checkpoint belongs to, and its file.
-
-    Args:
-        place: see :func:`find_published`.
+    """The method that a published checkpoint belongs to, and its file (:func:`find_published`).
 
     Raises:
         ValueError: there is no checkpoint, or it is of no known layout, or of several.
     """
-    known = {name: one.published for name, one in methods().items() if one.published is not None}
+    known = _layouts()
     files = dict.fromkeys(file for one in known.values() for file in one.files)
     # If none of these is there, this says so.
     find_published(place, dataclasses.replace(next(iter(known.values())), files=tuple(files)))
@@ -187,12 +186,9 @@ def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
 def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
     """An adapter's config and its parameters by name, from a published checkpoint.
 
-    Args:
-        path: see :func:`read_published`.
-        method_name: the method that the checkpoint belongs to.
-
     Raises:
-        ValueError: the file cannot be read, or is not what the method publishes.
+        ValueError: the file cannot be read (:func:`read_published`), or is not what the method
+            publishes.
     """
     method, published = importable(method_name)
     assert method.adapter_config is not None
@@ -220,23 +216,14 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def import_adapter(
-    path: Path,
-    method_name: str,
-    model: Any,
-    output: Path,
-    options: dict[str, Any] | None = None,
+    path: Path, method_name: str, model: Any, output: Path, options: dict[str, Any] | None = None
 ) -> Path:
-    """Write a published checkpoint as an adapter folder with a card.
+    """Write a published checkpoint as an adapter folder with a card; returns ``output``.
 
     Args:
         path: see :func:`read_published`.
-        method_name: the method that the checkpoint belongs to.
         model: the base model that it was trained for; unchanged afterwards.
-        output: the adapter folder.
         options: options of the strategy, stored with the adapter.
-
-    Returns:
-        ``output``.
 
     Raises:
         ValueError: the file cannot be read, or does not fit the model.
@@ -288,13 +275,10 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
         folder: the adapter folder.
         form: name of the format, such as ``sglang``.
         model: the base model; unchanged afterwards.
-        output: the folder to write.
-
-    Returns:
-        ``output``.
+        output: the folder to write, which is returned.
 
     Raises:
-        ValueError: the folder has no adapter, or its type cannot be written in this format.
+        ValueError: see :func:`exporter`.
     """
     from safetensors.torch import save_file
 

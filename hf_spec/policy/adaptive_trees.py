@@ -84,7 +84,7 @@ class AdaptiveTrees(TreeSource):
         self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Predictions:  # fmt: skip
-        """The predictions that score paths."""
+        """What scores paths."""
         return drafter.predict(state, depth, width, known, self._tempered(noise))
 
     def prefetch(
@@ -135,7 +135,7 @@ class AdaptiveTrees(TreeSource):
         if depth == 0:
             self._proposed = None
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
-            if state.timed and self.num_draft_tokens is None:
+            if self._exactly(state) is None:
                 # The device has the roots already.
                 zeros, roots = np.zeros((state.batch_size, 1), np.int64), Tree.roots(state.root)
                 tokens = np.array([row[-1:] for row in state.tokens])

@@ -75,14 +75,9 @@ class Budget:
 @dataclass
 class Retry:
     """Tells when to try again what did not seem to pay: after 16 steps, then after twice as many
-    each time, at most 256.
+    each time, at most 256."""
 
-    Attributes:
-        steps: steps since it was last tried.
-        wait: steps until it is tried again.
-    """
-
-    steps: int = 0
+    steps: int = 0  # since it was last tried
     wait: int = FIRST
 
     def due(self) -> bool:

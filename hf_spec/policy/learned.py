@@ -62,12 +62,8 @@ class Setting:
         return self.times.mean(1) is None or self.retries["plain"].due()
 
     def probes_root(self, tokens: int, value: float) -> bool:
-        """Whether a step without predictions has probes, so that the next one has predictions.
-
-        Args:
-            tokens: step tokens with probes.
-            value: what predictions are worth, in tokens.
-        """
+        """Whether a step without predictions has probes (``tokens`` step tokens with them), so that
+        the next one has predictions, worth ``value`` tokens."""
         plain, rate, line = self.times.plain_seconds(), self.rate.value, self.times.line
         if line is None or plain is None or rate is None:
             return True
@@ -77,12 +73,8 @@ class Setting:
         return self.retries["probes"].due()
 
     def prunes(self, tokens: int, drafted: float) -> bool:
-        """Whether pruning a step pays; both kinds of steps alternate until that is known.
-
-        Args:
-            tokens: step tokens before pruning.
-            drafted: what :attr:`acceptance` is relative to.
-        """
+        """Whether pruning a step of so many step tokens pays; both kinds of steps alternate until
+        that is known. ``drafted`` is what :attr:`acceptance` is relative to."""
         both = self.times, self.pruned
         counts = [sum(one.count for rows, one in times.sizes.items() if rows > 1) for times in both]
         means: list[Any] = [times.mean(tokens) for times in both]
@@ -103,7 +95,6 @@ class Learned:
     """What was learned about a strategy, with its options and adapter, on a model.
 
     Attributes:
-        budget: of the strategy.
         lookup_budget: of lookups alone while the rest is paused.
         settings: by batch size, context length and device.
         prediction_value: tokens that it is worth to have predictions in the next step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,7 +42,7 @@ class Shapes:
             their sum if shapes are padded.
     """
 
-    width: Callable[[int, int], int] = operator.add
+    width: Callable[[int, int], int]
 
     @property
     def padded(self) -> bool:

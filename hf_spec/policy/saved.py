@@ -72,11 +72,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file.
-
-    Raises:
-        ValueError: it is broken, or of another version; the message names it.
-    """
+    """The entries of a file; a ValueError that names it if it is broken, or of another version."""
     stat = path.stat()
     return _read(path, stat.st_mtime_ns, stat.st_size)
 
@@ -97,11 +93,8 @@ def _read(path: Path, changed: int, size: int) -> list[dict[str, Any]]:
 
 
 def write_entry(path: Path, entry: dict[str, Any]) -> None:
-    """Add an entry to a file, atomically; it replaces that of the same conditions.
-
-    Raises:
-        ValueError: there is a file, and it is broken.
-    """
+    """Add an entry to a file, atomically; it replaces that of the same conditions. A ValueError if
+    there is a file, and it is broken."""
 
     def key(one: dict[str, Any]) -> list[Any]:
         return [one.get(name) for name in ("device", "dtype", "threads", "strategy", "options")]
@@ -149,13 +142,8 @@ class Saved:
 
 
 def saved_for(adapter: ActiveAdapter | None, model: Any, options: DraftOptions) -> Saved | None:
-    """The entry beside an adapter for these conditions; None if there is none.
-
-    The Hub is not contacted: what is saved there is of other devices.
-
-    Raises:
-        ValueError: the file is broken.
-    """
+    """The entry beside an adapter for these conditions; None if there is none. A ValueError if the
+    file is broken. The Hub is not contacted: what is saved there is of other devices."""
     if adapter is None:
         return None
     path = adapter.file_beside(LEARNED_FILE, ask=False)

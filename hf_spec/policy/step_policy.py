@@ -52,7 +52,7 @@ class StepPolicy:
     Args:
         stats: the call's statistics; counts the plain steps that it chooses.
         learned: what was learned about the strategy on the model; updated.
-        setting: batch size, context length and device.
+        setting: see :attr:`Learned.settings`.
         enabled: if False, every step drafts.
         width: see :class:`Shapes`.
 
@@ -92,11 +92,8 @@ class StepPolicy:
 
     @locked
     def drafts(self, lookup: bool = False) -> bool:
-        """Whether the step that begins now drafts.
-
-        Args:
-            lookup: whether lookups alone are possible (:attr:`lookups_only`).
-        """
+        """Whether the step that begins now drafts; ``lookup`` tells if it may draft lookups alone
+        (:attr:`lookups_only`)."""
         self._plan, self.prunes = None, False
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         paused = not self.prefetches
@@ -156,14 +153,8 @@ class StepPolicy:
         return drafter.attach_probes(tree, (probed * drafter.distances).tolist())
 
     def _best(self, probs: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
-        """The plan of the largest value.
-
-        Args:
-            probs: ``(batch, nodes)`` probability of each path, likeliest first.
-            parents: ``(batch, nodes)``
-            group: probes under a node that has them.
-            prunes: whether the step prunes; None if this is decided later.
-        """
+        """The plan of the largest value; ``probs`` are of paths, likeliest first, ``group`` is the
+        number of probes under a node that has them."""
         setting, shapes, live = self.setting, self.shapes, float(self._live)
         sums = probs.sum(0)
         most, sums[0] = int(np.flatnonzero(sums > 0).max(initial=0)), live
@@ -221,13 +212,8 @@ class StepPolicy:
 
     @locked
     def observe(self, tree: Tree, emitted: Sequence[int], seconds: float) -> None:
-        """Learn from a finished step.
-
-        Args:
-            tree: what was forwarded.
-            emitted: tokens per batch row; 0 for a row that was already finished.
-            seconds: duration of the step.
-        """
+        """Learn from a finished step that forwarded a tree, and took so many seconds; ``emitted``
+        are tokens per batch row, 0 for one that was already finished."""
         counts = [count for count in emitted if count]
         tokens, live, pruned = sum(counts), len(counts), self.prunes
         drafted, rows = tree.num_tokens - 1, self._width_of(tree)
@@ -257,10 +243,8 @@ class StepPolicy:
         })  # fmt: skip
 
     def _charge(self, tokens: int, live: int, seconds: float, expected: float | None) -> None:
-        """Charge a step to the budget of what it drafted; the others wait.
-
-        Measured times: estimates drift apart if one kind of step pauses for long.
-        """
+        """Charge a step to the budget of what it drafted; the others wait. Measured times, as
+        estimates drift apart if one kind of step pauses for long."""
         plain = self.setting.times.plain_seconds()
         charged = self.learned.lookup_budget if self.lookups_only else self.learned.budget
         for budget in (self.learned.budget, self.learned.lookup_budget):

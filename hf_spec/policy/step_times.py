@@ -104,7 +104,6 @@ class StepTimes:
         """Learn from a finished step.
 
         Args:
-            rows: step tokens per batch row.
             seconds: duration from the start of the forward.
             drafting: seconds before that; None if it did not draft, or not in the typical way.
             forwards: forwards of the model while drafting.
@@ -212,7 +211,7 @@ class StepTimes:
             mean = sum(self.line)
         return mean
 
-    def elsewhere(self, share: float, scale: float = 1.0) -> StepTimes:
+    def elsewhere(self, share: float, scale: float) -> StepTimes:
         """Guesses for other conditions, until steps are observed there: the line at two sizes, and
         a plain step.
 

@@ -25,9 +25,7 @@ def tree_source(
     """The tree source that the option ``tree`` names, unless the drafter makes it.
 
     Args:
-        options: the strategy's options.
         trees: see :class:`Drafter`.
-        model: the model that decodes.
         adapter: the adapter that drafts.
         distances: number of future tokens that it predicts.
         probes: probes per distance under a node; 0 if predictions take no step tokens.
@@ -58,14 +56,8 @@ def tree_source(
 
 
 def drafted_depth(options: DraftOptions, distances: int) -> int:
-    """Number of distances that are drafted.
-
-    Args:
-        distances: future tokens that the adapter predicts.
-
-    Raises:
-        ValueError: if ``max_depth`` is larger.
-    """
+    """Number of distances that are drafted, of those that the adapter predicts; a ValueError if
+    ``max_depth`` is larger."""
     if options.max_depth is not None and options.max_depth > distances:
         raise ValueError(
             f"max_depth={options.max_depth}: the adapter predicts {distances} future tokens."
@@ -76,11 +68,8 @@ def drafted_depth(options: DraftOptions, distances: int) -> int:
 def static_tree(
     options: DraftOptions, trees: Mapping[str, MakeTree | None], depth: int
 ) -> TokenTree:
-    """The static tree of the options, over predictions of ``depth`` future tokens.
-
-    Raises:
-        ValueError: if the given paths are deeper.
-    """
+    """The static tree of the options, over predictions of ``depth`` future tokens; a ValueError if
+    the given paths are deeper."""
     if isinstance(options.tree, str):
         make = trees[options.tree]
         assert make is not None
@@ -98,9 +87,7 @@ def check_states(states: TreeStates, where: str, model: Any, distances: int) -> 
     """Raise a ValueError if trees are too deep for the adapter or their ranks too large.
 
     Args:
-        states: the trees.
-        where: what names them, for the message.
-        model: the model that decodes.
+        where: what names the trees, for the message.
         distances: number of future tokens that the adapter predicts.
     """
     if states.max_probes > distances:

@@ -43,16 +43,10 @@ Choice = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a search optimizes; a study can only be continued with the same settings.
-
-    Attributes:
-        max_new_tokens: limit for each prompt.
-        max_draft: K, most tokens drafted per step.
-        seed: seed of Optuna's sampler.
-    """
+    """What a search optimizes; a study can only be continued with the same settings."""
 
     max_new_tokens: int = 64
-    max_draft: int = 12
+    max_draft: int = 12  # K, most tokens drafted per step
     seed: int = 0
 
 
@@ -103,10 +97,8 @@ class LayerSearch:
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        tokenizer: its tokenizer.
         prompts: development prompts.
         folder: an existing folder.
-        settings: what is optimized.
 
     Raises:
         ValueError: the folder's study has other settings or cannot be read, or the model or the
@@ -153,12 +145,8 @@ class LayerSearch:
         }
 
     def search(self, trials: int, progress: Callable[[int, int, Any], None]) -> None:
-        """Run trials until there are ``trials`` finished ones, those of earlier runs included.
-
-        Args:
-            progress: called as ``progress(finished, trials, best)`` with the best trial so far,
-                or None.
-        """
+        """Run trials until there are ``trials`` finished ones, those of earlier runs included;
+        ``progress(finished, trials, best)`` is called with the best trial so far, or None."""
 
         def report(*_: Any) -> None:
             progress(self.finished, trials, next(iter(self.ranked(1)), None))
@@ -255,11 +243,7 @@ class LayerSearch:
 
 
 def open_study(folder: Path, seed: int = 0) -> Any:
-    """The Optuna study in a folder; created if there is none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The Optuna study in a folder, created if there is none; a ValueError if it cannot be read."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
     try:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tiny_checkpoint import make_model
 
-from hf_spec.bench import environment, report, results
+from hf_spec.bench import environment, report
 from hf_spec.bench.agreement import Agreement
 from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.bench.prompts import Prompt
@@ -50,7 +50,7 @@ def result(rows: list[Measurement]) -> BenchResult:
 
 
 def test_rows_hold_the_figures_worked_out_by_hand():
-    rows = {(row["strategy"], row["task"]): row for row in results.rows(measurements())}
+    rows = {(row["strategy"], row["task"]): row for row in result(measurements()).runs()}
     assert list(rows) == [
         ("plain", "qa"), ("plain", "math"), ("plain", "all"),
         ("fast", "qa"), ("fast", "math"), ("fast", "all"),
@@ -88,7 +88,7 @@ def test_intervals_are_of_prompts_and_paired():
             Measurement("plain", 1, [index], "qa", 2.0 * pace, [[5] * 10], 10, None, [SAME]),
             Measurement("fast", 1, [index], "qa", 1.0 * pace, [[5] * 10], 4 + index % 3),
         ]
-    rows = {row["strategy"]: row for row in results.rows(made) if row["task"] == "all"}
+    rows = {row["strategy"]: row for row in result(made).runs() if row["task"] == "all"}
     assert rows["fast"]["speedup_interval"] == pytest.approx([2.0, 2.0])
     low, high = rows["fast"]["tau_interval"]
     assert 10 / 6 < low < rows["fast"]["tau"] < high < 10 / 4
@@ -98,7 +98,7 @@ def test_intervals_are_of_prompts_and_paired():
     assert "2.00x (2.00-2.00)" in shown and f"({low:.2f}-{high:.2f})" in shown
     assert "2.00-2.00" not in table_of(result(made), 40, terminal=True), "there is no room"
     assert "2.00-2.00" in table_of(result(made), 40), "a file has room"
-    assert all(row["tau_interval"] is None for row in results.rows(measurements()))  # too few
+    assert all(row["tau_interval"] is None for row in result(measurements()).runs())  # too few
 
 
 def test_intervals_cover_what_they_say():
@@ -116,7 +116,7 @@ def test_samples_are_identical_or_not_compared():
     for found, identical, diverged in ((None, 0, None), (SAME, 1, 0)):
         for item in sampled:
             item.agreement = [found]
-        for row in results.rows(sampled):
+        for row in result(sampled).runs():
             assert row["identical"] == identical * row["prompts"]
             assert row["diverged"] == row["diverged_at_tie"] == diverged
 

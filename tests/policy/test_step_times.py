@@ -88,7 +88,7 @@ def test_few_sizes_are_kept() -> None:
 def test_a_measured_plain_step_is_expected_of_other_conditions() -> None:
     """Not the line's: devices often have a faster way for a single row."""
     times = StepTimes.guessed({1: 0.5, 4: 1.4, 9: 1.9})  # 1.0 + 0.1 i, but for one row
-    same, larger = times.elsewhere(1.0), times.elsewhere(1.0, scale=3.0)
+    same, larger = times.elsewhere(1.0, scale=1.0), times.elsewhere(1.0, scale=3.0)
     assert same.plain_seconds() == pytest.approx(0.5) and same.line == pytest.approx((1.0, 0.1))
     assert larger.plain_seconds() == pytest.approx(0.7)
     assert larger.line == pytest.approx((1.0, 0.3))
