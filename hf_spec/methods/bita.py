@@ -76,7 +76,6 @@ class BitaConfig(FrontConfig):
             )
 
     def check_base(self, model: nn.Module) -> None:
-        """Set defaults that depend on the base model; raise a ValueError if it does not fit."""
         super().check_base(model)
         if self.num_mask_tokens is None:
             parameters = sum(p.numel() for p in model.parameters())

@@ -49,11 +49,7 @@ from hf_spec.policy.tree_source import tree_source
 
 @dataclass
 class MedusaConfig(HeadsConfig):
-    """Heads on the final hidden state, one per future token.
-
-    Raises:
-        ValueError: if a field is invalid.
-    """
+    """Heads on the final hidden state, one per future token."""
 
     type_name: ClassVar[str] = "MEDUSA"
 
@@ -103,7 +99,6 @@ _Key = tuple[int, ...]
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name belongs to a head."""
     return any(kind.fullmatch(name) for kind in (_BLOCK, _PROJECTION, _BY_RANK))
 
 
@@ -219,6 +214,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
     trained=TRAINED,
-    num_anchors=64,
     published=Published(wants, convert, FILES),
 )

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.options import key_of
-from hf_spec.drafting.state import DecodeState
 from modeling_patches.weights import input_features, placement
 
 #: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
@@ -47,16 +46,13 @@ class AssistantDrafter(ForwardDrafter):
         known, wanted = input_features(assistant)[0], input_features(model)[0]
         #: Tokens that both models have.
         self.shared = min(known, wanted)
-        self._ids = None if self.shared == wanted else torch.arange(self.shared)
+        self._ids: Tensor | None = None
+        if self.shared != wanted:
+            self._ids = torch.arange(self.shared, device=placement(assistant).device)
 
     @property
     def token_ids(self) -> Tensor | None:
         return self._ids
-
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        if self._ids is not None:
-            self._ids = self._ids.to(placement(self.assistant).device)
 
 
 def _check_tokenizer(model: Any, assistant: Any) -> None:

@@ -60,12 +60,10 @@ EARLY_STOP = 3
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name belongs to the drafter."""
     return _UNUSED.fullmatch(name) is None
 
 
 def recognizes(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is one of EAGLE-3."""
     return {"fc.weight", "layers.0.hidden_norm.weight"} <= set(map(_today, names))
 
 

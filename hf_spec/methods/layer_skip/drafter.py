@@ -92,17 +92,10 @@ class LayerSkipDrafter(Drafter):
         self, state: DecodeState, tokens: Tensor, drafted: Sequence[Sequence[int]],
         drafting: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The drafting model's logits and the call's scores after the drafted tokens.
+        """The drafting model's logits and the call's scores ``(batch, vocab)`` in float32, after
+        root and drafted tokens ``(batch, 1 + k)``.
 
         Exits use probabilities of the former: scores of a low temperature are always confident.
-
-        Args:
-            tokens: ``(batch, 1 + k)`` root and drafted tokens.
-            drafted: the drafted tokens of each sequence.
-            drafting: whether each sequence still drafts.
-
-        Returns:
-            ``(batch, vocab)`` float32 logits and scores.
         """
         k = tokens.shape[1] - 1
         output = state.target(Tree.chain(tokens), first=k, changes=self.drafting)
@@ -166,10 +159,7 @@ class LayerSkipDrafter(Drafter):
 
 
 class Stage(Growth):
-    """The drafting stage of one step.
-
-    Drafting continues from the likeliest token; the next likeliest ones become its siblings.
-    """
+    """The drafting stage of one step."""
 
     def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
         super().__init__(drafter.exit, drafter.tempering, state)
@@ -180,7 +170,6 @@ class Stage(Growth):
         self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
 
     def expand(self, frontier: Frontier) -> Children | None:
-        """See :class:`hf_spec.drafting.grow.Expands`; one node per row."""
         drafter, state, depth = self.drafter, self.state, frontier.depth
         if self._tokens is None or self._best is None:
             paths, best = [1.0] * len(state.active), []

@@ -74,7 +74,6 @@ class Ranked:
         self.distances = predictions.distances
 
     def expand(self, frontier: Frontier) -> Children | None:
-        """See :class:`hf_spec.drafting.grow.Expands`."""
         found = self._predictions.expand(frontier)
         if found is None:
             return None
