@@ -158,7 +158,6 @@ class BitaOptions(DraftOptions):
             with one group of mask tokens, which do not attend to the draft tokens (figure 4). All
             values in :class:`DraftOptions` are allowed, too.
         top_k: k, draft tokens per mask token of ``efficient`` and ``full`` trees; None for 5.
-        max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
     top_k: int | None = None

@@ -54,14 +54,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @torch.no_grad()
 def measure_accuracies(drafter: TreeDrafter, texts: Sequence[Text]) -> Array:
-    """How often the token of each rank is the right one at each distance.
-
-    Args:
-        drafter: computes the predictions.
-        texts: held-out prompts with the model's own answers.
-
-    Returns:
-        ``(distances, RANKS)``
+    """How often the token of each rank is the right one at each distance: ``(distances, RANKS)``.
 
     Raises:
         ValueError: the answers are too short.
@@ -257,13 +250,7 @@ def _gains(worth: Array) -> Array:
 def make_tree(
     drafter: TreeDrafter, texts: Sequence[Text], seconds: Callable[[int], float], max_size: int
 ) -> dict[str, Any]:
-    """Measure, and choose the dynamic tree of the largest throughput.
-
-    Args:
-        drafter: the drafter of a PPD adapter.
-        texts: held-out prompts with the model's own answers.
-        seconds: of a step with so many step tokens, from 1.
-        max_size: most step tokens.
+    """Measure, and choose the dynamic tree of the largest throughput; see :class:`TunedTree`.
 
     Returns:
         JSON types for :func:`dynamic_source`: the trees as ``states``; their ``size``, ``tau`` and
