@@ -121,11 +121,7 @@ def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
-    """Cross-entropy of the future tokens, averaged per sequence and then over sequences.
-
-    Returns:
-        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
-    """
+    """Cross-entropy of the future tokens, averaged per sequence and then over sequences."""
     weights = adapter.weights()
     inputs = probe_inputs(model, weights)
     group = ProbeGroup.causal(inputs.embeddings.shape[0])

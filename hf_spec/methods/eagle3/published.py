@@ -180,11 +180,7 @@ def _rope(inner: Mapping[str, Any]) -> Any:
 
 
 def _check_flags(config: Mapping[str, Any], kind: LayerType) -> None:
-    """Raise a ValueError if a switch is on that is not known.
-
-    Args:
-        kind: of its layers.
-    """
+    """Raise a ValueError if a switch is on that is not known."""
     for name, value in _eagle_config(config).items():
         wanted = REQUIRED.get(name)
         if name in REQUIRED and (wanted is None or value == wanted):

@@ -237,20 +237,17 @@ class _Followed:
 def _choice(
     model: Any, options: LayerSkipOptions
 ) -> tuple[list[int], list[int], ActiveAdapter | None]:
-    """Layers whose attention and MLP are skipped, and the active adapter if they are its own.
-
-    Options take precedence. An adapter's updates compensate for its own skipped layers, and are not
-    used with others.
-    """
+    """Layers whose attention and MLP are skipped, and the active adapter if they are its own."""
     attention, mlp = options.skip_attention, options.skip_mlp
-    if attention is None and mlp is None:
-        adapter = find_active(model, "LAYER_SKIP")
-        if adapter is None:
-            raise ValueError(
-                "assistant_strategy='layer_skip' needs the layers to skip: give assistant_kwargs="
-                "{'skip_attention': [...], 'skip_mlp': [...]}, load a LAYER_SKIP adapter "
-                "(model.load_adapter), or find good layers with `hf-spec search`."
-            )
-        config: Any = adapter.config
-        return config.skip_attention, config.skip_mlp, adapter
-    return list(attention or ()), list(mlp or ()), None
+    if attention is not None or mlp is not None:
+        # An adapter's updates compensate for its own skipped layers only.
+        return list(attention or ()), list(mlp or ()), None
+    adapter = find_active(model, "LAYER_SKIP")
+    if adapter is None:
+        raise ValueError(
+            "assistant_strategy='layer_skip' needs the layers to skip: give assistant_kwargs="
+            "{'skip_attention': [...], 'skip_mlp': [...]}, load a LAYER_SKIP adapter "
+            "(model.load_adapter), or find good layers with `hf-spec search`."
+        )
+    config: Any = adapter.config
+    return config.skip_attention, config.skip_mlp, adapter

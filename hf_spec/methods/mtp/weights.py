@@ -42,9 +42,6 @@ FLOATS, EIGHT_BITS = ("BF16", "F16", "F32", "F64"), "F8_E4M3"
 def mtp_layers(model: Any) -> MtpLayers:
     """The layers, on the model's device and in its dtype; read once, and again if these change.
 
-    Args:
-        model: a causal language model, loaded from a local folder or from the Hub.
-
     Raises:
         ValueError: its checkpoint has no such layers, cannot be read, or does not fit the model.
     """
@@ -171,11 +168,8 @@ def _sources(
 def gathered(
     model: Any, sources: Mapping[tuple[int, str], str], numbers: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of all layers by their names in ``MtpLayers.layers``.
-
-    Args:
-        numbers: the tensor of a name in the checkpoint.
-    """
+    """The tensors of all layers by their names in ``MtpLayers.layers``, from ``numbers`` by their
+    names in the checkpoint."""
     found: dict[str, Tensor] = {}
     blocks: dict[int, dict[str, Tensor]] = {}
     for (layer, own), source in sources.items():
@@ -231,11 +225,7 @@ def _tensor(files: Mapping[str, Path], dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
-    """Where the checkpoint is, and the file of each of its tensors of these layers.
-
-    Args:
-        below: number of the model's layers.
-    """
+    """Where the checkpoint is, and the file of each of its tensors of the layers above."""
     place = str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
     if not place:
         raise ValueError(

@@ -214,17 +214,11 @@ class PromptTokens:
         self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Combine EPTs into the states that predict, one per prompt token.
+        """The states that predict, ``(batch, n * distances, hidden)``, from final hidden states of
+        the probes under n nodes, ``(batch, n * EPTs, hidden)``.
 
         EPTs are combined before the output embeddings, which are linear: this equals the weighted
         sum of logits of section 4.4.4, except that a bias of the output embeddings counts once.
-
-        Args:
-            hidden: ``(batch, n * EPTs, hidden)`` final hidden states of the probes under n nodes,
-                with all EPTs of each distance.
-
-        Returns:
-            ``(batch, n * distances, hidden)``.
         """
         config, weights = self.config, self.weights
         if config.num_ept > 1:
@@ -265,9 +259,6 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     position of the same sequence, from the same forward; the divergence is KL(base || prompt
     token), as in distillation and in the authors' code. With ``loss="hard"`` it is the
     cross-entropy of the sequence's token.
-
-    Returns:
-        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
     input_ids, labels, anchors, attention_mask = batch
     prompts = PromptTokens(adapter)

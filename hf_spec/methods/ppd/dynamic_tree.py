@@ -202,10 +202,7 @@ def best_trees(accuracies: Array, size: int, num_ept: int = 1) -> TreeStates:
 def _best_state(
     paths: list[RankPath], chances: list[float], worth: Array, size: int, num_ept: int
 ) -> TreeState:
-    """The best split of ``size`` step tokens into the likeliest draft tokens and prompt tokens.
-
-    For each number of draft tokens, the prompt tokens of the largest gains are taken (Prop. 5.6.3).
-    """
+    """The best split into draft tokens and the prompt tokens of the largest gains (Prop. 5.6.3)."""
     gains = _gains(worth)
     index = {(): 0, **{path: node for node, path in enumerate(paths, 1)}}
     ends, expected = np.zeros(len(paths) + 1), 1.0
@@ -228,11 +225,8 @@ def _best_state(
 
 
 def _gains(worth: Array) -> Array:
-    """``(m,)`` what the first, second, ... prompt token under a node is worth.
-
-    It is the slope of the concave hull of ``worth``, so that a node's prompt tokens are taken in
-    order.
-    """
+    """``(m,)`` what the first, second, ... prompt token under a node is worth: the slope of the
+    concave hull of ``worth``, so that they are taken in order."""
     hull = [0]
     for k in range(1, len(worth)):
         while len(hull) > 1:

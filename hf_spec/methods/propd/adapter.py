@@ -109,9 +109,6 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     ``distillation`` the KL divergence from the model's distribution: a mean over the anchors of a
     sequence, then over sequences. The early head shares no parameters with the other heads, so the
     losses need no weights.
-
-    Returns:
-        ``loss``, a scalar; ``logits`` and ``labels`` of the heads, as in Medusa's loss.
     """
     config: Any = adapter.config
     changes = Changes()

@@ -126,8 +126,8 @@ class EarlyPruning:
 
 
 def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
-    """Nodes with children, ``(batch, inner)`` int64, padded with roots, and for each node the index
-    of its parent among them, ``(batch, tokens)``, arbitrary for the root."""
+    """Nodes with children ``(batch, inner)``, padded with roots, and each node's parent among them
+    ``(batch, tokens)``."""
     above = tree.parents.tolist()
     rows = [sorted({0, *row[1 : size + 1]}) for row, size in zip(above, tree.row_sizes)]
     most = max(map(len, rows))
