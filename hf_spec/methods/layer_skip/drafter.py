@@ -249,5 +249,4 @@ def _choice(
             "{'skip_attention': [...], 'skip_mlp': [...]}, load a LAYER_SKIP adapter "
             "(model.load_adapter), or find good layers with `hf-spec search`."
         )
-    config: Any = adapter.config
-    return config.skip_attention, config.skip_mlp, adapter
+    return adapter.config.skip_attention, adapter.config.skip_mlp, adapter

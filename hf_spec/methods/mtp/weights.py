@@ -19,15 +19,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.methods.mtp.network import MtpNetwork
 from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
 from modeling_patches.modules import decoder_layers, decoder_of, num_layers
-from modeling_patches.mtp import (
-    BLOCK,
-    Layout,
-    MtpLayers,
-    converted,
-    dtypes,
-    is_mtp,
-    layout_of,
-)
+from modeling_patches.mtp import BLOCK, Layout, MtpLayers, converted, dtypes, is_mtp, layout_of
 from modeling_patches.mtp_blocks import recipe_of
 from modeling_patches.weights import device_of, loaded, placement
 
@@ -152,14 +144,11 @@ def _sources(
         parsed = layout.parse(source, below, num_parts)
         if parsed is None:
             unknown.append(source)
-            continue
-        layer, own = parsed
-        if own is None:
-            continue
-        if layer is None:
-            of_all[own] = source
-        else:
-            of_layers[layer, own] = source
+        elif (own := parsed[1]) is not None:
+            if (layer := parsed[0]) is None:
+                of_all[own] = source
+            else:
+                of_layers[layer, own] = source
     count = 1 + max((layer for layer, _ in of_layers), default=0)
     shared = {(layer, own): of_all[own] for layer in range(count) for own in of_all}
     return of_layers | shared, unknown

@@ -70,8 +70,6 @@ class Ranked:
 
     def __init__(self, predictions: Predictions, chances: Array):
         self._predictions, self._chances = predictions, chances
-        self.tokens, self.known = predictions.tokens, predictions.known
-        self.distances = predictions.distances
 
     def expand(self, frontier: Frontier) -> Children | None:
         found = self._predictions.expand(frontier)
