@@ -154,10 +154,8 @@ def convert(
         vocab = len(next(iter(projections.values())))
         keys = [(head,) for head in range(heads)]
         result[PROJECTION] = _stacked("projection", projections, keys, (vocab, hidden))
-    fields = {
-        "num_heads": heads, "num_layers": layers, "projection": "shared" if shared else "own",
-    }  # fmt: skip
-    return fields, result
+    projection = "shared" if shared else "own"
+    return {"num_heads": heads, "num_layers": layers, "projection": projection}, result
 
 
 def _key(name: str, *numbers: str) -> _Key:

@@ -57,15 +57,12 @@ class AssistantDrafter(ForwardDrafter):
 
 def _check_tokenizer(model: Any, assistant: Any) -> None:
     """Raise a ValueError if two models cannot have the same tokenizer, by their configs."""
-    sizes = [input_features(one)[0] for one in (model, assistant)]
-    ids = [{name: _special(one, name) for name in ("bos", "eos")} for one in (model, assistant)]
-    other = [
-        f"{name}_token_id {sorted(ids[0][name])} and {sorted(ids[1][name])}"
-        for name in ids[0]
-        if ids[0][name] and ids[1][name] and not ids[0][name] & ids[1][name]
-    ]
-    if abs(sizes[0] - sizes[1]) >= PADDING:
-        other.insert(0, f"{sizes[0]} and {sizes[1]} tokens")
+    known, wanted = input_features(assistant)[0], input_features(model)[0]
+    other = [f"{wanted} and {known} tokens"] if abs(wanted - known) >= PADDING else []
+    for name in ("bos_token_id", "eos_token_id"):
+        own, theirs = _special(model, name), _special(assistant, name)
+        if own and theirs and not own & theirs:
+            other.append(f"{name} {sorted(own)} and {sorted(theirs)}")
     if other:
         raise ValueError(
             f"assistant_model={type(assistant).__name__} has another tokenizer than "
@@ -78,6 +75,6 @@ def _special(model: Any, name: str) -> set[int]:
     """The ids of a special token, of which models may have several."""
     found: set[int] = set()
     for config in (model.config.get_text_config(decoder=True), model.generation_config):
-        value = getattr(config, f"{name}_token_id", None)
+        value = getattr(config, name, None)
         found |= set() if value is None else {value} if isinstance(value, int) else {*value}
     return found

@@ -80,9 +80,7 @@ class LayerSkipDrafter(Drafter):
         if self.options.draft_exit != POLICY or not state.timed or samples:
             return self._chain(state, depth, samples)
         self._stage = stage = Stage(self, state)
-        grown = grow(
-            stage, state.root, max(RANKS * depth, 1), depth, stage.trust, expanded=1
-        )  # fmt: skip
+        grown = grow(stage, state.root, max(RANKS * depth, 1), depth, stage.trust, expanded=1)
         state.cache.rollback()
         tree = Tree.unpacked(grown)
         stage.trees = tree.host

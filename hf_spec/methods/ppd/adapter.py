@@ -239,9 +239,8 @@ class PromptTokens:
         return hidden
 
     def logits(
-        self, model: Any, states: Tensor, exact: bool = True,
-        head: Head | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, model: Any, states: Tensor, exact: bool = True, head: Head | None = None
+    ) -> Tensor:
         """Logits ``(batch, n, tokens)`` of :meth:`states`, by the base's output embeddings or what
         replaces them; with its scaling and soft cap if they are to be exact."""
         if self.config.head == "vocabulary":  # added to logits, so their scale matters
