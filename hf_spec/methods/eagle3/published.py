@@ -23,7 +23,7 @@ from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
-from hf_spec.methods.eagle3.adapter import ARCHITECTURES, DEFAULT_ROPE, FLAGS, SIZES, Eagle3Config
+from hf_spec.methods.eagle3.adapter import ARCHITECTURES, FLAGS, SIZES, Eagle3Config
 from hf_spec.methods.registry import Published
 from modeling_patches.weights import is_updated
 
@@ -139,7 +139,7 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
     fields["num_layers"] = inner.get("num_hidden_layers", 1)
     fields["hidden_act"] = inner.get("hidden_act", "silu")
     fields["rms_norm_eps"] = inner.get("rms_norm_eps", 1e-6)
-    fields["rope_parameters"] = _rope(inner)
+    fields["rope_parameters"] = inner["rope_parameters"]
     by_tensors = {
         "norm_before_fc": "input_norm.weight" in found, "fc_norm": "fc_norm.0.weight" in found
     }  # fmt: skip
@@ -163,20 +163,6 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(eagle, Mapping):
         raise ValueError(f"eagle_config={eagle!r} in config.json: it must be an object")
     return eagle
-
-
-def _rope(inner: Mapping[str, Any]) -> Any:
-    given = inner.get("rope_parameters")
-    if given is None:
-        scaling = inner.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            return scaling
-        scaling = dict(scaling)
-        if "type" in scaling:
-            scaling.setdefault("rope_type", scaling.pop("type"))
-        theta = inner.get("rope_theta", DEFAULT_ROPE["rope_theta"])
-        given = {**DEFAULT_ROPE, "rope_theta": theta, **scaling}
-    return dict(given) if isinstance(given, Mapping) else given
 
 
 def _check_flags(config: Mapping[str, Any], kind: LayerType) -> None:
