@@ -58,7 +58,14 @@ class LayerType:
         Raises:
             ValueError: it says what such layers do not have here.
         """
-        return config
+        if config.get("rope_parameters") is not None:
+            return config
+        scaling = config.get("rope_scaling") or {}  # before Transformers 5
+        if not isinstance(scaling, Mapping):
+            raise ValueError(f"config.json has rope_scaling={scaling!r}: it must be an object")
+        rope = {"rope_type": scaling.get("type") or "default", **scaling}
+        rope.pop("type", None)
+        return {**config, "rope_parameters": {"rope_theta": config.get("rope_theta", 1e4), **rope}}
 
     def embedding_scale(self, hidden_size: int) -> float:
         """Factor of embeddings in models with such layers."""

@@ -76,7 +76,6 @@ class BitaConfig(FrontConfig):
             )
 
     def check_base(self, model: nn.Module) -> None:
-        """Set defaults that depend on the base model; raise a ValueError if it does not fit."""
         super().check_base(model)
         if self.num_mask_tokens is None:
             parameters = sum(p.numel() for p in model.parameters())
@@ -122,11 +121,7 @@ def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
-    """Cross-entropy of the future tokens, averaged per sequence and then over sequences.
-
-    Returns:
-        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
-    """
+    """Cross-entropy of the future tokens, averaged per sequence and then over sequences."""
     weights = adapter.weights()
     inputs = probe_inputs(model, weights)
     group = ProbeGroup.causal(inputs.embeddings.shape[0])
@@ -159,7 +154,6 @@ class BitaOptions(DraftOptions):
             with one group of mask tokens, which do not attend to the draft tokens (figure 4). All
             values in :class:`DraftOptions` are allowed, too.
         top_k: k, draft tokens per mask token of ``efficient`` and ``full`` trees; None for 5.
-        max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
     top_k: int | None = None

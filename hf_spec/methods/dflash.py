@@ -21,11 +21,7 @@ from hf_spec.policy.tree_source import tree_source
 
 @dataclass
 class DFlashConfig(BlockConfig):
-    """Layers that predict a block of tokens from the base's hidden states.
-
-    Raises:
-        ValueError: if a field is invalid.
-    """
+    """Layers that predict a block of tokens from the base's hidden states."""
 
     type_name: ClassVar[str] = "DFLASH"
 

@@ -22,11 +22,7 @@ from hf_spec.policy.tree_source import tree_source
 
 @dataclass
 class DSparkConfig(BlockConfig):
-    """A :class:`DFlashConfig` that has a Markov head by default, and predicts from the anchor.
-
-    Raises:
-        ValueError: if a field is invalid.
-    """
+    """A :class:`DFlashConfig` that has a Markov head by default, and predicts from the anchor."""
 
     type_name: ClassVar[str] = "DSPARK"
 

@@ -23,7 +23,7 @@ copies, which are read as separate blocks.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,11 +49,7 @@ from hf_spec.policy.tree_source import tree_source
 
 @dataclass
 class MedusaConfig(HeadsConfig):
-    """Heads on the final hidden state, one per future token.
-
-    Raises:
-        ValueError: if a field is invalid.
-    """
+    """Heads on the final hidden state, one per future token."""
 
     type_name: ClassVar[str] = "MEDUSA"
 
@@ -66,7 +62,6 @@ class MedusaOptions(DraftOptions):
         tree: ``sparse``: 15 draft tokens, most of them under likely ones. ``chain``: each head's
             likeliest token only, as in blockwise parallel decoding. Or what :class:`DraftOptions`
             says; rank paths are Medusa's choices.
-        max_depth: number of heads used; None for all that the adapter has.
     """
 
 
@@ -103,7 +98,6 @@ _Key = tuple[int, ...]
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name belongs to a head."""
     return any(kind.fullmatch(name) for kind in (_BLOCK, _PROJECTION, _BY_RANK))
 
 
@@ -143,33 +137,25 @@ def convert(
         )
     heads, layers = (1 + max(key[at] for key in blocks) for at in (0, 1))
     wanted = [(head, layer) for head in range(heads) for layer in range(layers)]
-    _check("block", blocks, wanted)
-    biases = parts["bias"]
-    if biases:
-        _check("bias", biases, wanted)
+    hidden = next(iter(blocks.values())).shape[-1]
+    weights = _stacked("block", blocks, wanted, (hidden, hidden))
+    biases = weights.new_zeros(len(wanted), hidden)
+    if parts["bias"]:
+        biases = _stacked("bias", parts["bias"], wanted, (hidden,))
+    result = {WEIGHTS: weights, BIASES: biases}
+    result = {name: one.unflatten(0, (heads, layers)) for name, one in result.items()}
     shared = not projections or (set(projections) == {(0,)} and heads > 1)  # a copy of the base's
     if not shared:
-        _check("projection", projections, [(head,) for head in range(heads)])
         for head, end in ends.items():
             if end != layers:
                 raise ValueError(
                     f"head {head} has its projection behind {end} blocks, but {layers} blocks."
                 )
-    hidden = blocks[0, 0].shape[-1]
-    result = {
-        WEIGHTS: _stack(blocks, wanted, (hidden, hidden)).unflatten(0, (heads, layers)),
-        BIASES: torch.zeros(heads, layers, hidden, dtype=blocks[0, 0].dtype),
-    }
-    if biases:
-        result[BIASES] = _stack(biases, wanted, (hidden,)).unflatten(0, (heads, layers))
-    if not shared:
-        vocab = projections[0,].shape[0]
-        keys: list[_Key] = [(head,) for head in range(heads)]
-        result[PROJECTION] = _stack(projections, keys, (vocab, hidden))
-    fields = {
-        "num_heads": heads, "num_layers": layers, "projection": "shared" if shared else "own",
-    }  # fmt: skip
-    return fields, result
+        vocab = len(next(iter(projections.values())))
+        keys = [(head,) for head in range(heads)]
+        result[PROJECTION] = _stacked("projection", projections, keys, (vocab, hidden))
+    projection = "shared" if shared else "own"
+    return {"num_heads": heads, "num_layers": layers, "projection": projection}, result
 
 
 def _key(name: str, *numbers: str) -> _Key:
@@ -188,24 +174,22 @@ def _put(found: dict[_Key, Tensor], key: _Key, name: str, tensor: Tensor) -> Non
     found[key] = tensor
 
 
-def _check(what: str, found: Mapping[_Key, Tensor], wanted: list[Any]) -> None:
-    """Raise a ValueError unless all heads have the same tensors."""
+def _stacked(
+    what: str, found: Mapping[_Key, Tensor], wanted: Sequence[_Key], shape: tuple[int, ...]
+) -> Tensor:
+    """One tensor of those of all heads, which must have them all, of this shape."""
     for key in wanted:
         if key not in found:
             block = f", block {key[1]}" if len(key) > 1 else ""
             raise ValueError(f"head {key[0]}{block} has no {what}, others have one.")
-    unknown = found.keys() - set(wanted)
-    if unknown:
-        raise ValueError(f"there is a {what} of head {min(unknown)[0]}, which has no blocks.")
-
-
-def _stack(found: Mapping[_Key, Tensor], keys: list[Any], shape: tuple[int, ...]) -> Tensor:
-    for key in keys:
-        if tuple(found[key].shape) != shape:
+        if found[key].shape != shape:
             raise ValueError(
                 f"a tensor of head {key[0]} has shape {tuple(found[key].shape)}, expected {shape}."
             )
-    return torch.stack([found[key] for key in keys])
+    unknown = found.keys() - set(wanted)
+    if unknown:
+        raise ValueError(f"there is a {what} of head {min(unknown)[0]}, which has no blocks.")
+    return torch.stack([found[key] for key in wanted])
 
 
 METHOD = Method(
@@ -219,6 +203,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
     trained=TRAINED,
-    num_anchors=64,
     published=Published(wants, convert, FILES),
 )

@@ -201,9 +201,6 @@ class Method:
     ) -> Drafter:
         """Build the drafter of a call.
 
-        Args:
-            assistant: the call's assistant model; None if it has none.
-
         Raises:
             ValueError: there is an assistant and the method has no use for it, or none although it
                 needs one; or the drafter cannot work with the model.
@@ -235,9 +232,6 @@ def register_method(method: Method) -> None:
     """Register a method with ``generate()``, and its adapter's type with PEFT.
 
     Registering the same method again does nothing.
-
-    Args:
-        method: the method.
 
     Raises:
         ValueError: the name, or the type of its adapter, belongs to another method; or one of

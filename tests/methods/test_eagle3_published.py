@@ -268,7 +268,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no object": (outer("eagle_config", [1]), r"eagle_config=\[1\] in config.json: it must be"),
     "scaling": (
         lambda c, _: c["transformer_layer_config"].update(rope_parameters=None, rope_scaling=[2]),
-        r"rope_parameters=\[2\]: must be a dict",
+        r"rope_scaling=\[2\]: it must be an object",
     ),
     "theta": (inner("rope_parameters", {"rope_type": "default", "rope_theta": "x"}), "rope_theta"),
     "flat head": (tensor("lm_head.weight", lambda one: one.flatten()), r"shape \(3072,\), expect"),
@@ -334,3 +334,14 @@ def test_files_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert command("import", path.parent, "--model", tmp_path, "--output", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert "is no safetensors file" in error and error.count("\n") == 1
+
+
+def test_rotary_fields_of_before_transformers_5(tmp_path: Path) -> None:
+    def older(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        inner = config["transformer_layer_config"]
+        del inner["rope_parameters"]
+        inner |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+
+    config, _ = convert(written(tmp_path / "drafter", "tiny-llama", older), "eagle3")
+    expected = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert config.rope_parameters == expected

@@ -22,7 +22,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.adapter import early_states
-from hf_spec.methods.propd.drafter import EarlyPruning, ProPDOptions
+from hf_spec.methods.propd.drafter import EarlyPruning
 from hf_spec.methods.registry import get_method
 from hf_spec.policy.budget import Budget
 
@@ -142,7 +142,7 @@ def naive_likely(
 def test_likely_candidates_one_at_a_time(fresh: Callable[..., PreTrainedModel], top_k: int) -> None:
     model = fresh()
     weights = trained_like(model)
-    pruning = EarlyPruning(model, weights, 1, 50, ProPDOptions(prune_top_k=top_k))
+    pruning = EarlyPruning(model, weights, 1, top_k)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(4, len(TREE), 32, generator=generator)
     tokens = torch.randint(VOCAB, (4, len(TREE)), generator=generator)

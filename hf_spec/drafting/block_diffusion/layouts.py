@@ -295,11 +295,6 @@ def _switches(config: Mapping[str, Any], kind: LayerType) -> set[str]:
 def _layer_config(layers: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
     layers = kind.flat(layers)
     heads, hidden = _count(layers, "num_attention_heads"), _count(layers, "hidden_size")
-    rope = layers.get("rope_parameters")
-    if rope is None:  # before Transformers 5
-        scaling = dict(layers.get("rope_scaling") or {})
-        scaling.setdefault("rope_type", scaling.pop("type", None) or "default")
-        rope = {**scaling, "rope_theta": layers.get("rope_theta", 10000.0)}
     return {
         **{name: layers.get(name) for name in COUNTS},
         "num_key_value_heads": layers.get("num_key_value_heads", heads),
@@ -307,7 +302,7 @@ def _layer_config(layers: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
         "hidden_act": layers.get("hidden_act", "silu"),
         "rms_norm_eps": layers.get("rms_norm_eps", 1e-6),
         "attention_bias": layers.get("attention_bias", False),
-        "rope_parameters": rope,
+        "rope_parameters": layers["rope_parameters"],
         **({TYPE: kind.name} if kind.name != TYPES[0] else {}),
         **{name: layers[name] for name in kind.own},
     }

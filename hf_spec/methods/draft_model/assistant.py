@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.options import key_of
-from hf_spec.drafting.state import DecodeState
 from modeling_patches.weights import input_features, placement
 
 #: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
@@ -47,29 +46,23 @@ class AssistantDrafter(ForwardDrafter):
         known, wanted = input_features(assistant)[0], input_features(model)[0]
         #: Tokens that both models have.
         self.shared = min(known, wanted)
-        self._ids = None if self.shared == wanted else torch.arange(self.shared)
+        self._ids: Tensor | None = None
+        if self.shared != wanted:
+            self._ids = torch.arange(self.shared, device=placement(assistant).device)
 
     @property
     def token_ids(self) -> Tensor | None:
         return self._ids
 
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        if self._ids is not None:
-            self._ids = self._ids.to(placement(self.assistant).device)
-
 
 def _check_tokenizer(model: Any, assistant: Any) -> None:
     """Raise a ValueError if two models cannot have the same tokenizer, by their configs."""
-    sizes = [input_features(one)[0] for one in (model, assistant)]
-    ids = [{name: _special(one, name) for name in ("bos", "eos")} for one in (model, assistant)]
-    other = [
-        f"{name}_token_id {sorted(ids[0][name])} and {sorted(ids[1][name])}"
-        for name in ids[0]
-        if ids[0][name] and ids[1][name] and not ids[0][name] & ids[1][name]
-    ]
-    if abs(sizes[0] - sizes[1]) >= PADDING:
-        other.insert(0, f"{sizes[0]} and {sizes[1]} tokens")
+    known, wanted = input_features(assistant)[0], input_features(model)[0]
+    other = [f"{wanted} and {known} tokens"] if abs(wanted - known) >= PADDING else []
+    for name in ("bos_token_id", "eos_token_id"):
+        own, theirs = _special(model, name), _special(assistant, name)
+        if own and theirs and not own & theirs:
+            other.append(f"{name} {sorted(own)} and {sorted(theirs)}")
     if other:
         raise ValueError(
             f"assistant_model={type(assistant).__name__} has another tokenizer than "
@@ -82,6 +75,6 @@ def _special(model: Any, name: str) -> set[int]:
     """The ids of a special token, of which models may have several."""
     found: set[int] = set()
     for config in (model.config.get_text_config(decoder=True), model.generation_config):
-        value = getattr(config, f"{name}_token_id", None)
+        value = getattr(config, name, None)
         found |= set() if value is None else {value} if isinstance(value, int) else {*value}
     return found

@@ -19,7 +19,7 @@ from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.appending import append
-from hf_spec.model.hidden_states import Reads, taken
+from hf_spec.model.hidden_states import taken
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
@@ -34,8 +34,6 @@ class DraftModelDrafter(AssistantDrafter):
     Raises:
         ValueError: see :class:`AssistantDrafter`; or the assistant cannot run trees.
     """
-
-    reads = Reads()
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
@@ -76,9 +74,7 @@ class DraftModelDrafter(AssistantDrafter):
             position_ids=(columns - padding[:, None]).clamp(min=0), **{CACHE: source},
         )  # fmt: skip
         self._logits = assistant(**given).logits[:, -1].clone()
-        cache = TreeCache(
-            len(source.layers), len(rows), device, rules=recurrent_rules(assistant)
-        )  # fmt: skip
+        cache = TreeCache(len(source.layers), len(rows), device, rules=recurrent_rules(assistant))
         ends = list(map(sum, zip(lengths, state.remaining)))
         take_over(cache, source, mask, max(ends) + MAX_DRAFT_TOKENS, seq=width)
         # A table of positions may be shorter than the text.

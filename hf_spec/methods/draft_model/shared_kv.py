@@ -94,13 +94,8 @@ class SharedKVDrafter(AssistantDrafter):
     def _see(
         self, cache: TreeCache, shift: Tensor, ahead: tuple[Tensor, Tensor] | None = None
     ) -> Seen:
-        """The tokens before the roots, which a cache holds.
-
-        Args:
-            shift: ``(batch, 1)`` see :class:`Target`.
-            ahead: where the accepted nodes are in the open block, ``(batch, depth)``, and how many
-                of these there are, ``(batch,)``; None if no block is open.
-        """
+        """The tokens before the roots, which a cache holds; `ahead`: where the accepted nodes are
+        in an open block, ``(batch, depth)``, and how many there are, ``(batch,)``."""
         device, dtype = placement(self.assistant)
         count = min(aligned(cache.max_length), cache.capacity)
         if cache.block is not None:

@@ -138,7 +138,6 @@ class Eagle3Config(VocabularyConfig):
             raise ValueError(f"head_dim={self.head_dim}: must be even, as halves are rotated.")
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise a ValueError if it does not fit `model`; sizes left out become those of `model`."""
         super().check_base(model)
         count, (tokens, embedding) = num_layers(model), input_features(model)
         if self.mask_token_id is not None and self.mask_token_id >= tokens:
@@ -226,11 +225,7 @@ def _check_rope(given: Any) -> None:
 
 
 class Eagle3Adapter(Adapter):
-    """The decoder's parameters, and its forward.
-
-    Attributes:
-        config: its config.
-    """
+    """The decoder's parameters, and its forward."""
 
     def __init__(self, config: Eagle3Config, model: Any) -> None:
         super().__init__(config, model)

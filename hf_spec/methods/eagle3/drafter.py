@@ -24,9 +24,6 @@ class Eagle3Options(GrowOptions):
     """Options of ``eagle3`` (EAGLE-2, section 4.1; EAGLE-3, section 4).
 
     Attributes:
-        tree: ``adaptive``: the likeliest paths, grown level by level. ``chain``: the likeliest
-            tokens only.
-        max_depth: depth of the deepest draft token; None for 8. Each level is one forward.
         width: draft tokens of a level that are continued, the likeliest ones; the paper's top-k.
     """
 

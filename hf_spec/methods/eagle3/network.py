@@ -21,10 +21,6 @@ from modeling_patches.weights import device_of
 class Eagle3Network:
     """See :class:`hf_spec.drafting.autoregressive.DraftNetwork`.
 
-    Args:
-        model: the base model, whose embeddings it uses unless it has its own.
-        adapter: the decoder.
-
     Raises:
         ValueError: the model lacks some of the tokens that it predicts.
     """

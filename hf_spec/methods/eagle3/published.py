@@ -23,7 +23,7 @@ from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
-from hf_spec.methods.eagle3.adapter import ARCHITECTURES, DEFAULT_ROPE, FLAGS, SIZES, Eagle3Config
+from hf_spec.methods.eagle3.adapter import ARCHITECTURES, FLAGS, SIZES, Eagle3Config
 from hf_spec.methods.registry import Published
 from modeling_patches.weights import is_updated
 
@@ -60,12 +60,10 @@ EARLY_STOP = 3
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name belongs to the drafter."""
     return _UNUSED.fullmatch(name) is None
 
 
 def recognizes(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is one of EAGLE-3."""
     return {"fc.weight", "layers.0.hidden_norm.weight"} <= set(map(_today, names))
 
 
@@ -141,7 +139,7 @@ def _fields(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str,
     fields["num_layers"] = inner.get("num_hidden_layers", 1)
     fields["hidden_act"] = inner.get("hidden_act", "silu")
     fields["rms_norm_eps"] = inner.get("rms_norm_eps", 1e-6)
-    fields["rope_parameters"] = _rope(inner)
+    fields["rope_parameters"] = inner["rope_parameters"]
     by_tensors = {
         "norm_before_fc": "input_norm.weight" in found, "fc_norm": "fc_norm.0.weight" in found
     }  # fmt: skip
@@ -167,26 +165,8 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return eagle
 
 
-def _rope(inner: Mapping[str, Any]) -> Any:
-    given = inner.get("rope_parameters")
-    if given is None:
-        scaling = inner.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            return scaling
-        scaling = dict(scaling)
-        if "type" in scaling:
-            scaling.setdefault("rope_type", scaling.pop("type"))
-        theta = inner.get("rope_theta", DEFAULT_ROPE["rope_theta"])
-        given = {**DEFAULT_ROPE, "rope_theta": theta, **scaling}
-    return dict(given) if isinstance(given, Mapping) else given
-
-
 def _check_flags(config: Mapping[str, Any], kind: LayerType) -> None:
-    """Raise a ValueError if a switch is on that is not known.
-
-    Args:
-        kind: of its layers.
-    """
+    """Raise a ValueError if a switch is on that is not known."""
     for name, value in _eagle_config(config).items():
         wanted = REQUIRED.get(name)
         if name in REQUIRED and (wanted is None or value == wanted):

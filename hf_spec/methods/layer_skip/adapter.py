@@ -75,7 +75,6 @@ class LayerSkipConfig(SpecPeftConfig):
         check_settings("draft_", self.draft_rank or 1, self.draft_alpha, self.draft_target_modules)
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise a ValueError if the indices do not fit the layers of `model`."""
         super().check_base(model)
         LayerSkipper(model, self.skip_attention, self.skip_mlp)  # finds every sublayer or raises
         self.draft_modules(model)

@@ -80,9 +80,7 @@ class LayerSkipDrafter(Drafter):
         if self.options.draft_exit != POLICY or not state.timed or samples:
             return self._chain(state, depth, samples)
         self._stage = stage = Stage(self, state)
-        grown = grow(
-            stage, state.root, max(RANKS * depth, 1), depth, stage.trust, expanded=1
-        )  # fmt: skip
+        grown = grow(stage, state.root, max(RANKS * depth, 1), depth, stage.trust, expanded=1)
         state.cache.rollback()
         tree = Tree.unpacked(grown)
         stage.trees = tree.host
@@ -92,17 +90,10 @@ class LayerSkipDrafter(Drafter):
         self, state: DecodeState, tokens: Tensor, drafted: Sequence[Sequence[int]],
         drafting: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The drafting model's logits and the call's scores after the drafted tokens.
+        """The drafting model's logits and the call's scores ``(batch, vocab)`` in float32, after
+        root and drafted tokens ``(batch, 1 + k)``.
 
         Exits use probabilities of the former: scores of a low temperature are always confident.
-
-        Args:
-            tokens: ``(batch, 1 + k)`` root and drafted tokens.
-            drafted: the drafted tokens of each sequence.
-            drafting: whether each sequence still drafts.
-
-        Returns:
-            ``(batch, vocab)`` float32 logits and scores.
         """
         k = tokens.shape[1] - 1
         output = state.target(Tree.chain(tokens), first=k, changes=self.drafting)
@@ -166,10 +157,7 @@ class LayerSkipDrafter(Drafter):
 
 
 class Stage(Growth):
-    """The drafting stage of one step.
-
-    Drafting continues from the likeliest token; the next likeliest ones become its siblings.
-    """
+    """The drafting stage of one step."""
 
     def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
         super().__init__(drafter.exit, drafter.tempering, state)
@@ -180,7 +168,6 @@ class Stage(Growth):
         self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
 
     def expand(self, frontier: Frontier) -> Children | None:
-        """See :class:`hf_spec.drafting.grow.Expands`; one node per row."""
         drafter, state, depth = self.drafter, self.state, frontier.depth
         if self._tokens is None or self._best is None:
             paths, best = [1.0] * len(state.active), []
@@ -248,20 +235,16 @@ class _Followed:
 def _choice(
     model: Any, options: LayerSkipOptions
 ) -> tuple[list[int], list[int], ActiveAdapter | None]:
-    """Layers whose attention and MLP are skipped, and the active adapter if they are its own.
-
-    Options take precedence. An adapter's updates compensate for its own skipped layers, and are not
-    used with others.
-    """
+    """Layers whose attention and MLP are skipped, and the active adapter if they are its own."""
     attention, mlp = options.skip_attention, options.skip_mlp
-    if attention is None and mlp is None:
-        adapter = find_active(model, "LAYER_SKIP")
-        if adapter is None:
-            raise ValueError(
-                "assistant_strategy='layer_skip' needs the layers to skip: give assistant_kwargs="
-                "{'skip_attention': [...], 'skip_mlp': [...]}, load a LAYER_SKIP adapter "
-                "(model.load_adapter), or find good layers with `hf-spec search`."
-            )
-        config: Any = adapter.config
-        return config.skip_attention, config.skip_mlp, adapter
-    return list(attention or ()), list(mlp or ()), None
+    if attention is not None or mlp is not None:
+        # An adapter's updates compensate for its own skipped layers only.
+        return list(attention or ()), list(mlp or ()), None
+    adapter = find_active(model, "LAYER_SKIP")
+    if adapter is None:
+        raise ValueError(
+            "assistant_strategy='layer_skip' needs the layers to skip: give assistant_kwargs="
+            "{'skip_attention': [...], 'skip_mlp': [...]}, load a LAYER_SKIP adapter "
+            "(model.load_adapter), or find good layers with `hf-spec search`."
+        )
+    return adapter.config.skip_attention, adapter.config.skip_mlp, adapter

@@ -62,8 +62,6 @@ class MtpConfig(SpecPeftConfig):
                 check_count(name, getattr(self, name), high=most)
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise a ValueError if the checkpoint of `model` has no such layers; those of a loaded
-        adapter are its own."""
         super().check_base(model)
         if not (self.inference_mode and self.num_layers):
             layers = mtp_layers(model)
@@ -80,11 +78,7 @@ class MtpConfig(SpecPeftConfig):
 
 
 class MtpAdapter(Adapter):
-    """The layers, which start as those of the base's checkpoint.
-
-    Attributes:
-        config: its config.
-    """
+    """The layers, which start as those of the base's checkpoint."""
 
     def __init__(self, config: MtpConfig, model: Any) -> None:
         super().__init__(config, model)

@@ -23,10 +23,6 @@ class MtpNetwork:
     ``d - 1`` at the row before (DeepSeek-V3, section 2.2). So a row runs through all layers that
     are still to come, and the next row takes the outputs of all but the last, side by side. Below
     the last layer's depth, it is used again and takes its own output.
-
-    Args:
-        model: the causal language model.
-        layers: its layers.
     """
 
     token_ids: Tensor | None = None

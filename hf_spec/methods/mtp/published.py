@@ -23,12 +23,10 @@ LAYERS = "layers."
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name belongs to the layers."""
     return SPECULATORS.parse(name, 0) is not None
 
 
 def recognizes(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is one of such layers."""
     return config.get("speculators_model_type") == KIND
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.checkpoint import Origin, complaints, opened, readable, shards
+from hf_spec.adapters.checkpoint import Origin, complaints, opened, shards
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.checks import first_line
@@ -19,15 +19,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.methods.mtp.network import MtpNetwork
 from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
 from modeling_patches.modules import decoder_layers, decoder_of, num_layers
-from modeling_patches.mtp import (
-    BLOCK,
-    Layout,
-    MtpLayers,
-    converted,
-    dtypes,
-    is_mtp,
-    layout_of,
-)
+from modeling_patches.mtp import BLOCK, Layout, MtpLayers, converted, dtypes, is_mtp, layout_of
 from modeling_patches.mtp_blocks import recipe_of
 from modeling_patches.weights import device_of, loaded, placement
 
@@ -41,9 +33,6 @@ FLOATS, EIGHT_BITS = ("BF16", "F16", "F32", "F64"), "F8_E4M3"
 
 def mtp_layers(model: Any) -> MtpLayers:
     """The layers, on the model's device and in its dtype; read once, and again if these change.
-
-    Args:
-        model: a causal language model, loaded from a local folder or from the Hub.
 
     Raises:
         ValueError: its checkpoint has no such layers, cannot be read, or does not fit the model.
@@ -98,30 +87,27 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
     plain = {one: path for one, path in files.items() if one not in scales}
     num_parts = recipe_of(model).num_parts
     sources, unknown = _sources(plain, layout, below, num_parts)
-    with ExitStack() as stack:
-        open_files = {path: stack.enter_context(opened(path)) for path in {*files.values()}}
-        sparse = any(".experts." in own for _, own in sources)
-        layers = MtpLayers(model, 1 + max(layer for layer, _ in sources), sparse)
+    sparse = any(".experts." in own for _, own in sources)
+    layers = MtpLayers(model, 1 + max(layer for layer, _ in sources), sparse)
 
-        stored = _Stored(files, open_files, dtype)
-        # Names and shapes first: nothing large is read of what does not fit.
-        wrong = [f"unknown tensor {one!r}" for one in unknown[:1]]
-        norms = _final_norms(model, len(layers.layers)) if layout.final_norm else {}
-        shapes = gathered(model, sources, stored.shape) | norms
-        wrong += complaints(shapes, layers.layers.state_dict())
-        if wrong:
-            for (layer, own), source in sources.items():
-                wrong = [text.replace(repr(f"{layer}.{own}"), repr(source)) for text in wrong]
-            raise ValueError(
-                f"the layers for multi-token prediction of {place!r} do not fit {name}: "
-                f"{'; '.join(wrong)} ({BLOCK.rstrip('.')} is the block between them). Download the "
-                "checkpoint again, or choose another strategy."
-            )
-        kept = dtypes(model, num_parts)
-        state = {
-            own: value.to(device, kept.get(own.partition(BLOCK)[2], dtype)).contiguous()
-            for own, value in (gathered(model, sources, stored.numbers) | norms).items()
-        }
+    # Names and shapes first: nothing large is read of what does not fit.
+    wrong = [f"unknown tensor {one!r}" for one in unknown[:1]]
+    norms = _final_norms(model, len(layers.layers)) if layout.final_norm else {}
+    shapes = gathered(model, sources, partial(_shape, files)) | norms
+    wrong += complaints(shapes, layers.layers.state_dict())
+    if wrong:
+        for (layer, own), source in sources.items():
+            wrong = [text.replace(repr(f"{layer}.{own}"), repr(source)) for text in wrong]
+        raise ValueError(
+            f"the layers for multi-token prediction of {place!r} do not fit {name}: "
+            f"{'; '.join(wrong)} ({BLOCK.rstrip('.')} is the block between them). Download the "
+            "checkpoint again, or choose another strategy."
+        )
+    kept = dtypes(model, num_parts)
+    state = {
+        own: value.to(device, kept.get(own.partition(BLOCK)[2], dtype)).contiguous()
+        for own, value in (gathered(model, sources, partial(_tensor, files, dtype)) | norms).items()
+    }
     layers.layers.load_state_dict(state, assign=True)
     left = [own for own, tensor in layers.named_buffers() if tensor.is_meta]
     if left:
@@ -158,14 +144,11 @@ def _sources(
         parsed = layout.parse(source, below, num_parts)
         if parsed is None:
             unknown.append(source)
-            continue
-        layer, own = parsed
-        if own is None:
-            continue
-        if layer is None:
-            of_all[own] = source
-        else:
-            of_layers[layer, own] = source
+        elif (own := parsed[1]) is not None:
+            if (layer := parsed[0]) is None:
+                of_all[own] = source
+            else:
+                of_layers[layer, own] = source
     count = 1 + max((layer for layer, _ in of_layers), default=0)
     shared = {(layer, own): of_all[own] for layer in range(count) for own in of_all}
     return of_layers | shared, unknown
@@ -174,11 +157,8 @@ def _sources(
 def gathered(
     model: Any, sources: Mapping[tuple[int, str], str], numbers: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of all layers by their names in ``MtpLayers.layers``.
-
-    Args:
-        numbers: the tensor of a name in the checkpoint.
-    """
+    """The tensors of all layers by their names in ``MtpLayers.layers``, from ``numbers`` by their
+    names in the checkpoint."""
     found: dict[str, Tensor] = {}
     blocks: dict[int, dict[str, Tensor]] = {}
     for (layer, own), source in sources.items():
@@ -200,59 +180,41 @@ def _final_norms(model: Any, count: int) -> dict[str, Tensor]:
     return {f"{index}.post_norm.{name}": own[name] for index in range(count) for name in own}
 
 
-class _Stored:
-    """Tensors of a checkpoint.
+def _shape(files: Mapping[str, Path], name: str) -> Tensor:
+    """A tensor's shape, without numbers."""
+    scales = name + SCALES
+    with opened(files[name]) as file:
+        part = file.get_slice(name)
+        kind, shape = part.get_dtype(), part.get_shape()
+    if kind == EIGHT_BITS and scales in files:
+        with opened(files[scales]) as file:
+            found = file.get_slice(scales).get_shape()
+        try:
+            check_scales(name, shape, found)
+        except ValueError as error:
+            raise ValueError(f"{str(files[name])!r}: {error}. Download it again.") from error
+    elif kind not in FLOATS:
+        raise ValueError(
+            f"{str(files[name])!r}: {name!r} is stored as {kind}; layers for multi-token "
+            f"prediction are read from {', '.join(FLOATS)}, and {EIGHT_BITS} with scales "
+            f"({scales!r}). Take a checkpoint that is not quantized, or choose another strategy."
+        )
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
-    Args:
-        files: the file of each tensor.
-        opened: these files.
-        dtype: of numbers that are stored as 8-bit floats.
-    """
 
-    def __init__(self, files: Mapping[str, Path], opened: Mapping[Path, Any], dtype: torch.dtype):
-        self._files, self._opened, self._dtype = files, opened, dtype
-
-    def _file(self, name: str) -> Any:
-        return self._opened[self._files[name]]
-
-    def shape(self, name: str) -> Tensor:
-        """A tensor's shape, without numbers."""
-        path, scales = self._files[name], name + SCALES
-        with readable(path):
-            part = self._file(name).get_slice(name)
-            kind, shape = part.get_dtype(), part.get_shape()
-        if kind == EIGHT_BITS and scales in self._files:
-            with readable(self._files[scales]):
-                found = self._file(scales).get_slice(scales).get_shape()
-            try:
-                check_scales(name, shape, found)
-            except ValueError as error:
-                raise ValueError(f"{str(path)!r}: {error}. Download it again.") from error
-        elif kind not in FLOATS:
-            raise ValueError(
-                f"{str(path)!r}: {name!r} is stored as {kind}; layers for multi-token prediction "
-                f"are read from {', '.join(FLOATS)}, and {EIGHT_BITS} with scales ({scales!r}). "
-                "Take a checkpoint that is not quantized, or choose another strategy."
-            )
-        return torch.empty(shape, dtype=torch.float32, device="meta")
-
-    def numbers(self, name: str) -> Tensor:
-        """A tensor; one of 8-bit floats in the other dtype."""
-        with readable(self._files[name]):
-            found: Tensor = self._file(name).get_tensor(name)
-        if found.dtype != FP8:
-            return found
-        scales = name + SCALES
-        with readable(self._files[scales]):
-            return dequantized(name, found, self._file(scales).get_tensor(scales), self._dtype)
+def _tensor(files: Mapping[str, Path], dtype: torch.dtype, name: str) -> Tensor:
+    """A tensor; one that is stored as 8-bit floats in this dtype."""
+    with opened(files[name]) as file:
+        found: Tensor = file.get_tensor(name)
+    if found.dtype != FP8:
+        return found
+    scales = name + SCALES
+    with opened(files[scales]) as file:
+        return dequantized(name, found, file.get_tensor(scales), dtype)
 
 
 def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
-    """Where the checkpoint is, and the file of each of its tensors of these layers.
-
-    Args:
-        below: number of the model's layers.
-    """
+    """Where the checkpoint is, and the file of each of its tensors of the layers above."""
     place = str(getattr(model.config, "name_or_path", None) or model.name_or_path or "")
     if not place:
         raise ValueError(

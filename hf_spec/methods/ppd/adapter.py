@@ -123,7 +123,6 @@ class PPDConfig(FrontConfig):
         return self.head != "vocabulary"
 
     def check_base(self, model: nn.Module) -> None:
-        """Set defaults that depend on the base model; raise a ValueError if it does not fit."""
         super().check_base(model)
         if self.num_exits > 1 and self.num_exits > num_layers(model):
             raise ValueError(
@@ -175,13 +174,7 @@ class PPDAdapter(Adapter):
 
 @lru_cache(maxsize=64)
 def ept_group(distances: int, num_ept: int, mask: str) -> ProbeGroup:
-    """EPTs of all prompt tokens, those of distance 1 first (section 4.4.3, figures 4.6 to 4.8).
-
-    Args:
-        distances: number of prompt tokens.
-        num_ept: EPTs per prompt token.
-        mask: ``ensemble``, ``decoder`` or ``encoder``.
-    """
+    """EPTs of all prompt tokens, those of distance 1 first (section 4.4.3, figures 4.6 to 4.8)."""
     places = [(distance, number) for distance in range(distances) for number in range(num_ept)]
     sees = {
         "ensemble": lambda q, k: k[1] == q[1] and k[0] <= q[0],
@@ -196,7 +189,6 @@ class PromptTokens:
     """Applies an adapter's parameters; gradients flow to them.
 
     Args:
-        adapter: the active adapter.
         distances: number of prompt tokens to use; None for all.
 
     Attributes:
@@ -222,17 +214,11 @@ class PromptTokens:
         self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Combine EPTs into the states that predict, one per prompt token.
+        """The states that predict, ``(batch, n * distances, hidden)``, from final hidden states of
+        the probes under n nodes, ``(batch, n * EPTs, hidden)``.
 
         EPTs are combined before the output embeddings, which are linear: this equals the weighted
         sum of logits of section 4.4.4, except that a bias of the output embeddings counts once.
-
-        Args:
-            hidden: ``(batch, n * EPTs, hidden)`` final hidden states of the probes under n nodes,
-                with all EPTs of each distance.
-
-        Returns:
-            ``(batch, n * distances, hidden)``.
         """
         config, weights = self.config, self.weights
         if config.num_ept > 1:
@@ -253,18 +239,10 @@ class PromptTokens:
         return hidden
 
     def logits(
-        self, model: Any, states: Tensor, exact: bool = True,
-        head: Head | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Logits that the prompt tokens predict, ``(batch, n, tokens)``.
-
-        Args:
-            model: the base model.
-            states: ``(batch, n, hidden)`` from :meth:`states`.
-            exact: whether to apply the model's scaling and soft cap; False may skip operations that
-                keep the order of logits.
-            head: replaces the base's output embeddings.
-        """
+        self, model: Any, states: Tensor, exact: bool = True, head: Head | None = None
+    ) -> Tensor:
+        """Logits ``(batch, n, tokens)`` of :meth:`states`, by the base's output embeddings or what
+        replaces them; with its scaling and soft cap if they are to be exact."""
         if self.config.head == "vocabulary":  # added to logits, so their scale matters
             own = states @ self.weights["head"].to(states).T
             return model_logits(model, states) + of_tokens(model, own, 0.0)
@@ -280,9 +258,6 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     position of the same sequence, from the same forward; the divergence is KL(base || prompt
     token), as in distillation and in the authors' code. With ``loss="hard"`` it is the
     cross-entropy of the sequence's token.
-
-    Returns:
-        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
     input_ids, labels, anchors, attention_mask = batch
     prompts = PromptTokens(adapter)
@@ -319,7 +294,6 @@ FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name belongs to the adapter."""
     return name == EMBEDDINGS
 
 

@@ -34,7 +34,6 @@ class PPDOptions(DraftOptions):
             ``chain``: the likeliest ones only. ``dynamic``: the dynamic sparse tree of section
             5.4, which ``hf-spec tune`` has made. All values in :class:`DraftOptions` are allowed,
             too.
-        max_depth: number of prompt tokens used; None for all that the adapter has.
     """
 
     def __post_init__(self) -> None:

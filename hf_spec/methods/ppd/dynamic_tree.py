@@ -54,14 +54,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @torch.no_grad()
 def measure_accuracies(drafter: TreeDrafter, texts: Sequence[Text]) -> Array:
-    """How often the token of each rank is the right one at each distance.
-
-    Args:
-        drafter: computes the predictions.
-        texts: held-out prompts with the model's own answers.
-
-    Returns:
-        ``(distances, RANKS)``
+    """How often the token of each rank is the right one at each distance: ``(distances, RANKS)``.
 
     Raises:
         ValueError: the answers are too short.
@@ -209,10 +202,7 @@ def best_trees(accuracies: Array, size: int, num_ept: int = 1) -> TreeStates:
 def _best_state(
     paths: list[RankPath], chances: list[float], worth: Array, size: int, num_ept: int
 ) -> TreeState:
-    """The best split of ``size`` step tokens into the likeliest draft tokens and prompt tokens.
-
-    For each number of draft tokens, the prompt tokens of the largest gains are taken (Prop. 5.6.3).
-    """
+    """The best split into draft tokens and the prompt tokens of the largest gains (Prop. 5.6.3)."""
     gains = _gains(worth)
     index = {(): 0, **{path: node for node, path in enumerate(paths, 1)}}
     ends, expected = np.zeros(len(paths) + 1), 1.0
@@ -235,11 +225,8 @@ def _best_state(
 
 
 def _gains(worth: Array) -> Array:
-    """``(m,)`` what the first, second, ... prompt token under a node is worth.
-
-    It is the slope of the concave hull of ``worth``, so that a node's prompt tokens are taken in
-    order.
-    """
+    """``(m,)`` what the first, second, ... prompt token under a node is worth: the slope of the
+    concave hull of ``worth``, so that they are taken in order."""
     hull = [0]
     for k in range(1, len(worth)):
         while len(hull) > 1:
@@ -257,13 +244,7 @@ def _gains(worth: Array) -> Array:
 def make_tree(
     drafter: TreeDrafter, texts: Sequence[Text], seconds: Callable[[int], float], max_size: int
 ) -> dict[str, Any]:
-    """Measure, and choose the dynamic tree of the largest throughput.
-
-    Args:
-        drafter: the drafter of a PPD adapter.
-        texts: held-out prompts with the model's own answers.
-        seconds: of a step with so many step tokens, from 1.
-        max_size: most step tokens.
+    """Measure, and choose the dynamic tree of the largest throughput; see :class:`TunedTree`.
 
     Returns:
         JSON types for :func:`dynamic_source`: the trees as ``states``; their ``size``, ``tau`` and

@@ -17,6 +17,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
     trained=TRAINED,
-    num_anchors=64,
     wraps="drafter",
 )

@@ -35,11 +35,7 @@ PRUNE_LAYER = 4
 
 @dataclass
 class ProPDConfig(HeadsConfig):
-    """Config of a PROPD adapter.
-
-    Raises:
-        ValueError: a field is invalid; the message names it, its value and the rule.
-    """
+    """Config of a PROPD adapter."""
 
     type_name: ClassVar[str] = "PROPD"
 
@@ -59,7 +55,6 @@ class ProPDConfig(HeadsConfig):
         check_count("prune_top_k", self.prune_top_k)
 
     def check_base(self, model: nn.Module) -> None:
-        """Set the default layer; raise a ValueError if the base model cannot be pruned there."""
         super().check_base(model)
         layers = num_layers(model)
         if layers < 2:
@@ -114,9 +109,6 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     ``distillation`` the KL divergence from the model's distribution: a mean over the anchors of a
     sequence, then over sequences. The early head shares no parameters with the other heads, so the
     losses need no weights.
-
-    Returns:
-        ``loss``, a scalar; ``logits`` and ``labels`` of the heads, as in Medusa's loss.
     """
     config: Any = adapter.config
     changes = Changes()

@@ -101,29 +101,16 @@ def drafting_method(options: ProPDOptions) -> Method:
 
 
 class EarlyPruning:
-    """Drops draft tokens that are unlikely by the early head, and their subtrees.
+    """Drops draft tokens that are unlikely by the early head, which reads the states behind so many
+    layers, and their subtrees; see :class:`hf_spec.core.pruning.Pruning`."""
 
-    Args:
-        model: the base model.
-        weights: the adapter's parameters.
-        layer: number of layers before the head.
-        top_k: the adapter's ``prune_top_k``; that of the options takes precedence.
-        options: the strategy's options.
-    """
-
-    def __init__(
-        self, model: Any, weights: Mapping[str, Tensor], layer: int, top_k: int,
-        options: ProPDOptions,
-    ):  # fmt: skip
+    def __init__(self, model: Any, weights: Mapping[str, Tensor], layer: int, top_k: int):
         dtype = placement(model).dtype  # of hidden states
         names = (MATRIX, BIAS, GAIN)
-        self.model = model
+        self.model, self.layer, self.top_k = model, layer, top_k
         self.weights = {name: weights[name].detach().to(dtype) for name in names}
-        self.layer = layer
-        self.top_k = options.prune_top_k or top_k
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        """See :class:`hf_spec.core.pruning.Pruning`."""
         inner, place = (part.to(hidden.device) for part in _inner(tree))
         tokens = tree.tokens.to(hidden.device)
         # Only nodes with children need predictions.
@@ -139,8 +126,8 @@ class EarlyPruning:
 
 
 def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
-    """Nodes with children, ``(batch, inner)`` int64, padded with roots, and for each node the index
-    of its parent among them, ``(batch, tokens)``, arbitrary for the root."""
+    """Nodes with children ``(batch, inner)``, padded with roots, and each node's parent among them
+    ``(batch, tokens)``."""
     above = tree.parents.tolist()
     rows = [sorted({0, *row[1 : size + 1]}) for row, size in zip(above, tree.row_sizes)]
     most = max(map(len, rows))
@@ -165,7 +152,13 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> D
     weights, config = adapter.weights(), adapter.config
     drafter: Drafter
     if options.drafter == HEADS:
-        source = _source(options, model, adapter, len(weights[WEIGHTS]))
+        heads = len(weights[WEIGHTS])
+        if options.tree == ONLINE:
+            depth = drafted_depth(options, heads)
+            hits = recall(model, (HitRates, adapter.name, depth), lambda: HitRates(depth))
+            source: TreeSource = OnlineTrees(hits)
+        else:
+            source = tree_source(options, ProPDDrafter.trees, model, adapter, heads)
         drafter = ProPDDrafter(model, options, weights, source)
     else:
         method = drafting_method(options)
@@ -173,9 +166,8 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> D
     if options.prune:
         drafter.prunes = None if options.prune == "auto" else True
         _check_exits(drafter, config.prune_layer)
-        drafter.pruning = EarlyPruning(
-            model, weights, config.prune_layer, config.prune_top_k, options
-        )
+        top_k = options.prune_top_k or config.prune_top_k
+        drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k)
     return drafter
 
 
@@ -189,10 +181,3 @@ def _check_exits(drafter: Drafter, layer: int) -> None:
             f"draft tokens are pruned after layer {layer}: give prune=False, or train an "
             "early head for fewer layers."
         )
-
-
-def _source(options: ProPDOptions, model: Any, adapter: ActiveAdapter, heads: int) -> TreeSource:
-    if options.tree != ONLINE:
-        return tree_source(options, HeadDrafter.trees, model, adapter, heads)
-    depth = drafted_depth(options, heads)
-    return OnlineTrees(recall(model, (HitRates, adapter.name, depth), lambda: HitRates(depth)))

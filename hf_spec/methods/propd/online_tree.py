@@ -70,11 +70,8 @@ class Ranked:
 
     def __init__(self, predictions: Predictions, chances: Array):
         self._predictions, self._chances = predictions, chances
-        self.tokens, self.known = predictions.tokens, predictions.known
-        self.distances = predictions.distances
 
     def expand(self, frontier: Frontier) -> Children | None:
-        """See :class:`hf_spec.drafting.grow.Expands`."""
         found = self._predictions.expand(frontier)
         if found is None:
             return None

@@ -122,11 +122,9 @@ class SpaceConfig(PredictingConfig):
 
     @property
     def changes_model(self) -> bool:  # type: ignore[override]
-        """Whether the adapter changes the model's output."""
         return self.update in ("lora", "full")
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise a ValueError if `model` cannot have these updates; replace a pattern by names."""
         super().check_base(model)
         found = self.modules(model)
         if isinstance(self.target_modules, str):  # PEFT would match it again, however long it takes
@@ -161,8 +159,6 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
     Gradients flow to the adapter's parameters.
 
     Args:
-        adapter: the adapter.
-        model: the base model.
         noise: ``(..., k)`` random tokens, if mask tokens are noise; None for a fixed choice.
     """
     config: Any = adapter.config

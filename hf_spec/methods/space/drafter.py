@@ -30,7 +30,6 @@ class SpaceOptions(DraftOptions):
         tree: ``chain``: one draft token for each mask token, as in the paper. All values in
             :class:`DraftOptions` are allowed, too. Only draft tokens of a chain can be sampled, so
             ``acceptance="rejection"`` uses a chain instead of an adaptive tree.
-        max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
     def __post_init__(self) -> None:

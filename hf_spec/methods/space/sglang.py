@@ -24,10 +24,6 @@ NEEDS = {
 def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``adapter_config.json`` and the tensors of ``adapter_model.safetensors``.
 
-    Args:
-        model: the base model.
-        adapter: the adapter.
-
     Raises:
         ValueError: the adapter has parameters that UNO does not support, or updates modules that
             SGLang does not know.
