@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import lent
 from conftest import prompt, ragged
 from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, generate, strategy
 from transformers import CompileConfig
 
+from hf_spec import LayerSkipConfig
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
+from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.model import packed_weights as packing
 from hf_spec.model.graphs import Graphs
 from modeling_patches import bitwise
@@ -196,6 +199,37 @@ def test_drafts_take_them(
         inside.clear()
     generate(model, prompt(), **{**call, "assistant_kwargs": {"pack_weights": False}})
     assert not inside
+
+
+@pytest.mark.parametrize("settings", [{}, CAPTURED], ids=["eager", "captured"])
+def test_learned_updates_draft_beside_them(
+    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+) -> None:  # fmt: skip
+    """The drafting model has weights of its own in the modules that are packed."""
+    trees: list[Any] = []
+
+    def noted(self: Any, state: Any) -> Any:
+        trees.append(propose(self, state))
+        return trees[-1]
+
+    propose = LayerSkipDrafter.propose
+    monkeypatch.setattr(LayerSkipDrafter, "propose", noted)
+    model = fresh("llama")
+    skip = LayerSkipConfig(skip_attention=[1], skip_mlp=[1], draft_rank=4)
+    drafts = []
+    with lent(model, skip, random=True):
+        for packed in (False, True):
+            options = {**PACKED, "pack_weights": packed, "draft_exit": "fixed", "max_draft": 3}
+            kwargs = {"assistant_strategy": "layer_skip", "assistant_kwargs": options, **settings}
+            generate(model, prompt(), **kwargs)
+            assert bool(used) == packed
+            drafts.append([tree.tokens.tolist() for tree in trees])
+            trees.clear()
+    assert drafts[0] == drafts[1] and drafts[0]
+    options = {**options, "skip_attention": [1], "skip_mlp": [1]}
+    generate(model, prompt(), **{**kwargs, "assistant_kwargs": options})
+    assert [tree.tokens.tolist() for tree in trees] != drafts[0], "updates change the drafts"
 
 
 def test_long_prompts_and_gradients_take_the_models_own(
