@@ -50,8 +50,10 @@ def whole_root(model: Any) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         # Decoding calls the base inside, so that no forward of this module reshards it.
         model.unshard()
-        yield
-        model.reshard()
+        try:
+            yield
+        finally:
+            model.reshard()
         return
     layers = set(decoder_layers(model).parameters())
     root: list[Any] = [parameter for parameter in model.parameters() if parameter not in layers]

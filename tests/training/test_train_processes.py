@@ -22,6 +22,7 @@ from tiny_checkpoint import make_model, save_checkpoint
 from trained import SETTINGS, TRAININGS, Stop, answers, as_options, history, record, same, weights
 
 import hf_spec
+from hf_spec.training import sharded
 from hf_spec.training.train import train
 
 #: As ``accelerate launch`` passes on its configuration.
@@ -35,6 +36,22 @@ FSDP = {
 SHARDED: dict[str, Any] = {
     **SETTINGS, "max_steps": 24, "eval_steps": 8, "learning_rate": 5e-2, "logging_steps": 1
 }  # fmt: skip
+
+
+def test_weights_are_sharded_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Sharded:
+        def unshard(self) -> None:
+            done.append("whole")
+
+        def reshard(self) -> None:
+            done.append("sharded")
+
+    monkeypatch.setattr(sharded, "FSDPModule", Sharded)
+    with pytest.raises(KeyError), sharded.whole_root(Sharded()):
+        raise KeyError
+    assert done == ["whole", "sharded"]
 
 
 def in_two(function: Callable[..., None], *arguments: Any) -> None:
