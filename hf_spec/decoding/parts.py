@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from modeling_patches.cache_name import CACHE
 
-#: Columns of a prompt that take as long as one more forward does, on a CPU with packed weights
-#: (docs/guides/cpu.md).
+#: Columns of a prompt that take as long as one more forward does. For SmolLM2-135M in bfloat16 on a
+#: Xeon with AMX a forward of 32 tokens takes 38 ms, and each column of long ones 0.23 to 0.34 ms.
 FORWARD = 128
 
 
