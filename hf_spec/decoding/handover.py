@@ -66,14 +66,14 @@ class Handover:
         self._done = False
 
     def take_over(
-        self, sources: Sequence[tuple[list[int] | None, DynamicCache]], mask: Tensor | None,
-        capacity: int, front: int, logits: Tensor,
+        self, sources: Sequence[tuple[list[int] | None, DynamicCache, Tensor | None]],
+        mask: Tensor | None, capacity: int, front: int, logits: Tensor,
     ) -> TreeCache:  # fmt: skip
         """Create the call's cache from the states that the prompt's forwards left.
 
         Args:
-            sources: rows, None for all of them, and a cache that holds the last slots of ``mask``
-                for them; the caches are emptied.
+            sources: rows, None for all of them; a cache that holds their states, which is emptied;
+                and the mask of its slots.
             mask: ``(batch, slots)`` bool, real slots; None if all are.
             capacity, front: as for :func:`hf_spec.cache.convert.take_over`.
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
@@ -81,11 +81,8 @@ class Handover:
         cache = self.empty(len(sources[0][1].layers), len(logits), logits.device)
         # Adopted before it takes over anything, as taking over empties ``sources``.
         self.adopt(cache, mask)
-        for rows, source in sources:
-            held = mask
-            if mask is not None and rows is not None:
-                held = mask[rows, -source.get_seq_length() :]
-            take_over(cache, source, held, capacity, front, self.sequences.width, rows)
+        for rows, source, real in sources:
+            take_over(cache, source, real, capacity, front, self.sequences.width, rows)
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:

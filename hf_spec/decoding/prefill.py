@@ -135,21 +135,23 @@ def prefill(
         changes, run = Changes(), model._prefill
         chunks = captured(model, changes, reads.layers) if reads.nodes else []
         parts = [Part(None, input_ids, model_kwargs, real)]
-        if packed is not None and not strict:
-            packed.add_to(changes)
+        used = None if strict else packed
+        if used is not None:
+            used.add_to(changes)
             # Weights are packed on CPUs, where padding takes as long as tokens do.
             if real is not None and _of_tokens(model, config, model_kwargs, handover, first):
-                groups = like_lengths(real.sum(-1).tolist())
+                groups = like_lengths([len(row) for row in sequences.tokens])
                 if len(groups) > 1:
                     parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
         # Otherwise the model runs as it is, compiled if it is compiled.
-        if reads.nodes or (packed is not None and not strict):
+        if reads.nodes or used is not None:
             run = partial(changes.run, run)
         sources, ends, states = [], [], []
         for part in parts:
             outputs = run(part.input_ids, config, part.model_kwargs, is_first_iteration=True)
-            sources.append((part.rows, with_layers(cache_in(outputs))))
-            check_packable(sources[-1][1])
+            source = with_layers(cache_in(outputs))
+            check_packable(source)
+            sources.append((part.rows, source, part.real))
             ends.append(outputs.logits[:, -1])
             states.append(_read(reads, chunks, part.input_ids, part.real))
             chunks.clear()
