@@ -32,6 +32,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("space", {**_SPACE, "update": "none"}),
     "full": ("space", {**_SPACE, "update": "full", "draft_vocab_size": 0}),
     "eagle3": ("eagle3", {"ttt_steps": 3, "draft_vocab_size": 40}),
+    "peagle": ("eagle3", {"ttt_steps": 3, "draft_vocab_size": 40, "mask_token_id": 3}),
     "layer_skip": ("layer_skip", {"skip_mlp": [0], "draft_rank": 2}),
 }
 #: Gives the adapter folder of a training of `TRAININGS`, which no test may change.

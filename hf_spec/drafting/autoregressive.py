@@ -10,7 +10,7 @@ Scaling up Inference Acceleration of Large Language Models via Training-Time Tes
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -34,6 +34,10 @@ from modeling_patches.per_call import Changes
 #: Committed rows that run at once, of each sequence.
 AT_ONCE = 512
 
+#: From the batch size and n, rows that draft n further tokens in one forward (P-EAGLE): ``(batch,
+#: n)`` tokens, and ``(batch, n, hidden)`` what they take of states.
+MaskRows = Callable[[int, int], tuple[Tensor, Tensor]]
+
 
 class DraftNetwork(Protocol):
     """The decoder.
@@ -44,12 +48,15 @@ class DraftNetwork(Protocol):
         compiles: whether its forward can be compiled: whether it depends on the cache's tensors
             and the arguments alone.
         own: its tensors that are not the model's.
+        masks: rows that draft all further tokens in one forward; None: each of these needs a
+            forward, with the output of the one before.
     """
 
     num_layers: int
     token_ids: Tensor | None
     compiles: bool
     own: Sequence[Tensor]
+    masks: MaskRows | None
 
     def features(self, states: Tensor) -> Tensor:
         """``(batch, n, hidden)`` what a row takes of the target's states ``(batch, n, features)``,

@@ -2,7 +2,7 @@
 
 In step s, from 0, the row of position t takes token x_(t+1+s) and the output of step s - 1, in step
 0 the base's states of position t. It sees what a draft row sees: rows of step 0 up to t, with true
-states, and those of its own chain.
+states, and those of its own chain. From step 1 on, P-EAGLE has rows of a mask token instead.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def unrolled(
     for step in range(1, steps):
         mask = torch.cat([mask, own], -1)
         cache.positions = torch.cat([cache.positions, at + step], -1)
-        tokens = ids.gather(1, (anchors + 1 + step).clamp(max=seq - 1))
+        if network.masks is not None:
+            tokens, hidden = network.masks(batch, count)
+        else:
+            tokens = ids.gather(1, (anchors + 1 + step).clamp(max=seq - 1))
         outputs, hidden = network.run(tokens, hidden, at + step, mask[:, None], cache)
         found.append(outputs)
     return network.logits(torch.stack(found, 2))

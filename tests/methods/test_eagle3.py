@@ -212,7 +212,8 @@ def test_training_time_test(fixture: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["peagle-tiny-llama", "peagle-tiny-qwen3"])
 def test_parallel_drafts(fixture: Any, name: str) -> None:
-    """P-EAGLE: mask rows behind the true ones, whose logits no draft token changes."""
+    """P-EAGLE: mask rows behind the true ones, whose logits no draft token changes; in training,
+    too."""
     drafter, done, io = fixture.drafter(), 0, fixture.io
     for step, entry in enumerate(fixture.log):
         end = entry["committed"] - 1
@@ -222,6 +223,9 @@ def test_parallel_drafts(fixture: Any, name: str) -> None:
         assert tokens[:, :4].tolist() == io[f"step{step}.draft_tokens"].tolist()
         torch.testing.assert_close(logits[:, :4], io[f"step{step}.logits"][:, -4:], **NEAR)
         assert drafter.cache.host_lengths == [end]
+        anchors = torch.tensor([[end - 1]])
+        trained = unrolled(drafter.network, fixture.ids, fixture.features, anchors, 4)
+        torch.testing.assert_close(trained[:, 0], io[f"step{step}.logits"][:, -4:], **NEAR)
         done = end
 
 

@@ -163,14 +163,6 @@ class Eagle3Config(VocabularyConfig):
                 "dimensions. Choose this number, or own_embeddings=True."
             )
 
-    def training_defaults(self) -> dict[str, Any]:
-        if self.mask_token_id is not None:
-            raise ValueError(
-                f"mask_token_id={self.mask_token_id}: released P-EAGLE drafters are read, none are "
-                "trained here. Leave it out."
-            )
-        return super().training_defaults()
-
     def _sizes_like(self, model: Any) -> dict[str, int]:
         """`SIZES` of a base model."""
         text = model.config.get_text_config(decoder=True)
@@ -262,6 +254,8 @@ class Eagle3Adapter(Adapter):
             for module in self.modules():
                 if isinstance(module, nn.Linear):
                     nn.init.normal_(module.weight, std=INITIAL)
+            if config.mask_token_id is not None:
+                nn.init.normal_(self.mask_hidden, std=INITIAL)
             self._start_head(torch.arange(self.lm_head.out_features), model)
 
     @torch.no_grad()

@@ -42,11 +42,11 @@ class Eagle3Drafter(AutoregressiveDrafter):
     network: Eagle3Network
 
     def __init__(self, model: Any, options: Eagle3Options, adapter: ActiveAdapter):
-        self.forward_per_level = adapter.config.mask_token_id is None
+        network = Eagle3Network(model, adapter.module)
+        self.forward_per_level = network.masks is None
         self._all: Tensor | None = None  # (batch, depth, tokens) logits of all distances
         super().__init__(
-            model, options, Eagle3Network(model, adapter.module),
-            Reads("committed", tuple(adapter.config.layers)),
+            model, options, network, Reads("committed", tuple(adapter.config.layers)),
             ("eagle3", adapter.name, key_of(options)),
         )  # fmt: skip
 
@@ -63,6 +63,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
         assert self._root is not None
         states, cache, network = self._root[0], self.cache, self.network
         if self.depth > 1:
+            assert network.masks is not None
             tokens, hidden = network.masks(len(states), self.depth - 1)
             tree = Tree.chain(tokens)
             mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.drafting.autoregressive import MaskRows
 from hf_spec.drafting.training_time_test import chain_loss
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from hf_spec.model.hidden_states import soft_capped
@@ -31,6 +32,7 @@ class Eagle3Network:
     def __init__(self, model: Any, adapter: Eagle3Adapter):
         self.model, self.adapter = model, adapter
         self.num_layers = len(adapter.layers)
+        self.masks: MaskRows | None = None if adapter.config.mask_token_id is None else self._masks
         self.token_ids = self._token_ids()
         self._embed: Any = getattr(adapter, "embed_tokens", None)
         if self._embed is None:
@@ -75,9 +77,7 @@ class Eagle3Network:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return self.run(tokens, hidden, positions, mask, cache)
 
-    def masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
-        """Rows that draft all further tokens in one forward (P-EAGLE): ``(batch, count)`` tokens,
-        and ``(batch, count, hidden)`` what they take of states."""
+    def _masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
         hidden = self.features(self.adapter.mask_hidden).expand(batch, count, -1)
         token = self.adapter.config.mask_token_id
         return torch.full((batch, count), token, device=hidden.device), hidden

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.drafting.autoregressive import MaskRows
 from hf_spec.drafting.training_time_test import ChainCache
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 from hf_spec.model.tree_mask import slot_positions
@@ -26,6 +27,7 @@ class MtpNetwork:
     """
 
     token_ids: Tensor | None = None
+    masks: MaskRows | None = None
 
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
