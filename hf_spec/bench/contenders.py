@@ -177,8 +177,8 @@ def contenders(
             that use it; a strategy that needs one takes part once with each.
 
     Raises:
-        ValueError: an option is wrong, an adapter's strategy does not take part, or assistants are
-            missing or not needed.
+        ValueError: an option is wrong, an adapter's strategy does not take part, or adapters or
+            assistants are missing or not needed.
     """
     names = list(names)
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
@@ -198,6 +198,12 @@ def contenders(
             continue
         fitting = _of(strategy, adapters)
         if not fitting:
+            method = methods().get(strategy)
+            if method is not None and method.needs_adapter:
+                raise ValueError(
+                    f"{name!r} needs a trained adapter: give its folder with --adapter, which "
+                    f"`hf-spec train {strategy}` or `hf-spec import` writes"
+                )
             result.append(alone)
         for adapter in fitting:
             label = name if len(fitting) == 1 else f"{name}@{Path(adapter.path).name}"
