@@ -287,14 +287,14 @@ def mtp_as_shipped(random_mtp: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_size() -> Iterator[None]:
-    """Compiled steps are padded to 16 nodes or more, so that code is captured for one size of
+    """Compiled steps are padded to 32 nodes or more, so that code is captured for one size of
     trees, not for five: that is what tests of compiled calls take their time for. Plain steps of
     models with recurrent layers run without padding: see `sizes_as_shipped`."""
     from hf_spec.core.buckets import bucket
 
     with pytest.MonkeyPatch.context() as patch:
         for user in ("hf_spec.model.compiled", "hf_spec.drafting.autoregressive"):
-            patch.setattr(f"{user}.bucket", lambda count: count and max(16, bucket(count)))
+            patch.setattr(f"{user}.bucket", lambda count: count and max(32, bucket(count)))
         yield
 
 
