@@ -27,6 +27,9 @@ torch.set_num_threads(1)
 VOCAB = 61
 PAD, BOS, EOS = 0, 1, 2
 
+#: What the fixtures ``tiny``, ``fresh`` and ``shallow`` are.
+Tiny = Callable[..., PreTrainedModel]
+
 _IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _BASE = {**_IDS, "vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
 _LLAMA = {
@@ -256,7 +259,7 @@ def shared(
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Callable[..., PreTrainedModel]:
+def tiny() -> Tiny:
     """``tiny("llama", attention="eager", dtype=torch.float64)``: a model, shared by all tests.
 
     A test must leave it as it found it; one that changes a model takes ``fresh``.
@@ -334,7 +337,7 @@ def _hashable(value: Any) -> Any:
 
 
 @pytest.fixture
-def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+def fresh(tiny: Tiny) -> Tiny:
     """Like ``tiny``, but a copy that the test may change."""
     import copy
 
@@ -345,7 +348,7 @@ def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel
 
 
 @pytest.fixture
-def shallow(fresh: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+def shallow(fresh: Tiny) -> Tiny:
     """Like ``fresh``, with the first layers only, where nothing depends on how many there are."""
     from modeling_patches.modules import decoder_layers
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import hooked, load, randomise
-from conftest import prompt, ragged, shared
+from conftest import Tiny, prompt, ragged, shared
 from covering import covering
 from method_variants import SHARED, VARIANTS, Variants
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
@@ -22,7 +22,7 @@ from tiny_checkpoint import make_model
 from torch import Tensor
 from torch.nn import functional
 from trained import TRAININGS
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -32,7 +32,6 @@ from hf_spec.hub.card import write_card
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
-Fresh = Callable[..., PreTrainedModel]
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 METHODS = {name: method for name, method in methods().items() if method.adapter_config}
 #: Fields of configs, by method and name.
@@ -139,7 +138,7 @@ def test_saved_and_loaded_every_way(base_path: str, tmp_path: Path, name: str, k
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
+def test_in_bfloat16(fresh: Tiny, tmp_path: Path, name: str) -> None:
     """PEFT keeps adapters of a bf16 model in fp32; a base that adds one itself takes its type."""
     model = fresh("llama", dtype=torch.bfloat16)
     wrapped = get_peft_model(fresh("llama", dtype=torch.bfloat16), config_of(name))
@@ -175,7 +174,7 @@ def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
     ),
 )
 def test_gradients_reach_the_adapter_alone(
-    fresh: Fresh, name: str, kind: str, architecture: str
+    fresh: Tiny, name: str, kind: str, architecture: str
 ) -> None:
     model = get_peft_model(fresh(architecture), config_of(name, kind))
     weights = randomise(model, config_of(name).type_name)
@@ -208,7 +207,7 @@ def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
+def test_switched_copied_disabled_and_deleted(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     base, kinds = tokens(model), [kind for method, kind in CONFIGS if method == name]
     kinds, held = [*dict.fromkeys([kinds[0], kinds[-1]])], {}
@@ -242,7 +241,7 @@ def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_users_cache_is_filled_and_continued(fresh: Fresh, name: str) -> None:
+def test_a_users_cache_is_filled_and_continued(fresh: Tiny, name: str) -> None:
     model, ids = fresh("llama"), prompt()
     added(model, name)
     cache = {CACHE: DynamicCache(config=model.config)}
@@ -253,7 +252,7 @@ def test_a_users_cache_is_filled_and_continued(fresh: Fresh, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_conversation_goes_on(fresh: Fresh, name: str) -> None:
+def test_a_conversation_goes_on(fresh: Tiny, name: str) -> None:
     """Rows of different lengths; the returned cache has no trace of drafts or of the adapter's."""
     model = fresh("llama")
     added(model, name)
@@ -271,7 +270,7 @@ def test_a_conversation_goes_on(fresh: Fresh, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_trees_deeper_than_the_adapter(fresh: Fresh, name: str) -> None:
+def test_trees_deeper_than_the_adapter(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     added(model, name)
     with pytest.raises(ValueError, match=r"max_depth=99: the adapter predicts \d future tokens"):
@@ -281,7 +280,7 @@ def test_trees_deeper_than_the_adapter(fresh: Fresh, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NEEDED if name not in LIMITED])
-def test_static_trees_of_drafters_that_grow_each_tree(fresh: Fresh, name: str) -> None:
+def test_static_trees_of_drafters_that_grow_each_tree(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     added(model, name)
     with pytest.raises(ValueError, match=r"tree=\[\[0\]\]: .* grows each tree"):
@@ -289,7 +288,7 @@ def test_static_trees_of_drafters_that_grow_each_tree(fresh: Fresh, name: str) -
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_adapter_of_another_base(fresh: Fresh, name: str) -> None:
+def test_an_adapter_of_another_base(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     added(model, name)
     with pytest.raises(ValueError, match=r"llama.*gpt2|gpt2.*llama"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ import forks
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, prompt, ragged, shared
+from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, Tiny, prompt, ragged, shared
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
 from peft import PeftConfig
@@ -188,7 +187,7 @@ def test_described(name: str) -> None:
     ),
 )
 def test_greedy_equals_plain(
-    tiny: Callable[..., PreTrainedModel],
+    tiny: Tiny,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     variant: str,
@@ -214,9 +213,7 @@ def test_greedy_equals_plain(
 
 
 @every_strategy
-def test_greedy_equals_plain_where_the_policy_decides(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str
-) -> None:
+def test_greedy_equals_plain_where_the_policy_decides(tiny: Tiny, name: str, variant: str) -> None:
     """As the option ``drafting`` is by default: which steps draft depends on what they take."""
     model = tiny("llama")
     kwargs = options(name, variant)
@@ -229,9 +226,7 @@ def test_greedy_equals_plain_where_the_policy_decides(
 
 
 @every_strategy
-def test_greedy_equals_plain_in_fp64(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str
-) -> None:
+def test_greedy_equals_plain_in_fp64(tiny: Tiny, name: str, variant: str) -> None:
     architecture = "gemma3"
     attention = back_ends(architecture)[-1]
     model = tiny(architecture, attention, torch.float64)
@@ -296,9 +291,7 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
 
 
 @every_case
-def test_candidates_for_stock_assisted_decoding(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str
-) -> None:
+def test_candidates_for_stock_assisted_decoding(tiny: Tiny, name: str, variant: str) -> None:
     """A drafter is a ``CandidateGenerator``: the ids it is given, and a chain behind them."""
     model = tiny()
     method = methods()[name]
@@ -341,7 +334,7 @@ WARPERS: dict[str, dict[str, Any]] = {
     ),
 )  # fmt: skip
 def test_seeded_sampling_equals_plain(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str, architecture: str, warper: str
+    tiny: Tiny, name: str, variant: str, architecture: str, warper: str
 ) -> None:
     """The match rule draws once per emitted token, as plain generation does, in the same order."""
     model = tiny(architecture)
@@ -400,11 +393,7 @@ FALSE_ALARM = 1e-6
     ),
 )  # fmt: skip
 def test_sampling_follows_the_plain_distribution(
-    tiny: Callable[..., PreTrainedModel],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    variant: str,
-    warper: str,
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str, warper: str
 ) -> None:
     """Chi-square of the first three tokens' joint distribution, 64 cells, against enumeration."""
     rules, rule = [], verify.rejection
@@ -480,7 +469,7 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     ("name", "variant"), [(name, variant) for name, run in RUNS.items() for variant in run.sampled]
 )
 def test_sampled_drafts_carry_their_distribution(
-    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
     """It is what processors make of the drafts' scores; they see the tokens drafted before."""
     checked, propose = [], methods()[name].drafter.propose
@@ -514,7 +503,7 @@ def test_sampled_drafts_carry_their_distribution(
 # -- adapters --------------------------------------------------------------------------------
 
 
-def test_adapters_in_a_fresh_process(fresh: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_adapters_in_a_fresh_process(fresh: Tiny, tmp_path: Path) -> None:
     """Saved beside a SpecConfig and loaded elsewhere, each drafts what it drafted here."""
     fresh("llama").save_pretrained(tmp_path / "base")
     plain = fresh("llama").generate(prompt(), max_new_tokens=NEW, do_sample=False).tolist()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from datasets import Dataset
 from peft import get_peft_model
 from running import CAPTURED, every_step, needed
@@ -32,7 +32,6 @@ torchao = pytest.importorskip(
     "torchao.quantization", reason="torchao is not installed; pip install --no-deps torchao"
 )
 
-Tiny = Callable[..., PreTrainedModel]
 #: Options of strategies that need some.
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0]}}
 NEW = 20

@@ -35,11 +35,7 @@ def test_some_probes_of_some_nodes_of_different_trees(group: ProbeGroup) -> None
 
 @pytest.mark.parametrize(
     ("offsets", "visible", "message"),
-    [
-        ((0,), ((True,),), "from 1"),
-        ((1, 2), ((True,),), "2 x 2"),
-        ((1,), ((False,),), "diagonal"),
-    ],
+    [((0,), ((True,),), "from 1"), ((1, 2), ((True,),), "2 x 2"), ((1,), ((False,),), "diagonal")],
 )
 def test_wrong_groups_are_refused(offsets: tuple, visible: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):

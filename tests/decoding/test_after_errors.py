@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PAD, plainly, prompt, ragged
+from conftest import PAD, Tiny, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
 from running import drafting, fingerprint
 from test_method_contract import FIRST, adapted, asks_for, strategy
@@ -26,7 +26,6 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -39,8 +38,6 @@ from hf_spec.cache.buffers import AttentionStates
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import prefill
 from modeling_patches.cache_name import CACHE
-
-Tiny = Callable[..., PreTrainedModel]
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")

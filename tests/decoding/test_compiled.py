@@ -162,8 +162,7 @@ def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "sampled"),
     covering(
-        product(methods(), (False, True)),
-        lambda name, sampled: [family(name) if sampled else name],
+        product(methods(), (False, True)), lambda name, sampled: [family(name) if sampled else name]
     ),
 )
 def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:

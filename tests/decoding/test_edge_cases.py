@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PAD, plainly, prompt, ragged
+from conftest import PAD, Tiny, plainly, prompt, ragged
 from covering import covering
 from running import drafting, family, fingerprint
 from test_compiled import adapt, strategy
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
@@ -22,7 +22,6 @@ from hf_spec.methods.registry import methods
 from modeling_patches import attention_masks
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, VOCAB, plainly, prompt, ragged
+from conftest import EOS, PAD, STRATEGIES, VOCAB, Tiny, plainly, prompt, ragged
 from peft import LoraConfig, get_peft_model
 from processors import ByRow
 from tiny_checkpoint import make_model, make_tokenizer
@@ -37,7 +37,6 @@ from transformers.generation.streamers import BaseStreamer
 import hf_spec
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}

@@ -23,12 +23,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import (
-    DynamicCache,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
+from transformers import DynamicCache, LlavaProcessor, PreTrainedTokenizerFast, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from hf_spec import last_stats

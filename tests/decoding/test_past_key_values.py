@@ -7,27 +7,25 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable
 from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, plainly, prompt, ragged
+from conftest import EOS, PAD, STRATEGIES, Tiny, plainly, prompt, ragged
 from covering import EVERY_CASE
 from running import CAPTURED, drafting
 from test_prompt_probes import forwards
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import prefill
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, POSITIONS, plainly, prompt, ragged
+from conftest import ARCHITECTURES, POSITIONS, Tiny, plainly, prompt, ragged
 from covering import covering
 from running import drafting
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin
 
 import hf_spec.decoding.prefill as module
 from hf_spec.cache.tree_cache import TreeCache
@@ -23,8 +23,6 @@ from hf_spec.model.sequences import probe_sequences
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import decoder_layers
 from modeling_patches.positions import needs_positions
-
-Tiny = Callable[..., PreTrainedModel]
 
 NAMES = ("bita", "space", "ppd")
 #: Full attention, sliding windows, both, learned positions, ALiBi.

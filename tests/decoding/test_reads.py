@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from conftest import Tiny
 from running import CAPTURED
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from hf_spec.core.verify import StepResult
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
 from hf_spec.model.hidden_states import Reads
 
-Tiny = Callable[..., PreTrainedModel]
 LAYERS = (3, 0, 2)  # of three; the last one's states are the final ones
 
 

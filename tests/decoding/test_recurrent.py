@@ -96,8 +96,7 @@ def test_drafting_with_the_whole_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    covering(product(KINDS, STRATEGIES), lambda kind, name: [kind, name]),
+    ("kind", "name"), covering(product(KINDS, STRATEGIES), lambda kind, name: [kind, name])
 )
 def test_every_strategy(kind: str, name: str) -> None:
     model = shared_recurrent(kind) if name in ("prompt_lookup", "layer_skip") else recurrent(kind)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
-from conftest import STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, Tiny, prompt, ragged
 from peft import PromptTuningConfig, get_peft_model
 from running import drafting, no_forward
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
-    PreTrainedModel,
     SynthIDTextWatermarkingConfig,
 )
 
@@ -23,7 +21,6 @@ import hf_spec
 from modeling_patches import generation_mode
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, Tiny, prompt, ragged
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 import hf_spec
 from hf_spec.decoding.selfcheck import check_tree_forward
 from modeling_patches.cache_name import CACHE
-
-Tiny = Callable[..., PreTrainedModel]
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 LOOKUP = STRATEGIES["prompt_lookup"]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from recurrent_models import shared_recurrent
 from running import fingerprint, needed
-from transformers import PreTrainedModel
 
 from hf_spec.methods.registry import methods
 
@@ -31,7 +30,7 @@ def calls(names: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_strategy(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_every_strategy(fresh: Tiny) -> None:
     """With an untrained adapter of every type that needs one, all of them active."""
     model = fresh("llama_tied")
     torch.manual_seed(2)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, Tiny
 from torch import Tensor
 
 import hf_spec
@@ -191,7 +190,7 @@ def drafting(candidates: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def model(tiny: Callable[..., Any]) -> Any:
+def model(tiny: Tiny) -> Any:
     found = tiny("llama_tied")
     torch.manual_seed(4)
     found.add_adapter(hf_spec.MedusaConfig(num_heads=3), adapter_name="noise")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import VOCAB
+from conftest import VOCAB, Tiny
 from fake_clock import FakeClock
 from running import draft_everything
 from torch import Tensor
@@ -19,13 +19,7 @@ from hf_spec.core import memory
 from hf_spec.drafting.draft_vocabulary import places_of
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.predictions import Predictions, Tempered
-from hf_spec.drafting.tempering import (
-    OFTEN,
-    SHARE,
-    SHARPNESS,
-    Sample,
-    Tempering,
-)
+from hf_spec.drafting.tempering import OFTEN, SHARE, SHARPNESS, Sample, Tempering
 from hf_spec.methods.registry import get_method
 
 TRUE = torch.tensor([True])
@@ -126,7 +120,7 @@ CASES = {"medusa": {}, "ppd": {"draft_vocab_size": VOCAB // 2}}
 
 
 @pytest.fixture
-def model(fresh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its forwards all take the same time, and those without the last MLP none."""
     found, clock = fresh("llama_tied"), FakeClock()
     monkeypatch.setattr(time, "perf_counter", clock)

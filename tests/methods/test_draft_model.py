@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import plainly, prompt, ragged
+from conftest import Tiny, plainly, prompt, ragged
 from covering import covering
 from running import CAPTURED, drafting, no_forward
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.registry import get_method
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 NEW = 11
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}

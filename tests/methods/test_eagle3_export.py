@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
+from conftest import Tiny
 from running import drafting
 from safetensors.torch import load_file, save_file
 from test_eagle3 import FIXTURES, base
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.hub.transfer import convert, export_adapter, import_adapter
 from hf_spec.methods.eagle3.network import Eagle3Network
-
-Tiny = Callable[..., PreTrainedModel]
 
 
 def known(config: Any) -> dict[str, Any]:

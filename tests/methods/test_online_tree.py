@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from adapter_oracle import Embeddings
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from running import drafting
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.predicting import MARKOV_HEAD
@@ -142,7 +140,7 @@ def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     )  # fmt: skip
 
 
-def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_the_next_call_goes_on(fresh: Tiny) -> None:
     """From the hits of those before; another adapter has its own."""
 
     def learned() -> list[HitRates]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from naive_cache import pack
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -26,7 +25,6 @@ from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, prompt
+from conftest import ARCHITECTURES, Tiny, prompt
 from running import added, fingerprint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +23,6 @@ from modeling_patches.low_rank import Factors, LowRank
 from modeling_patches.modules import decoder_layers, linear_modules, output_projections
 from modeling_patches.weights import features
 
-Tiny = Callable[..., PreTrainedModel]
 RANK, SCALE = 3, 0.7
 
 

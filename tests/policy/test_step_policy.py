@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PAD, STRATEGIES, prompt, ragged
+from conftest import PAD, STRATEGIES, Tiny, prompt, ragged
 from covering import covering
 from fake_clock import FakeClock
 from running import needed
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core import memory
@@ -44,7 +43,6 @@ from hf_spec.policy.plans import SIZES
 from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.step_times import StepTimes
 
-Tiny = Callable[..., PreTrainedModel]
 Seconds = Callable[[int], float]
 HERE = (1, 8, "cpu")
 
@@ -290,10 +288,7 @@ def best_speed(table: Array, seconds: Seconds, batch: int = 1, group: int = 0) -
     return max(speeds)
 
 
-@pytest.mark.parametrize(
-    ("slope", "group", "batch"),
-    [(0.001, 0, 1), (0.01, 3, 1), (0.05, 0, 4)],
-)
+@pytest.mark.parametrize(("slope", "group", "batch"), [(0.001, 0, 1), (0.01, 3, 1), (0.05, 0, 4)])
 def test_the_speed_of_the_best_size_is_reached(slope: float, group: int, batch: int) -> None:
     """All but a few per cent: noise hides what rows cost, and both sizes are tried now and then."""
     args, more = (Learned(), CHANCES, line(slope)), {"group": group, "batch": batch}
