@@ -4,8 +4,6 @@ The initializer's range is large, so that greedy outputs vary with the prompt, w
 and then repeat themselves; drafts are rejected and accepted alike.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the adapters of every method must do, with all parameters that they may have."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """No deprecation of a library underneath reaches the user: they are told of what they call."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """``import hf_spec`` is cheap, can be repeated, and touches no generation without a strategy."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

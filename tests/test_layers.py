@@ -5,8 +5,6 @@
 ``search``, ``bench``, ``hub``, ``demo`` -> ``cli``.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Equality is token for token, in fp32 and fp64: a tiny random model's two best lo
 compared with rounding, so a single differing token is a bug.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ torchao is no dependency of the project: importing peft imports it where it is i
 costs half a second and prints warnings. `pip install --no-deps torchao` makes these tests run.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

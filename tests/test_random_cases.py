@@ -1,7 +1,5 @@
 """A few random calls of ``generate``; ``tests/random_cases.py`` runs as many as it is told."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Numbers of an adapter: finite ones of any size leave the output as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import cycle, product
 from typing import Any

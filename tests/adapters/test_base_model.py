@@ -1,7 +1,5 @@
 """What adapters and answers record of their base model."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace

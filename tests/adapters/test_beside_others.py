@@ -1,7 +1,5 @@
 """Adapters of ours beside a fine-tune's: a LoRA, modules and tokens that it has trained."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Adapters with a Markov head, of every method that may have one."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Probes stand where they should: their depths, embeddings and the groups of nodes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from random_trees import GROUPS

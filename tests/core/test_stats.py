@@ -1,7 +1,5 @@
 """SpecStats against hand-counted runs, and the Stopwatch against a clock that the test turns."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
@@ -192,7 +190,7 @@ def test_a_device_is_not_waited_for(clock: FakeClock, monkeypatch: pytest.Monkey
         def query(self) -> bool:
             return self.at <= done[0]
 
-        def elapsed_time(self, other: Event) -> float:
+        def elapsed_time(self, other: "Event") -> float:
             return 1000 * (other.at - self.at)
 
     def synchronize() -> None:

@@ -1,7 +1,5 @@
 """TokenTree against its definition, node by node in Python."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Tree and Row against their definitions, node by node in Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

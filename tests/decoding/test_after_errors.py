@@ -1,7 +1,5 @@
 """A caller's cache after a call that failed: the start of each row's conversation, and usable."""
 
-from __future__ import annotations
-
 import copy
 import linecache
 import os

@@ -3,8 +3,6 @@
 One model of each kind of ``architectures``, in every way that a cache is used.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DFLASH and DSPARK: blocks behind what was committed, and bases that they do not fit."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

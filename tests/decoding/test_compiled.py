@@ -4,8 +4,6 @@ Most tests run what was captured as it is (``backend="eager"``): what capturing 
 numbers of one step above all, shows there as well. Two run a compiler.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

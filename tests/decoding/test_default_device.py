@@ -4,8 +4,6 @@ With "meta" as the default, a tensor that was made without naming a device has n
 computed from it fails, or has none either.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from functools import _lru_cache_wrapper

@@ -1,7 +1,5 @@
 """Short prompts, short budgets, full contexts, other dtypes, compiled and dispatched models."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from itertools import product

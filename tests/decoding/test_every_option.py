@@ -4,8 +4,6 @@ An option that a newer Transformers adds is in none of these lists, and fails he
 has looked at it.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``generate()`` with a strategy does what ``generate()`` does, by whatever way it is asked."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time

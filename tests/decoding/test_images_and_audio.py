@@ -3,8 +3,6 @@
 A run takes one model type of each kind and two strategies; all of them: ``--every-architecture``.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Inputs beside the prompt reach the forwards that get them in plain generation, and no others."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

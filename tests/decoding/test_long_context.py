@@ -1,8 +1,6 @@
 """Models that do something else once a sequence is long: rotary frequencies that follow the
 longest position (dynamic NTK, LongRoPE), caches that are computed anew, keys that are not kept."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from functools import cache

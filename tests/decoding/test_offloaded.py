@@ -1,7 +1,5 @@
 """Models whose weights accelerate brings to the device that computes, module by module."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

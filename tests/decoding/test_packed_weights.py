@@ -1,7 +1,5 @@
 """``pack_weights``: the same tokens, copies that follow the weights, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A padded prompt in parts: the same as in one forward, with less padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product

@@ -1,7 +1,5 @@
 """Caches in and out: the caller's own, ours across the turns of a chat, and those we refuse."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

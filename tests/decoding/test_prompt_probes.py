@@ -1,7 +1,5 @@
 """Probes under the prompt's last token: the first step behind it has candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product

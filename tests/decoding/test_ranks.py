@@ -1,7 +1,5 @@
 """Two processes that call a model together: once with a copy each, once with a half each."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

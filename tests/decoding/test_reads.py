@@ -1,7 +1,5 @@
 """What a drafter reads: the target's hidden states, at exactly the tokens that were committed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

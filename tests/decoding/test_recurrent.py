@@ -1,7 +1,5 @@
 """Models with recurrent layers: what ``generate`` gives with a strategy equals plain generation."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,7 +1,5 @@
 """What a strategy cannot do is refused by name, with a remedy, before the model runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

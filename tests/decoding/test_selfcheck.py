@@ -1,7 +1,5 @@
 """The trial of architectures that our tests do not cover: what it finds, and when it runs."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

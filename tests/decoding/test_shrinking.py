@@ -1,7 +1,5 @@
 """A batch shrinks as its rows finish, and nobody can tell from what comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -1,7 +1,5 @@
 """One model in many threads: every call gives what it gives alone, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterable

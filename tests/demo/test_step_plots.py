@@ -1,7 +1,5 @@
 """Drawn texts and trees: what stands where, in which color."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drafters with a decoder of their own draft in every step what they draft from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

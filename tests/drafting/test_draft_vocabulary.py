@@ -1,7 +1,5 @@
 """Predictions of a part of the vocabulary: which tokens, and what drafts and errors become."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

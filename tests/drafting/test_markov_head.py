@@ -1,7 +1,5 @@
 """Predictions and Markov heads against loops over single tokens."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

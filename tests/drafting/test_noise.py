@@ -1,7 +1,5 @@
 """The random numbers of sampling, against ``torch.multinomial`` and plain ``generate``."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

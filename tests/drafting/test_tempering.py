@@ -1,7 +1,5 @@
 """How far predictions and the noise of sampling are to be trusted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

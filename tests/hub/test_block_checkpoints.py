@@ -1,7 +1,5 @@
 """Released block drafters become adapters of DFLASH and DSPARK; what cannot be read is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 What they compute is written down a second time here, after DeepSpec's description of them.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Published checkpoints in, other programs' files out."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

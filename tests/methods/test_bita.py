@@ -1,7 +1,5 @@
 """BITA: its loss against one anchor at a time, and straightforward decoding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

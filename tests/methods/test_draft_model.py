@@ -1,7 +1,5 @@
 """An assistant model drafts: its trees are its own predictions, and the output is the model's."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

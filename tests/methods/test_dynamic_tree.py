@@ -1,8 +1,6 @@
 """PPD's dynamic sparse tree: exact optima by brute force, the chain of states by simulation, the
 choice of a size by step times, and decoding with the tree that is saved beside an adapter."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """EAGLE-3's decoder against what speculators computed, through the drafter's own steps."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

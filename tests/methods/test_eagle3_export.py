@@ -1,7 +1,5 @@
 """EAGLE-3 adapters as engines read drafters."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

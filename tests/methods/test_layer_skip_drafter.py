@@ -1,7 +1,5 @@
 """``layer_skip``: draft exit by hand, drafts against a stock cache, layer 0 left out, options."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The oracle of the drafting model is a copy of the model with the updates in its 
 without our code, with layers left out.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

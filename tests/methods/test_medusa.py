@@ -1,7 +1,5 @@
 """MEDUSA: config, heads, loss, trees, and the hidden states that drafters are given."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers for multi-token prediction: what they compute, against what others' code has recorded."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Layers for multi-token prediction that are no decoder layer of their model's, by plain formulas
 on the tensors as released checkpoints call them."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints with layers for multi-token prediction: where they are found, and bad ones."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

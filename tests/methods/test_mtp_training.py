@@ -1,7 +1,5 @@
 """Fine-tuned layers for multi-token prediction: the loss, what is learned, kept and refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache

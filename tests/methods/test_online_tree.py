@@ -1,7 +1,5 @@
 """ProPD's ``tree="online"``: hits counted as tokens come in, and trees of the likeliest ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

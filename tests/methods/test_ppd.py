@@ -3,8 +3,6 @@
 The oracle runs one place at a time by stock forwards, with masks written as the figures show them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import cycle

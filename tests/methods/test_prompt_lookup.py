@@ -1,7 +1,5 @@
 """``prompt_lookup``: the index against rescanning, the tree against continuations written out."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """PROPD: config, the early head, what it drops, and that nothing changes but the time it takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Assistants that attend to the model's keys and values (Gemma 4): what they draft is what their
 own forward says of the committed tokens alone, and the output is the model's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """``space``: its loss against one mask group per forward, decoding, and every operation of PEFT."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

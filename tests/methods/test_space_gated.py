@@ -1,7 +1,5 @@
 """``space`` with gated updates, its default: mask tokens are changed, the base's output is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

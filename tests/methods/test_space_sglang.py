@@ -3,8 +3,6 @@
 SGLang's UNO runs on CUDA only; what is read here is read by PEFT, whose files it takes.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

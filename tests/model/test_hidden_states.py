@@ -1,7 +1,5 @@
 """Logits made of final hidden states are the model's own, whatever it does behind its decoder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from architectures import build

@@ -4,8 +4,6 @@ The oracle runs one group at a time behind its own prefix, without our masks and
 states stand in front of a stock cache, and a plain causal forward follows.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

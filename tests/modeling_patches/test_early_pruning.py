@@ -1,7 +1,5 @@
 """Nodes that are dropped after some layers: the others come out as if nothing had happened."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

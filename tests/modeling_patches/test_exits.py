@@ -1,7 +1,5 @@
 """Averaged exits: against the layers' own outputs, read one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The oracle is a copy of the model whose weights are W + scale * B A, made here without our code.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Finding the linear modules of a model by name, as PEFT does."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Adaptive trees: the likeliest paths, against a search that takes one path at a time."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What ``hf-spec tune`` saves beside an adapter, and what a new process makes of it."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -4,8 +4,6 @@ No time is measured: simulated steps take what the test says, and the real loop 
 test turns. All figures are the same on every machine.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random

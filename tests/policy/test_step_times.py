@@ -1,7 +1,5 @@
 """What steps take: every formula by brute force or by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

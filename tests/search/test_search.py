@@ -1,7 +1,5 @@
 """``hf-spec search`` and ``hf-spec plot``: trials, the adapter folder, one line on bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

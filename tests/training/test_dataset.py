@@ -1,7 +1,5 @@
 """Folders of answers: what distill writes, data of the user's own, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The base's states are computed once for each sequence: the same losses, fewer forwards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Markov heads: trained with an adapter, or added to one that was trained without."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training in two processes on the CPU: copies of the model, shards (FSDP2), DeepSpeed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
