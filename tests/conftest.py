@@ -311,8 +311,9 @@ def sizes_as_shipped(one_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
 _plain: dict[Any, torch.Tensor] = {}
 
 
-def plainly(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
+def plainly(model: PreTrainedModel, *inputs: torch.Tensor, **settings: Any) -> torch.Tensor:
     """What plain ``generate`` gives; made once where the model is shared and greedy."""
+    settings |= dict(zip(["inputs"], inputs))
     try:
         known = tuple((name, _hashable(value)) for name, value in sorted(settings.items()))
     except TypeError:  # a processor, a cache, a streamer
@@ -322,6 +323,21 @@ def plainly(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
     if (id(model), known) not in _plain:
         _plain[id(model), known] = model.generate(**settings)
     return _plain[id(model), known].clone()
+
+
+def check_same(
+    model: PreTrainedModel, spec: dict[str, Any], *inputs: torch.Tensor, **settings: Any
+) -> Any:
+    """What a call with a strategy gives, after comparing its tokens with those of plain
+    ``generate``: greedy unless the settings say otherwise, and else with one seed."""
+    settings = {"max_new_tokens": 16, "do_sample": False, **settings}
+    torch.manual_seed(3)
+    plain = plainly(model, *inputs, **settings)
+    torch.manual_seed(3)
+    ours = model.generate(*inputs, **settings, **spec)
+    ids = ours if isinstance(ours, torch.Tensor) else ours.sequences
+    assert ids.tolist() == plain.tolist() and ids.dtype == plain.dtype
+    return ours
 
 
 def _hashable(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import hooked, load, randomise
-from conftest import Tiny, prompt, ragged, shared
+from conftest import Tiny, check_same, prompt, ragged, shared
 from covering import covering
 from method_variants import SHARED, VARIANTS, Variants
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
@@ -245,8 +245,7 @@ def test_a_users_cache_is_filled_and_continued(fresh: Tiny, name: str) -> None:
     cache = {CACHE: DynamicCache(config=model.config)}
     out = model.generate(ids, **GREEDY, **drafting(name), **cache)
     more = torch.cat([out, prompt(4, seed=3)], dim=1)
-    expected = model.generate(more, **GREEDY).tolist()
-    assert model.generate(more, **GREEDY, **drafting(name), **cache).tolist() == expected
+    check_same(model, {**drafting(name), **cache}, more, **GREEDY)
 
 
 @pytest.mark.parametrize("name", METHODS)

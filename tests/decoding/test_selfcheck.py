@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import STRATEGIES, Tiny, prompt, ragged
+from conftest import STRATEGIES, Tiny, check_same, prompt, ragged
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -90,8 +90,7 @@ def test_positions_and_padding_that_are_mishandled(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="Slots does not work with prompt_lookup.*explicit masks"):
         remote(tiny, Slots).generate(prompt(), **GREEDY, **LOOKUP)
     model = remote(tiny, Padding)
-    plain = model.generate(prompt(), **GREEDY)
-    assert model.generate(prompt(), **GREEDY, **LOOKUP).tolist() == plain.tolist()
+    check_same(model, LOOKUP, prompt(), **GREEDY)
     with pytest.raises(ValueError, match="Padding does not work with prompt_lookup.*with padding"):
         model.generate(**ragged(), **GREEDY, **LOOKUP)
 
@@ -107,9 +106,7 @@ def test_positions_and_padding_that_are_mishandled(tiny: Tiny) -> None:
 )
 def test_what_a_drafter_needs_is_tried(tiny: Tiny, kind: type, config: Any, message: str) -> None:
     model = remote(tiny, kind)
-    plain = model.generate(prompt(), **GREEDY)
-    # A strategy that needs less runs.
-    assert model.generate(prompt(), **GREEDY, **LOOKUP).tolist() == plain.tolist()
+    check_same(model, LOOKUP, prompt(), **GREEDY)  # a strategy that needs less
     model.add_adapter(config)
     with pytest.raises(ValueError, match=message):
         model.generate(prompt(), **GREEDY, assistant_strategy=config.type_name.lower())

@@ -10,7 +10,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import prompt
+from conftest import check_same, prompt
 from random_mtp import random_layers
 from released_mtp import released
 from running import drafting
@@ -233,9 +233,7 @@ def test_two_pairs(tmp_path: Path) -> None:
     model.config.name_or_path = str(tmp_path)
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
-    plain = model.generate(prompt(9), max_new_tokens=12, do_sample=False)
-    out = model.generate(prompt(9), max_new_tokens=12, do_sample=False, **drafting("mtp"))
-    assert out.tolist() == plain.tolist()
+    check_same(model, drafting("mtp"), prompt(9), max_new_tokens=12, do_sample=False)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 

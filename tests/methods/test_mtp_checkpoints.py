@@ -10,7 +10,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import prompt
+from conftest import check_same, prompt
 from released_mtp import FAMILIES, checkpoint
 from running import drafting, no_forward
 from safetensors.torch import load_file, save_file
@@ -276,9 +276,7 @@ def test_families(tmp_path: Path, model_type: str) -> None:
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
     ids = prompt(9)
-    plain = model.generate(ids, max_new_tokens=6, do_sample=False)
-    out = model.generate(ids, max_new_tokens=6, do_sample=False, **drafting("mtp"))
-    assert out.tolist() == plain.tolist()
+    check_same(model, drafting("mtp"), ids, max_new_tokens=6, do_sample=False)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
@@ -368,8 +366,7 @@ def test_layers_that_speculators_has_trained(tmp_path: Path, name: str) -> None:
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], 2 * one) for key, one in own.items())
     greedy: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
-    expected = model.generate(prompt(), **greedy).tolist()
-    assert model.generate(prompt(), **greedy, **drafting("mtp")).tolist() == expected
+    check_same(model, drafting("mtp"), prompt(), **greedy)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from architectures import assistant_for, base_of, build, config_class, random_model
-from conftest import prompt, ragged, shared
+from conftest import check_same, prompt, ragged, shared
 from covering import covering
 from running import CAPTURED, as_if, drafting, no_forward
 from torch import Tensor
@@ -192,9 +192,7 @@ def test_rows_that_finish_and_a_cache_that_goes_on(
         first = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
         mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2).long()], dim=1)
-        plain = model.generate(ids, attention_mask=mask, **GREEDY)
-        out = model.generate(ids, attention_mask=mask, **GREEDY, **spec, **{CACHE: first[CACHE]})
-        assert out.tolist() == plain.tolist()
+        check_same(model, {**spec, CACHE: first[CACHE]}, ids, attention_mask=mask, **GREEDY)
     Oracle(model, assistant).check(seen)
 
 

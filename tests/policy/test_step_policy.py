@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PAD, STRATEGIES, Tiny, prompt, ragged
+from conftest import PAD, STRATEGIES, Tiny, check_same, prompt, ragged
 from covering import covering
 from fake_clock import FakeClock
 from running import needed
@@ -623,11 +623,7 @@ def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]
     for name in STRATEGIES:
         model, _ = timed(4.0)
         settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.7, "top_k": 0}
-        torch.manual_seed(3)
-        plain = model.generate(prompt(), **settings)
-        torch.manual_seed(3)
-        ours = model.generate(prompt(), **settings, **as_it_pays(name))
-        assert ours.tolist() == plain.tolist()
+        check_same(model, as_it_pays(name), prompt(), **settings)
         stats = hf_spec.last_stats(model)
         assert 0 < stats.num_fallback_steps < stats.num_steps - 1
 
