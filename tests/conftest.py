@@ -25,6 +25,8 @@ torch.set_num_threads(1)
 VOCAB = 61
 PAD, BOS, EOS = 0, 1, 2
 
+#: fp32 with other reduction orders: a few ulps of values up to about 10.
+CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 #: What the fixtures ``tiny``, ``fresh`` and ``shallow`` are.
 Tiny = Callable[..., PreTrainedModel]
 

@@ -101,7 +101,6 @@ def test_saved_and_loaded_every_way(base_path: str, tmp_path: Path, name: str, k
     model = load(base_path)
     weights = {key: value.clone() for key, value in added(model, name, kind).items()}
     expected = tokens(model)
-    assert tokens(model, name) == expected
     folder = tmp_path / "adapter"
     model.save_pretrained(folder)
     stored = json.loads((folder / "adapter_config.json").read_text())
@@ -239,28 +238,18 @@ def test_switched_copied_disabled_and_deleted(fresh: Tiny, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_users_cache_is_filled_and_continued(fresh: Tiny, name: str) -> None:
-    model, ids = fresh("llama"), prompt()
-    added(model, name)
-    cache = {CACHE: DynamicCache(config=model.config)}
-    out = model.generate(ids, **GREEDY, **drafting(name), **cache)
-    more = torch.cat([out, prompt(4, seed=3)], dim=1)
-    check_same(model, {**drafting(name), **cache}, more, **GREEDY)
-
-
-@pytest.mark.parametrize("name", METHODS)
 def test_a_conversation_goes_on(fresh: Tiny, name: str) -> None:
-    """Rows of different lengths; the returned cache has no trace of drafts or of the adapter's."""
+    """Rows of different lengths; the cache has no trace of drafts or of the adapter's."""
     model = fresh("llama")
     added(model, name)
-    first = model.generate(**ragged(), **GREEDY, **drafting(name), return_dict_in_generate=True)
-    more = torch.cat([first.sequences, prompt(5, 3, seed=7)], dim=1)
-    mask = functional.pad(ragged()["attention_mask"], (0, more.shape[1] - 12), value=1)
-    given = {"input_ids": more, "attention_mask": mask, **GREEDY}
-    expected = model.generate(**given).tolist()
-    ours = model.generate(**given, **drafting(name), **{CACHE: first[CACHE]})
-    again = model.generate(**given, **drafting(name), prefill_chunk_size=4)
-    assert ours.tolist() == again.tolist() == expected
+    mask = functional.pad(ragged()["attention_mask"], (0, 8 + 5), value=1)
+    for own in ({}, {CACHE: DynamicCache(config=model.config)}):
+        spec = {**drafting(name), **own, "return_dict_in_generate": True}
+        first = model.generate(**ragged(), **GREEDY, **spec)
+        ids = torch.cat([first.sequences, prompt(5, 3, seed=7)], dim=1)
+        given = {"input_ids": ids, "attention_mask": mask, **GREEDY}
+        check_same(model, {**drafting(name), CACHE: first[CACHE]}, **given)
+    check_same(model, {**drafting(name), "prefill_chunk_size": 4}, **given)
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -15,7 +15,17 @@ import forks
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, Tiny, prompt, ragged, shared
+from conftest import (
+    ARCHITECTURES,
+    CLOSE,
+    EAGER_ONLY,
+    POSITIONS,
+    VOCAB,
+    Tiny,
+    prompt,
+    ragged,
+    shared,
+)
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
 from peft import PeftConfig
@@ -281,8 +291,7 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
             dropped = 0 if window is None else max(width - (window - 1), 0)
             first = max(dropped - int((~mask).sum()), 0)
             for ours, theirs in zip(cache.row(row, index), (layer.keys[0], layer.values[0])):
-                # fp32 with other reduction orders: a few ulps of values up to about 10.
-                torch.testing.assert_close(ours[:, first:], theirs[:, first:], rtol=1e-4, atol=2e-4)
+                torch.testing.assert_close(ours[:, first:], theirs[:, first:], **CLOSE)
 
 
 # -- stock assisted decoding ------------------------------------------------------------------

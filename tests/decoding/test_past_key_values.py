@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
+from conftest import CLOSE, EOS, PAD, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
 from covering import EVERY_CASE
 from running import CAPTURED, drafting
 from test_prompt_probes import forwards
@@ -29,9 +29,6 @@ Spec = dict[str, Any]
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 #: Full attention, sliding windows, both, learned positions, ALiBi.
 KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom")
-
-# fp32 with other reduction orders: a few ulps of values up to about 10.
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 
 def kinds_in_turn(first: int) -> pytest.MarkDecorator:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, POSITIONS, Tiny, plainly, prompt, ragged
+from conftest import ARCHITECTURES, CLOSE, POSITIONS, Tiny, plainly, prompt, ragged
 from covering import covering
 from running import drafting
 from transformers import DynamicCache, GenerationMixin
@@ -25,8 +25,6 @@ from modeling_patches.positions import needs_positions
 NAMES = ("bita", "space", "ppd")
 #: Full attention, sliding windows, both, learned positions, ALiBi.
 KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom")
-#: fp32 with other reduction orders: a few ulps of values up to about 10.
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 

@@ -13,7 +13,7 @@ from running import fingerprint, needed
 
 from hf_spec.methods.registry import methods
 
-THREADS = 8
+THREADS = 4
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0, 2]}}
 

@@ -36,12 +36,6 @@ def sequence(rng: random.Random, length: int, alphabet: int) -> list[int]:
     return [rng.randrange(alphabet) for _ in range(length)]
 
 
-def index_of(tokens: list[int], smallest: int = 1, largest: int = 4) -> NgramIndex:
-    index = NgramIndex(smallest, largest)
-    index.update(tokens)
-    return index
-
-
 # -- the index -----------------------------------------------------------------------------------
 
 

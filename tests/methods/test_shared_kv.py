@@ -196,8 +196,10 @@ def test_rows_that_finish_and_a_cache_that_goes_on(
     Oracle(model, assistant).check(seen)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "shared"])
-@pytest.mark.parametrize("setting", ["tree", "wide", "compiled", "sampled"])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("gemma4", "tree"), ("shared", "wide"), ("gemma4", "compiled"), ("shared", "sampled")],
+)
 def test_trees_that_grow_before_the_step_is_over(
     monkeypatch: pytest.MonkeyPatch, name: str, setting: str
 ) -> None:
