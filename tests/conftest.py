@@ -33,14 +33,9 @@ Tiny = Callable[..., PreTrainedModel]
 _IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _BASE = {**_IDS, "vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
 _LLAMA = {
-    **_BASE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+    **_BASE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
 _GPT = {**_BASE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
 _FALCON = {**_LLAMA, "num_kv_heads": 2, "bias": True}
 _WINDOW = {"head_dim": 8, "sliding_window": 5}
@@ -63,35 +58,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", _LLAMA),
     "opt": ("opt", {**_LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
     "falcon": ("falcon", {**_FALCON, "new_decoder_architecture": True}),
-    "falcon_alibi": (
-        "falcon",
-        {**_FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False},
-    ),
+    "falcon_alibi": ("falcon", {
+        **_FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False,
+    }),
     "bloom": ("bloom", {**_GPT, "hidden_size": 32, "initializer_range": 0.3}),
     # Mpt's own default is to generate without a cache.
-    "mpt": (
-        "mpt",
-        {
-            **_BASE,
-            "d_model": 32,
-            "n_layers": 3,
-            "n_heads": 4,
-            "max_seq_len": 128,
-            "use_cache": True,
-        },
-    ),
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            **_BASE,
-            "hidden_size": 32,
-            "max_position_embeddings": 128,
-            "num_layers": 4,
-            "num_heads": 4,
-            "window_size": 5,
-            "attention_types": [[["global", "local"], 2]],
-        },
-    ),
+    "mpt": ("mpt", {
+        **_BASE, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128, "use_cache": True,
+    }),
+    "gpt_neo": ("gpt_neo", {
+        **_BASE, "hidden_size": 32, "max_position_embeddings": 128, "num_layers": 4,
+        "num_heads": 4, "window_size": 5, "attention_types": [[["global", "local"], 2]],
+    }),
     "phi": ("phi", {**_LLAMA, "initializer_range": 0.3}),
     "phi3": ("phi3", _LLAMA),
     "stablelm": ("stablelm", _LLAMA),
@@ -104,7 +82,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {**_LLAMA, **_HYBRID, "logit_scale": 1.0}),
     "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
     "gpt_bigcode": ("gpt_bigcode", _GPT),
-}
+}  # fmt: skip
 
 #: How these know where a token stands; the others rotate queries and keys.
 POSITIONS = {

@@ -86,9 +86,6 @@ def batch(rows: int = 2) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "anchors": torch.tensor([[3, 7], [5, 8]][:rows])}
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def base_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("base")
@@ -153,9 +150,6 @@ def test_in_bfloat16(fresh: Tiny, tmp_path: Path, name: str) -> None:
     loss.backward()
 
 
-# -- training ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "architecture"),
     covering(
@@ -200,9 +194,6 @@ def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> N
     assert f"| strategy | `{name}` |" in card
 
 
-# -- operations of PEFT --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_switched_copied_disabled_and_deleted(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
@@ -234,9 +225,6 @@ def test_switched_copied_disabled_and_deleted(fresh: Tiny, name: str) -> None:
     assert tokens(model) == base and hooked(model) == 0
 
 
-# -- decoding ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_conversation_goes_on(fresh: Tiny, name: str) -> None:
     """Rows of different lengths; the cache has no trace of drafts or of the adapter's."""
@@ -250,9 +238,6 @@ def test_a_conversation_goes_on(fresh: Tiny, name: str) -> None:
         given = {"input_ids": ids, "attention_mask": mask, **GREEDY}
         check_same(model, {**drafting(name), CACHE: first[CACHE]}, **given)
     check_same(model, {**drafting(name), "prefill_chunk_size": 4}, **given)
-
-
-# -- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LIMITED)

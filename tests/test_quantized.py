@@ -94,9 +94,6 @@ def test_learned_drafts(model: PreTrainedModel) -> None:
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-# -- compiled steps ----------------------------------------------------------------------------
-
-
 def compiled(model: Any) -> dict[str, Any]:
     return hf_spec.last_stats(model).details["compiled"]
 

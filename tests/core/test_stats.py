@@ -23,9 +23,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-# -- counting ------------------------------------------------------------------------------------
-
-
 def test_a_run_counted_by_hand() -> None:
     stats = SpecStats()
     assert (stats.mean_accepted_tokens, stats.acceptance_per_position) == (0.0, [])
@@ -95,9 +92,6 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
     assert {*COUNTS, *SECONDS, "num_draft_forwards", "offered", "accepted"} <= set(data)
 
 
-# -- as text -------------------------------------------------------------------------------------
-
-
 def test_printed_statistics_are_a_summary() -> None:
     stats = SpecStats(
         "medusa", num_steps=3, num_fallback_steps=1, details={"policy": ["long"] * 1000}
@@ -153,9 +147,6 @@ def test_plot() -> None:
     assert [bar.get_height() for bar in left.patches] == [0.5, 0.5]
     assert [bar.get_height() for bar in right.patches] == [1, 1]
     assert stats.plot(figure.axes) is figure
-
-
-# -- time ----------------------------------------------------------------------------------------
 
 
 def test_time_outside_phases_is_other(clock: FakeClock) -> None:

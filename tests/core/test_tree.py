@@ -54,9 +54,6 @@ def paths_of(row: Row) -> dict[tuple[int, ...], float]:
     }
 
 
-# -- construction --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_trees_of_different_shapes_are_padded_at_the_end(seed: int) -> None:
     rng = random.Random(seed)
@@ -128,9 +125,6 @@ def test_numbers_on_the_host_are_not_transferred_again() -> None:
     assert tree.host.tokens.tolist() == tree.tokens.tolist() == [[5, 9]]
 
 
-# -- rows ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     rng = random.Random(seed)
@@ -168,9 +162,6 @@ def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
     assert all(parent < node for node, parent in enumerate(sorted_row.parents))
 
 
-# -- what nodes see ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("seed", range(8))
@@ -196,9 +187,6 @@ def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> 
     for name in ("tokens", "parents", "depths", "valid"):
         assert torch.equal(getattr(drafted, name), getattr(bare, name))
     assert drafted.group is drafted.first_probe is drafted.probe_counts is None
-
-
-# -- changes -------------------------------------------------------------------------------------
 
 
 def leading_to(rng: random.Random, tree: Tree) -> tuple[Tensor, list[list[int]]]:
@@ -265,9 +253,6 @@ def test_with_tokens_keeps_the_shape_and_the_probes() -> None:
             assert torch.equal(drafted.drafted.tokens, tokens) and drafted.q is not None
             assert torch.equal(drafted.tokens[:, 7:], tree.tokens[:, 7:])
             assert drafted.ancestors is again.ancestors is tree.ancestors
-
-
-# -- for compiled code ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [None, *GROUPS])

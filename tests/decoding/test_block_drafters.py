@@ -58,9 +58,6 @@ def adapt(model: Any, kind: str) -> str:
     return name
 
 
-# -- blocks --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_block_stands_behind_all_committed_tokens(
@@ -151,9 +148,6 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
     batch = TrainingBatch(ids, ids, anchors)
     found = method.objective(model, find_active(model, name.upper()), batch)
     torch.testing.assert_close(found["logits"], expected)
-
-
-# -- what a base must have -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,6 @@ def test_what_is_seen_matters(model_type: str) -> None:
     assert not torch.allclose(other, plain(model_type, 0).logits[0], atol=1e-2)
 
 
-# -- what else a call may have ---------------------------------------------------------------------
-
-
 def tokens(model_type: str, call: dict[str, Any], **options: Any) -> list[list[int]]:
     greedy = {"max_new_tokens": 12, "do_sample": False}
     return built(model_type).generate(**call, **greedy, **options).tolist()

@@ -196,9 +196,6 @@ def test_rows_that_end_with_the_first_token(tiny: Tiny, first: list[Any]) -> Non
         assert out.tolist() == model.generate(**batch, **one).tolist()
 
 
-# -- prompts that Transformers forwards ------------------------------------------------------------
-
-
 def with_tokens(model: Any) -> dict[str, Any]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():

@@ -25,40 +25,23 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 #: Beside those of test_every_option.py and tests/methods/test_options.py.
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "offloaded": (
-        {"cache_implementation": "offloaded"},
-        "cache_implementation='offloaded'.*Leave it out",
-    ),
-    "paged": ({"cache_implementation": "paged"}, "'paged'"),
-    "use_cache": ({"use_cache": False}, "use_cache=False.*use_cache=True"),
-    "synthid": (
-        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
-        "watermarking_config='SynthID",
-    ),
-    "layers": (
-        {"assistant_strategy": "layer_skip", "assistant_kwargs": {}},
-        "skip_attention.*hf-spec search",
-    ),
-    "unknown option": (
-        {"assistant_kwargs": {"tree_width": 3}},
-        "assistant_kwargs.*no option 'tree_width'; its options are acceptance",
-    ),
-    "kwargs no dict": ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
-    "a list of strategies": (
-        {"assistant_strategy": ["ppd"]},
-        r"assistant_strategy=\['ppd'\] is unknown: choose one of",
-    ),
-    "unknown strategy": (
-        {"assistant_strategy": "oracle"},
-        "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup",
-    ),
-}
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'.*Leave it out"),
+    ({"cache_implementation": "paged"}, "'paged'"),
+    ({"use_cache": False}, "use_cache=False.*use_cache=True"),
+    ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
+     "watermarking_config='SynthID"),
+    ({"assistant_strategy": "layer_skip", "assistant_kwargs": {}}, "skip_attention.*hf-spec sea"),
+    ({"assistant_kwargs": {"tree_width": 3}}, "assistant_kwargs.*no option 'tree_width'; its opt"),
+    ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
+    ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\] is unknown: choose one of"),
+    ({"assistant_strategy": "oracle"},
+     "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options(tiny: Tiny, case: str) -> None:
-    kwargs, message = OPTIONS[case]
+@pytest.mark.parametrize(("kwargs", "message"), OPTIONS)
+def test_options(tiny: Tiny, kwargs: dict[str, Any], message: str) -> None:
     spec = STRATEGIES["prompt_lookup"]
     with no_forward(tiny()), pytest.raises(ValueError, match=message):
         tiny().generate(prompt(), **{**GREEDY, **spec, **kwargs})

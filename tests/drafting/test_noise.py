@@ -138,9 +138,6 @@ def test_noise_of_some_tokens_and_after_some_that_the_host_does_not_know(
     assert torch.equal(noise.ahead(2, some, first=1), before[1])
 
 
-# -- the default generator after a call ------------------------------------------------------------
-
-
 def drawn_ahead(used: int) -> SamplingNoise:
     noise = SamplingNoise(1, CPU)
     for _ in range(used):
@@ -174,8 +171,6 @@ def test_nothing_is_given_back_once_something_else_has_drawn() -> None:
     between.give_back(3)
     assert torch.equal(torch.get_rng_state(), before)
 
-
-# -- calls ----------------------------------------------------------------------------------------
 
 SAMPLED: dict[str, Any] = {
     "do_sample": True, "temperature": 1.3, "top_p": 0.9, "max_new_tokens": 24,

@@ -81,9 +81,6 @@ def test_both_numbers_stay_within_bounds() -> None:
     assert min(seen)[0] == SHARPNESS[0]
 
 
-# -- predictions -----------------------------------------------------------------------------------
-
-
 class Plus:
     """A Markov head: a bias for each pair of tokens."""
 
@@ -199,8 +196,6 @@ def test_what_is_learned_from(ids: Sequence[int] | None) -> None:
     else:  # places in the vocabulary; 4 is not in it
         assert came == [0, 1, 3] and expected == [1, 2, 5]
 
-
-# -- calls -----------------------------------------------------------------------------------------
 
 SAMPLED: dict[str, Any] = {
     "do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 40, "eos_token_id": None,

@@ -73,9 +73,6 @@ def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Ten
     ).logits[0]  # fmt: skip
 
 
-# -- decoding ----------------------------------------------------------------------------------
-
-
 def test_straightforward_decoding(fresh: Tiny) -> None:
     """Figure 4: one group of masks, which does not see the candidates. Where c of these were
     accepted, its first c predictions are overtaken, and the others are the next candidates."""

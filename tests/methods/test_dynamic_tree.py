@@ -47,9 +47,6 @@ def all_trees(depth: int, ranks: int, count: int) -> Iterator[TokenTree]:
             yield TokenTree.in_order(chosen)
 
 
-# -- trees from accuracies ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize(("depth", "ranks"), [(0, 3), (1, 3), (2, 3), (3, 2)])
 def test_the_likeliest_paths_are_the_best_trees(table: list, depth: int, ranks: int) -> None:
@@ -144,9 +141,6 @@ def test_what_is_never_right_takes_no_step_token() -> None:
     assert tau_of(states, accuracies) == pytest.approx(1.5, abs=1e-5)
 
 
-# -- measuring, and the choice of a size ---------------------------------------------------------
-
-
 def adapted(model: Any, **fields: Any) -> Any:
     torch.manual_seed(2)
     model.add_adapter(hf_spec.PPDConfig(**fields))
@@ -209,8 +203,6 @@ def test_the_size_goes_by_step_times(fresh: Tiny, monkeypatch: pytest.MonkeyPatc
     assert states == best_trees(table, cheap["size"])
     json.dumps(cheap)
 
-
-# -- the tree beside an adapter ------------------------------------------------------------------
 
 NEW = {"max_new_tokens": 24, "do_sample": False}
 

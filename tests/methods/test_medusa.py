@@ -44,9 +44,6 @@ def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor
     return hidden
 
 
-# -- config ------------------------------------------------------------------------------------
-
-
 def test_own_projections_need_weights_to_start_from(fresh: Tiny) -> None:
     model = fresh()
     output = model.get_output_embeddings()
@@ -153,9 +150,6 @@ def test_padding_on_either_side_gives_the_same_loss(fresh: Tiny) -> None:
         torch.testing.assert_close(loss(front, back), loss(0, 0), rtol=1e-5, atol=1e-5)
 
 
-# -- hidden states for drafters ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("architecture", "kwargs"),
     [
@@ -224,9 +218,6 @@ def test_plain_steps_keep_the_hidden_state(fresh: Tiny, monkeypatch: pytest.Monk
     spec = {"assistant_strategy": "medusa", "assistant_kwargs": {"num_draft_tokens": 8}}
     assert run(model, **spec) == expected
     assert drafted[:6] == [9, 1, 1, 9, 1, 1]
-
-
-# -- exactness ---------------------------------------------------------------------------------
 
 
 def test_typical_acceptance_takes_what_exact_acceptance_refuses(fresh: Tiny) -> None:

@@ -180,8 +180,6 @@ def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:
         torch.testing.assert_close(logits[0, 0], found[level - 1], **CLOSE)
 
 
-# -- generate ------------------------------------------------------------------------------------
-
 BATCH = {
     "input_ids": torch.tensor(
         [[5, 9, 5, 9, 7, 5, 9], [0, 0, 0, 11, 4, 11, 4], [0, 0, 0, 0, 0, 0, 8]]

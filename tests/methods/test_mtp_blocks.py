@@ -27,8 +27,6 @@ pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 #: Known tokens at each step: none, some or all of the drafts before were accepted.
 COMMITTED = [7, 8, 11, 12]
 
-# -- plain formulas ------------------------------------------------------------------------------
-
 
 def norm(value: Tensor, weight: Tensor, eps: float) -> Tensor:
     return value * (value.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
@@ -196,9 +194,6 @@ def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
     return torch.stack(found)
 
 
-# -- drafts --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", BUILT)
 @torch.no_grad()
 def test_chains_are_those_of_the_formulas(name: str) -> None:
@@ -248,9 +243,6 @@ def test_half_precision() -> None:
     gates = {name for name in state if "gate" in name}
     assert {name for name, one in state.items() if one.dtype == torch.float32} == gates
     assert len(gates) == 2
-
-
-# -- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def fresh(name: str) -> Any:
     return copy.deepcopy(model_of(name))
 
 
-# -- loss ----------------------------------------------------------------------------------------
-
-
 def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int) -> Tensor:
     """``(steps, vocab)`` of one chain, each row of which all rows are computed for anew."""
     made = adapter.module.placed()
@@ -141,9 +138,6 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
         else:
             assert not any(each is not None and each.any() for each in (one, two))
     assert seen > 5
-
-
-# -- training ------------------------------------------------------------------------------------
 
 
 #: Models that learn, the loss, and the learning rate: Inkling divides its logits, so that a random

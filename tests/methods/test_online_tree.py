@@ -121,9 +121,6 @@ def test_paths_count_by_the_chances_of_their_ranks(with_markov_head: bool) -> No
         assert set(seen.values()) == set(paths)
 
 
-# -- in decoding -------------------------------------------------------------------------------
-
-
 def adapted(model: Any) -> Any:
     """The model with an untrained adapter."""
     torch.manual_seed(2)

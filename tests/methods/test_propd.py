@@ -52,18 +52,12 @@ def naive_early(weights: dict, hidden: torch.Tensor) -> torch.Tensor:
     return functional.rms_norm(moved, moved.shape[-1:], eps=1e-6) * weights["early_gain"]
 
 
-# -- config and options ------------------------------------------------------------------------
-
-
 def test_the_layer_is_recorded(fresh: Tiny) -> None:
     model = fresh()
     model.add_adapter(hf_spec.ProPDConfig())
     assert find_active(model, "PROPD").config.prune_layer == 2  # 4 in deeper models; this has 3
     with pytest.raises(ValueError, match="prune_layer=3: the model has 3 layers.* 1 to 2"):
         fresh().add_adapter(hf_spec.ProPDConfig(prune_layer=3))
-
-
-# -- training ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", ["hard", "distillation"])
@@ -108,8 +102,6 @@ def test_the_early_head_s_loss(fresh: Tiny, architecture: str, loss: str) -> Non
     # fp32 with other reduction orders.
     torch.testing.assert_close(total - heads, torch.stack(early).mean(), rtol=1e-4, atol=1e-4)
 
-
-# -- what the early head drops -----------------------------------------------------------------
 
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])
 
@@ -188,9 +180,6 @@ def test_probabilities_are_those_of_the_model_s_own_logits(fresh: Tiny, architec
     assert seen and 0 < hf_spec.last_stats(model).prune_rate < 1
 
 
-# -- decoding ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "bita", "ppd", "medusa", "space"])
 def test_every_tree_drafter(fresh: Tiny, drafter: str) -> None:
     """Two adapters are active at a time: the drafter's and the early head's."""
@@ -227,9 +216,6 @@ def test_exits_before_the_layer_are_refused(fresh: Tiny) -> None:
     model.set_adapter(["drafter", "propd"])
     with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*after layer 2"):
         run(model, **propd(drafter="ppd"))
-
-
-# -- whether it pays ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,6 @@ def masks_of(model: Any, inputs: ProbeInputs) -> Tensor:
     return step(model, inputs)[0].hidden[:, 5:]
 
 
-# -- the base's output -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "architecture", ["llama", "gemma3", "gpt2", "opt", "bloom", "falcon", "gptj", "mixtral"]
 )
@@ -125,9 +122,6 @@ def test_experts_are_left_out(fresh: Tiny) -> None:
     model = fresh("mixtral")
     modules = hf_spec.SpaceConfig().modules(model)
     assert modules and not any("expert" in name for name in modules)
-
-
-# -- training ------------------------------------------------------------------------------------
 
 
 #: Counting in a circle of four.

@@ -78,9 +78,6 @@ def own(made: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-# -- the command -------------------------------------------------------------------------------
-
-
 def test_the_file(made: Path) -> None:
     data = json.loads(file_of(made).read_text())
     (entry,) = data["entries"]
@@ -187,9 +184,6 @@ def test_interrupted(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_spec.bench.session.Session.generate", interrupt)
     assert tune(own) == 130
     assert file_of(own).read_text() == before
-
-
-# -- the file ----------------------------------------------------------------------------------
 
 
 def entry_with(**changes: Any) -> dict[str, Any]:

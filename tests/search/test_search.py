@@ -53,9 +53,6 @@ def search(root: Path, *more: str, model: str = "m", output: str = "skip") -> in
     )  # fmt: skip
 
 
-# -- the command -------------------------------------------------------------------------------
-
-
 def test_the_folder_works_in_every_way(made: Path) -> None:
     ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
     model = load_checkpoint(made / "m")
@@ -174,8 +171,6 @@ def test_bad_input_ends_in_one_line(
     error = capsys.readouterr().err
     assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
 
-
-# -- the search --------------------------------------------------------------------------------
 
 LAYERS = 4
 PROMPTS = [Prompt("abab" * 4), Prompt("xyz xyz xyz")]

@@ -58,9 +58,6 @@ def byte_ids(text: str) -> list[int]:
     return [4 + alphabet.index(char) for piece, _ in shown.pre_tokenize_str(text) for char in piece]
 
 
-# ------------------------------------------------------------------------------------ what is read
-
-
 def test_a_folder_of_distill(tmp_path: Path) -> None:
     """In the order of the prompts, not that of writing."""
     rows = [{**row, "prompt": "p", "index": i} for i, row in enumerate(IDS)]
@@ -169,9 +166,6 @@ def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
     assert not one & two and len(one) + len(two) == len(seen[0]) + len(seen[1])
     kept_out = {ids[0] for ids in held_out["prompt_ids"]}
     assert one | two | kept_out == set(range(count)) and len(kept_out) == 20
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:

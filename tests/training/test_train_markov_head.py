@@ -35,9 +35,6 @@ def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any
     return train(make_model(), answers(), method, output, fields, settings, start=folder)
 
 
-# -- trained later -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_only_the_markov_head_is_trained(trained: Trained, tmp_path: Path, method: str) -> None:
     """What the adapter had stays bit for bit."""
@@ -130,9 +127,6 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
         error = capsys.readouterr().err
         assert re.search(message, error), error
     assert not (tmp_path / "three").exists()
-
-
-# -- trained with the adapter --------------------------------------------------------------------
 
 
 def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
