@@ -1,7 +1,5 @@
 """Adapters of ours in tests: filled with random weights, and merged by hand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

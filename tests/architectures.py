@@ -3,8 +3,6 @@
 A field that is not named here keeps its default; ``OVERRIDES`` holds what single types need.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -4,8 +4,6 @@ The initializer's range is large, so that greedy outputs vary with the prompt, w
 and then repeat themselves; drafts are rejected and accepted alike.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -27,17 +25,17 @@ torch.set_num_threads(1)
 VOCAB = 61
 PAD, BOS, EOS = 0, 1, 2
 
+#: fp32 with other reduction orders: a few ulps of values up to about 10.
+CLOSE = {"rtol": 1e-4, "atol": 2e-4}
+#: What the fixtures ``tiny``, ``fresh`` and ``shallow`` are.
+Tiny = Callable[..., PreTrainedModel]
+
 _IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _BASE = {**_IDS, "vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
 _LLAMA = {
-    **_BASE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+    **_BASE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
 _GPT = {**_BASE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
 _FALCON = {**_LLAMA, "num_kv_heads": 2, "bias": True}
 _WINDOW = {"head_dim": 8, "sliding_window": 5}
@@ -60,35 +58,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", _LLAMA),
     "opt": ("opt", {**_LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
     "falcon": ("falcon", {**_FALCON, "new_decoder_architecture": True}),
-    "falcon_alibi": (
-        "falcon",
-        {**_FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False},
-    ),
+    "falcon_alibi": ("falcon", {
+        **_FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False,
+    }),
     "bloom": ("bloom", {**_GPT, "hidden_size": 32, "initializer_range": 0.3}),
     # Mpt's own default is to generate without a cache.
-    "mpt": (
-        "mpt",
-        {
-            **_BASE,
-            "d_model": 32,
-            "n_layers": 3,
-            "n_heads": 4,
-            "max_seq_len": 128,
-            "use_cache": True,
-        },
-    ),
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            **_BASE,
-            "hidden_size": 32,
-            "max_position_embeddings": 128,
-            "num_layers": 4,
-            "num_heads": 4,
-            "window_size": 5,
-            "attention_types": [[["global", "local"], 2]],
-        },
-    ),
+    "mpt": ("mpt", {
+        **_BASE, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128, "use_cache": True,
+    }),
+    "gpt_neo": ("gpt_neo", {
+        **_BASE, "hidden_size": 32, "max_position_embeddings": 128, "num_layers": 4,
+        "num_heads": 4, "window_size": 5, "attention_types": [[["global", "local"], 2]],
+    }),
     "phi": ("phi", {**_LLAMA, "initializer_range": 0.3}),
     "phi3": ("phi3", _LLAMA),
     "stablelm": ("stablelm", _LLAMA),
@@ -101,7 +82,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {**_LLAMA, **_HYBRID, "logit_scale": 1.0}),
     "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
     "gpt_bigcode": ("gpt_bigcode", _GPT),
-}
+}  # fmt: skip
 
 #: How these know where a token stands; the others rotate queries and keys.
 POSITIONS = {
@@ -256,7 +237,7 @@ def shared(
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Callable[..., PreTrainedModel]:
+def tiny() -> Tiny:
     """``tiny("llama", attention="eager", dtype=torch.float64)``: a model, shared by all tests.
 
     A test must leave it as it found it; one that changes a model takes ``fresh``.
@@ -287,14 +268,14 @@ def mtp_as_shipped(random_mtp: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_size() -> Iterator[None]:
-    """Compiled steps are padded to 16 nodes or more, so that code is captured for one size of
+    """Compiled steps are padded to 32 nodes or more, so that code is captured for one size of
     trees, not for five: that is what tests of compiled calls take their time for. Plain steps of
     models with recurrent layers run without padding: see `sizes_as_shipped`."""
     from hf_spec.core.buckets import bucket
 
     with pytest.MonkeyPatch.context() as patch:
         for user in ("hf_spec.model.compiled", "hf_spec.drafting.autoregressive"):
-            patch.setattr(f"{user}.bucket", lambda count: count and max(16, bucket(count)))
+            patch.setattr(f"{user}.bucket", lambda count: count and max(32, bucket(count)))
         yield
 
 
@@ -310,8 +291,9 @@ def sizes_as_shipped(one_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
 _plain: dict[Any, torch.Tensor] = {}
 
 
-def plainly(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
+def plainly(model: PreTrainedModel, *inputs: torch.Tensor, **settings: Any) -> torch.Tensor:
     """What plain ``generate`` gives; made once where the model is shared and greedy."""
+    settings |= dict(zip(["inputs"], inputs))
     try:
         known = tuple((name, _hashable(value)) for name, value in sorted(settings.items()))
     except TypeError:  # a processor, a cache, a streamer
@@ -321,6 +303,21 @@ def plainly(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
     if (id(model), known) not in _plain:
         _plain[id(model), known] = model.generate(**settings)
     return _plain[id(model), known].clone()
+
+
+def check_same(
+    model: PreTrainedModel, spec: dict[str, Any], *inputs: torch.Tensor, **settings: Any
+) -> Any:
+    """What a call with a strategy gives, after comparing its tokens with those of plain
+    ``generate``: greedy unless the settings say otherwise, and else with one seed."""
+    settings = {"max_new_tokens": 16, "do_sample": False, **settings}
+    torch.manual_seed(3)
+    plain = plainly(model, *inputs, **settings)
+    torch.manual_seed(3)
+    ours = model.generate(*inputs, **settings, **spec)
+    ids = ours if isinstance(ours, torch.Tensor) else ours.sequences
+    assert ids.tolist() == plain.tolist() and ids.dtype == plain.dtype
+    return ours
 
 
 def _hashable(value: Any) -> Any:
@@ -334,7 +331,7 @@ def _hashable(value: Any) -> Any:
 
 
 @pytest.fixture
-def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+def fresh(tiny: Tiny) -> Tiny:
     """Like ``tiny``, but a copy that the test may change."""
     import copy
 
@@ -345,7 +342,7 @@ def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel
 
 
 @pytest.fixture
-def shallow(fresh: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+def shallow(fresh: Tiny) -> Tiny:
     """Like ``fresh``, with the first layers only, where nothing depends on how many there are."""
     from modeling_patches.modules import decoder_layers
 

@@ -3,8 +3,6 @@
 ``pytest --every-case``, or ``make test-all``, runs all of them.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence

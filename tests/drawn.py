@@ -1,7 +1,5 @@
 """What a matplotlib figure holds, as plain data: tests look at artists, never at pixels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ They are forked from a process that has imported these, not hf_spec, and has don
 is about Python's start needs a new interpreter: ``subprocess``.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 A package that registers a method of its own adds an entry in its ``conftest.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any

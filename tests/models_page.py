@@ -1,8 +1,6 @@
 """Writes the tables of ``docs/guides/models.md`` from what the sweep finds, and the file that
 ``hf-spec doctor`` reads from these."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 How many placeholders an image needs, the model's own encoder says.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

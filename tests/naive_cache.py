@@ -1,7 +1,5 @@
 """A cache that is nothing but lists of the accepted tokens' keys and values, as an oracle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

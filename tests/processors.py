@@ -1,7 +1,5 @@
 """Logits processors that are told apart by what they see."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor

@@ -7,8 +7,6 @@ output has are not run again. It prints what differed and a summary. ``make rand
 ``make test`` runs a few.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,7 +1,5 @@
 """Layers for multi-token prediction of the tests' models, whose checkpoints have none."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Random trees, and what their nodes see by the definition."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

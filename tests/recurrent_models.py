@@ -1,7 +1,5 @@
 """Tiny random models of every architecture with recurrent layers that trees run through."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

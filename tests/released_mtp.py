@@ -1,7 +1,5 @@
 """Random layers for multi-token prediction in checkpoints, under the names of released ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

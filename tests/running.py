@@ -1,7 +1,5 @@
 """What tests give to calls: options that make every step draft, changes for a block of a test."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterator

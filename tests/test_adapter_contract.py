@@ -1,7 +1,5 @@
 """What the adapters of every method must do, with all parameters that they may have."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import hooked, load, randomise
-from conftest import prompt, ragged, shared
+from conftest import Tiny, check_same, prompt, ragged, shared
 from covering import covering
 from method_variants import SHARED, VARIANTS, Variants
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
@@ -22,7 +20,7 @@ from tiny_checkpoint import make_model
 from torch import Tensor
 from torch.nn import functional
 from trained import TRAININGS
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -32,7 +30,6 @@ from hf_spec.hub.card import write_card
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
-Fresh = Callable[..., PreTrainedModel]
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 METHODS = {name: method for name, method in methods().items() if method.adapter_config}
 #: Fields of configs, by method and name.
@@ -89,9 +86,6 @@ def batch(rows: int = 2) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "anchors": torch.tensor([[3, 7], [5, 8]][:rows])}
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def base_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("base")
@@ -104,7 +98,6 @@ def test_saved_and_loaded_every_way(base_path: str, tmp_path: Path, name: str, k
     model = load(base_path)
     weights = {key: value.clone() for key, value in added(model, name, kind).items()}
     expected = tokens(model)
-    assert tokens(model, name) == expected
     folder = tmp_path / "adapter"
     model.save_pretrained(folder)
     stored = json.loads((folder / "adapter_config.json").read_text())
@@ -139,7 +132,7 @@ def test_saved_and_loaded_every_way(base_path: str, tmp_path: Path, name: str, k
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
+def test_in_bfloat16(fresh: Tiny, tmp_path: Path, name: str) -> None:
     """PEFT keeps adapters of a bf16 model in fp32; a base that adds one itself takes its type."""
     model = fresh("llama", dtype=torch.bfloat16)
     wrapped = get_peft_model(fresh("llama", dtype=torch.bfloat16), config_of(name))
@@ -157,9 +150,6 @@ def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
     loss.backward()
 
 
-# -- training ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "architecture"),
     covering(
@@ -175,7 +165,7 @@ def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
     ),
 )
 def test_gradients_reach_the_adapter_alone(
-    fresh: Fresh, name: str, kind: str, architecture: str
+    fresh: Tiny, name: str, kind: str, architecture: str
 ) -> None:
     model = get_peft_model(fresh(architecture), config_of(name, kind))
     weights = randomise(model, config_of(name).type_name)
@@ -204,11 +194,8 @@ def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> N
     assert f"| strategy | `{name}` |" in card
 
 
-# -- operations of PEFT --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
+def test_switched_copied_disabled_and_deleted(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     base, kinds = tokens(model), [kind for method, kind in CONFIGS if method == name]
     kinds, held = [*dict.fromkeys([kinds[0], kinds[-1]])], {}
@@ -238,40 +225,23 @@ def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
     assert tokens(model) == base and hooked(model) == 0
 
 
-# -- decoding ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_a_users_cache_is_filled_and_continued(fresh: Fresh, name: str) -> None:
-    model, ids = fresh("llama"), prompt()
-    added(model, name)
-    cache = {CACHE: DynamicCache(config=model.config)}
-    out = model.generate(ids, **GREEDY, **drafting(name), **cache)
-    more = torch.cat([out, prompt(4, seed=3)], dim=1)
-    expected = model.generate(more, **GREEDY).tolist()
-    assert model.generate(more, **GREEDY, **drafting(name), **cache).tolist() == expected
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_conversation_goes_on(fresh: Fresh, name: str) -> None:
-    """Rows of different lengths; the returned cache has no trace of drafts or of the adapter's."""
+def test_a_conversation_goes_on(fresh: Tiny, name: str) -> None:
+    """Rows of different lengths; the cache has no trace of drafts or of the adapter's."""
     model = fresh("llama")
     added(model, name)
-    first = model.generate(**ragged(), **GREEDY, **drafting(name), return_dict_in_generate=True)
-    more = torch.cat([first.sequences, prompt(5, 3, seed=7)], dim=1)
-    mask = functional.pad(ragged()["attention_mask"], (0, more.shape[1] - 12), value=1)
-    given = {"input_ids": more, "attention_mask": mask, **GREEDY}
-    expected = model.generate(**given).tolist()
-    ours = model.generate(**given, **drafting(name), **{CACHE: first[CACHE]})
-    again = model.generate(**given, **drafting(name), prefill_chunk_size=4)
-    assert ours.tolist() == again.tolist() == expected
-
-
-# -- refusals ------------------------------------------------------------------------------------
+    mask = functional.pad(ragged()["attention_mask"], (0, 8 + 5), value=1)
+    for own in ({}, {CACHE: DynamicCache(config=model.config)}):
+        spec = {**drafting(name), **own, "return_dict_in_generate": True}
+        first = model.generate(**ragged(), **GREEDY, **spec)
+        ids = torch.cat([first.sequences, prompt(5, 3, seed=7)], dim=1)
+        given = {"input_ids": ids, "attention_mask": mask, **GREEDY}
+        check_same(model, {**drafting(name), CACHE: first[CACHE]}, **given)
+    check_same(model, {**drafting(name), "prefill_chunk_size": 4}, **given)
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_trees_deeper_than_the_adapter(fresh: Fresh, name: str) -> None:
+def test_trees_deeper_than_the_adapter(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     added(model, name)
     with pytest.raises(ValueError, match=r"max_depth=99: the adapter predicts \d future tokens"):
@@ -281,7 +251,7 @@ def test_trees_deeper_than_the_adapter(fresh: Fresh, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NEEDED if name not in LIMITED])
-def test_static_trees_of_drafters_that_grow_each_tree(fresh: Fresh, name: str) -> None:
+def test_static_trees_of_drafters_that_grow_each_tree(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     added(model, name)
     with pytest.raises(ValueError, match=r"tree=\[\[0\]\]: .* grows each tree"):
@@ -289,7 +259,7 @@ def test_static_trees_of_drafters_that_grow_each_tree(fresh: Fresh, name: str) -
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_adapter_of_another_base(fresh: Fresh, name: str) -> None:
+def test_an_adapter_of_another_base(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     added(model, name)
     with pytest.raises(ValueError, match=r"llama.*gpt2|gpt2.*llama"):

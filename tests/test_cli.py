@@ -1,7 +1,5 @@
 """``hf-spec``: help, results, and one clear line on bad input."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Files of prompts and answers: every command reads each format alike, or says what is wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

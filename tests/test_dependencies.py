@@ -3,8 +3,6 @@
 A newer Transformers or PEFT without one of these names fails here, and the list says what breaks.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

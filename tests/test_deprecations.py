@@ -1,19 +1,16 @@
 """No deprecation of a library underneath reaches the user: they are told of what they call."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter_oracle import lent
-from conftest import STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, Tiny, prompt, ragged
 from running import drafting
 from tiny_checkpoint import save_checkpoint, write_prompts
-from transformers import PreTrainedModel
 from transformers.utils.logging import warning_once
 
 from hf_spec import cli
@@ -52,7 +49,7 @@ def ready(model: Any, strategy: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.usefixtures("nothing_deprecated")
 @pytest.mark.parametrize("strategy", methods())
-def test_generate(tiny: Callable[..., PreTrainedModel], strategy: str) -> None:
+def test_generate(tiny: Tiny, strategy: str) -> None:
     model = tiny()
     with ready(model, strategy) as spec:
         options = {"max_new_tokens": 8, "return_dict_in_generate": True, **spec}

@@ -1,7 +1,5 @@
 """What a wheel holds: all of the packages, and nothing else."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

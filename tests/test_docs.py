@@ -1,7 +1,5 @@
 """What the documentation says runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """``hf-spec doctor``: what it says of the environment and of models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -6,8 +6,6 @@ A run takes the pairs that once failed. All of them: ``make sweep``, or
 ``-k llama-medusa``.
 """
 
-from __future__ import annotations
-
 import traceback
 from contextlib import contextmanager
 from functools import cache
@@ -89,9 +87,7 @@ def adapted(model: Any, name: str) -> Any:
         yield
 
 
-def test_exact_or_refused(
-    model_type: str, name: str, record_property: pytest.RecordProperty
-) -> None:
+def test_exact_or_refused(model_type: str, name: str, record_property: Any) -> None:
     if model_type in EXCLUDED:
         record_property("outcome", f"not built: {EXCLUDED[model_type]}")
         pytest.skip(EXCLUDED[model_type])

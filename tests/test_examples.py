@@ -4,8 +4,6 @@ Names of models and adapters are folders in the working directory that lead to t
 its adapters. What cannot run here is marked on its page: ``<!-- skip: next "why" -->``.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import unittest

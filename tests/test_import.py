@@ -1,7 +1,5 @@
 """``import hf_spec`` is cheap, can be repeated, and touches no generation without a strategy."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect
@@ -17,9 +15,9 @@ from typing import Any
 import forks
 import pytest
 import torch
-from conftest import STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, Tiny, prompt, ragged
 from peft import PeftConfig
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils as generation_utils
 
 import hf_spec
@@ -154,7 +152,7 @@ def test_the_newest_tested_versions_are_those_of_the_constraints() -> None:
         assert pinned[name].rpartition(".")[0] == tested
 
 
-def test_import_is_idempotent(tiny: Callable[..., PreTrainedModel]) -> None:
+def test_import_is_idempotent(tiny: Tiny) -> None:
     def state() -> tuple:
         return (
             GenerationConfig.__init__,
@@ -177,7 +175,7 @@ def test_import_is_idempotent(tiny: Callable[..., PreTrainedModel]) -> None:
 
 
 def test_generation_without_a_strategy_is_stock(
-    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes through stock ``_sample`` and never comes near our loop."""
 
@@ -204,9 +202,7 @@ def test_generation_without_a_strategy_is_stock(
 
 
 @pytest.mark.environment
-def test_plain_results_do_not_depend_on_the_import(
-    tiny: Callable[..., PreTrainedModel], tmp_path: object
-) -> None:
+def test_plain_results_do_not_depend_on_the_import(tiny: Tiny, tmp_path: object) -> None:
     """The same ids, greedy and sampled, in a process that has never heard of hf_spec."""
     model = tiny()
     model.save_pretrained(tmp_path)

@@ -5,8 +5,6 @@
 ``search``, ``bench``, ``hub``, ``demo`` -> ``cli``.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator
@@ -149,9 +147,6 @@ def our_modules() -> set[str]:
     return {module_name(p) for package in OURS for p in (ROOT / package).rglob("*.py")}
 
 
-# -- the project ---------------------------------------------------------------------------------
-
-
 def test_imports_flow_one_way() -> None:
     imports = all_imports()
     assert len(imports) > 100  # the files were found
@@ -183,8 +178,6 @@ def test_no_module_names_a_method_but_its_own() -> None:
             here = unit(module, modules)
             assert here in (target, "hf_spec.public"), f"{module} imports {imported}"
 
-
-# -- this test -----------------------------------------------------------------------------------
 
 MODULES = {
     "hf_spec", "hf_spec.core.tree", "hf_spec.methods", "hf_spec.methods.registry",

@@ -4,11 +4,8 @@ Equality is token for token, in fp32 and fp64: a tiny random model's two best lo
 compared with rounding, so a single differing token is a bug.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +15,17 @@ import forks
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, prompt, ragged, shared
+from conftest import (
+    ARCHITECTURES,
+    CLOSE,
+    EAGER_ONLY,
+    POSITIONS,
+    VOCAB,
+    Tiny,
+    prompt,
+    ragged,
+    shared,
+)
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
 from peft import PeftConfig
@@ -188,7 +195,7 @@ def test_described(name: str) -> None:
     ),
 )
 def test_greedy_equals_plain(
-    tiny: Callable[..., PreTrainedModel],
+    tiny: Tiny,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     variant: str,
@@ -214,9 +221,7 @@ def test_greedy_equals_plain(
 
 
 @every_strategy
-def test_greedy_equals_plain_where_the_policy_decides(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str
-) -> None:
+def test_greedy_equals_plain_where_the_policy_decides(tiny: Tiny, name: str, variant: str) -> None:
     """As the option ``drafting`` is by default: which steps draft depends on what they take."""
     model = tiny("llama")
     kwargs = options(name, variant)
@@ -229,9 +234,7 @@ def test_greedy_equals_plain_where_the_policy_decides(
 
 
 @every_strategy
-def test_greedy_equals_plain_in_fp64(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str
-) -> None:
+def test_greedy_equals_plain_in_fp64(tiny: Tiny, name: str, variant: str) -> None:
     architecture = "gemma3"
     attention = back_ends(architecture)[-1]
     model = tiny(architecture, attention, torch.float64)
@@ -288,17 +291,14 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
             dropped = 0 if window is None else max(width - (window - 1), 0)
             first = max(dropped - int((~mask).sum()), 0)
             for ours, theirs in zip(cache.row(row, index), (layer.keys[0], layer.values[0])):
-                # fp32 with other reduction orders: a few ulps of values up to about 10.
-                torch.testing.assert_close(ours[:, first:], theirs[:, first:], rtol=1e-4, atol=2e-4)
+                torch.testing.assert_close(ours[:, first:], theirs[:, first:], **CLOSE)
 
 
 # -- stock assisted decoding ------------------------------------------------------------------
 
 
 @every_case
-def test_candidates_for_stock_assisted_decoding(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str
-) -> None:
+def test_candidates_for_stock_assisted_decoding(tiny: Tiny, name: str, variant: str) -> None:
     """A drafter is a ``CandidateGenerator``: the ids it is given, and a chain behind them."""
     model = tiny()
     method = methods()[name]
@@ -341,7 +341,7 @@ WARPERS: dict[str, dict[str, Any]] = {
     ),
 )  # fmt: skip
 def test_seeded_sampling_equals_plain(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str, architecture: str, warper: str
+    tiny: Tiny, name: str, variant: str, architecture: str, warper: str
 ) -> None:
     """The match rule draws once per emitted token, as plain generation does, in the same order."""
     model = tiny(architecture)
@@ -400,11 +400,7 @@ FALSE_ALARM = 1e-6
     ),
 )  # fmt: skip
 def test_sampling_follows_the_plain_distribution(
-    tiny: Callable[..., PreTrainedModel],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    variant: str,
-    warper: str,
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str, warper: str
 ) -> None:
     """Chi-square of the first three tokens' joint distribution, 64 cells, against enumeration."""
     rules, rule = [], verify.rejection
@@ -480,7 +476,7 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     ("name", "variant"), [(name, variant) for name, run in RUNS.items() for variant in run.sampled]
 )
 def test_sampled_drafts_carry_their_distribution(
-    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
     """It is what processors make of the drafts' scores; they see the tokens drafted before."""
     checked, propose = [], methods()[name].drafter.propose
@@ -514,7 +510,7 @@ def test_sampled_drafts_carry_their_distribution(
 # -- adapters --------------------------------------------------------------------------------
 
 
-def test_adapters_in_a_fresh_process(fresh: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_adapters_in_a_fresh_process(fresh: Tiny, tmp_path: Path) -> None:
     """Saved beside a SpecConfig and loaded elsewhere, each drafts what it drafted here."""
     fresh("llama").save_pretrained(tmp_path / "base")
     plain = fresh("llama").generate(prompt(), max_new_tokens=NEW, do_sample=False).tolist()

@@ -1,7 +1,5 @@
 """Programs of others generate with strategies, and get what plain generate gives."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

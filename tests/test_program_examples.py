@@ -1,7 +1,5 @@
 """The programs of docs/examples run on a tiny model, and write what plain generate writes."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

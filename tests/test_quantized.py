@@ -4,8 +4,6 @@ torchao is no dependency of the project: importing peft imports it where it is i
 costs half a second and prints warnings. `pip install --no-deps torchao` makes these tests run.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from datasets import Dataset
 from peft import get_peft_model
 from running import CAPTURED, every_step, needed
@@ -32,7 +30,6 @@ torchao = pytest.importorskip(
     "torchao.quantization", reason="torchao is not installed; pip install --no-deps torchao"
 )
 
-Tiny = Callable[..., PreTrainedModel]
 #: Options of strategies that need some.
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0]}}
 NEW = 20
@@ -95,9 +92,6 @@ def test_learned_drafts(model: PreTrainedModel) -> None:
     randomise(model, "LAYER_SKIP", std=0.1)
     assert tokens(model, assistant_strategy="layer_skip") == plain
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
-
-
-# -- compiled steps ----------------------------------------------------------------------------
 
 
 def compiled(model: Any) -> dict[str, Any]:

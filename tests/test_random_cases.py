@@ -1,7 +1,5 @@
 """A few random calls of ``generate``; ``tests/random_cases.py`` runs as many as it is told."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -14,7 +12,7 @@ from random_cases import MODELS, RUNS, draw, run
 
 from hf_spec.core import verify
 
-COUNT = 300 if os.environ.get(EVERY_CASE) else 20
+COUNT = 300 if os.environ.get(EVERY_CASE) else 12
 
 
 @pytest.mark.parametrize("number", range(COUNT))

@@ -1,7 +1,5 @@
 """``hf-spec run``: a program runs as under plain Python, and knows the strategies."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``hf-spec serve``: Transformers' server, whose models have adapters and a default strategy."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """docs/tour.ipynb runs, and is stored with its outputs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

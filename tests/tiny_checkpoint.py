@@ -1,7 +1,5 @@
 """A tiny random Llama with a byte-level tokenizer, as a checkpoint on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small trainings on a tiny model, each done once per session and shared by all workers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

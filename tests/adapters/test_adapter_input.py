@@ -1,7 +1,5 @@
 """Adapters that are broken, foreign or for another base: refused before anything is attached."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

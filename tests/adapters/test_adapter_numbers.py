@@ -1,23 +1,18 @@
 """Numbers of an adapter: finite ones of any size leave the output as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, prompt
+from conftest import VOCAB, Tiny, prompt
 from covering import covering
 from running import drafting
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.drafting.predictions import distribution
-
-Tiny = Callable[..., PreTrainedModel]
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 

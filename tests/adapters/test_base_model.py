@@ -1,18 +1,15 @@
 """What adapters and answers record of their base model."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import ARCHITECTURES
+from conftest import ARCHITECTURES, Tiny
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.base_model import FACTS, facts_of, fingerprint
@@ -41,9 +38,7 @@ def test_a_model_without_a_config_has_no_facts() -> None:
     assert facts_of(nn.Linear(2, 2)) == facts_of(SimpleNamespace(config={})) == {}
 
 
-def test_fingerprints_follow_the_weights(
-    fresh: Callable[..., PreTrainedModel], tmp_path: Path
-) -> None:
+def test_fingerprints_follow_the_weights(fresh: Tiny, tmp_path: Path) -> None:
     model = fresh()
     before = fingerprint(model)
     assert before is not None and len(before) == 16 and int(before, 16) >= 0
@@ -71,7 +66,7 @@ class Packed(nn.Parameter):
     """As quantizers have them."""
 
 
-def test_weights_that_cannot_be_read(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_weights_that_cannot_be_read(fresh: Tiny) -> None:
     model = fresh()
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = Packed(layer.weight.data)

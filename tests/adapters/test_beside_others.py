@@ -1,7 +1,5 @@
 """Adapters of ours beside a fine-tune's: a LoRA, modules and tokens that it has trained."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -11,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from covering import covering
 from peft import LoraConfig, PeftModel, get_peft_model
 from running import drafting
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.methods.registry import methods
 
-Fresh = Callable[..., PreTrainedModel]
 #: Configs whose adapters draft with all that adapters can have.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "medusa": lambda: hf_spec.MedusaConfig(num_heads=2, markov_rank=2, draft_vocab_size=40),
@@ -64,7 +61,7 @@ def trained(model: nn.Module, name: str = "default") -> None:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
 
 
-def saved(fresh: Fresh, folder: Path, name: str, architecture: str = "llama") -> str:
+def saved(fresh: Tiny, folder: Path, name: str, architecture: str = "llama") -> str:
     """The folder of an adapter of random weights."""
     model = get_peft_model(fresh(architecture), CONFIGS[name]())
     if methods()[STRATEGY[name]].needs_adapter:
@@ -98,7 +95,7 @@ TUNED = [
     ids=str,
 )
 def test_every_strategy_beside_a_fine_tune(
-    fresh: Fresh, tuned_as: tuple[str, str], name: str, ours_first: bool
+    fresh: Tiny, tuned_as: tuple[str, str], name: str, ours_first: bool
 ) -> None:
     """In both orders of attaching."""
     (architecture, kind), config = tuned_as, CONFIGS[name]
@@ -122,9 +119,7 @@ def test_every_strategy_beside_a_fine_tune(
 
 @pytest.mark.parametrize("kind", LORAS)
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
-def test_drafts_follow_the_fine_tunes_embeddings(
-    fresh: Fresh, architecture: str, kind: str
-) -> None:
+def test_drafts_follow_the_fine_tunes_embeddings(fresh: Tiny, architecture: str, kind: str) -> None:
     """Tables of a call are made of the embeddings as they are used, and anew when that changes."""
     from hf_spec.drafting.draft_vocabulary import DraftVocabulary
     from hf_spec.drafting.markov_head import MarkovHead
@@ -164,7 +159,7 @@ def test_drafts_follow_the_fine_tunes_embeddings(
 
 
 @pytest.mark.parametrize("name", ["medusa", "bita", "layer_skip"])
-def test_a_peft_model_of_a_lora_loads_ours(fresh: Fresh, tmp_path: Path, name: str) -> None:
+def test_a_peft_model_of_a_lora_loads_ours(fresh: Tiny, tmp_path: Path, name: str) -> None:
     folder, kind = saved(fresh, tmp_path / "ours", name), CONFIGS[name]().type_name
     tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
     trained(tuned)
@@ -183,7 +178,7 @@ def test_a_peft_model_of_a_lora_loads_ours(fresh: Fresh, tmp_path: Path, name: s
     assert tokens(tuned, name) == expected
 
 
-def test_a_peft_model_of_ours_loads_a_lora(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_peft_model_of_ours_loads_a_lora(fresh: Tiny, tmp_path: Path) -> None:
     tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
     trained(tuned)
     expected = tokens(tuned)
@@ -198,7 +193,7 @@ def test_a_peft_model_of_ours_loads_a_lora(fresh: Fresh, tmp_path: Path) -> None
     assert tokens(model, "medusa") == tokens(model) == tokens(fresh("llama"))
 
 
-def test_a_peft_model_around_another(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_peft_model_around_another(fresh: Tiny, tmp_path: Path) -> None:
     """`PeftModel.from_pretrained` takes a `PeftModel`, too."""
     folder = saved(fresh, tmp_path / "ours", "medusa")
     tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
@@ -212,7 +207,7 @@ def test_a_peft_model_around_another(fresh: Fresh, tmp_path: Path) -> None:
     assert set(model.peft_config) == {"default", "ours"}
 
 
-def test_training_on_top_of_a_fine_tune(fresh: Fresh, tmp_path: Path) -> None:
+def test_training_on_top_of_a_fine_tune(fresh: Tiny, tmp_path: Path) -> None:
     """Only ours is trained, and it learns from the fine-tuned model."""
     tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
     trained(tuned)
@@ -230,7 +225,7 @@ def test_training_on_top_of_a_fine_tune(fresh: Fresh, tmp_path: Path) -> None:
     assert tokens(model, "medusa") == tokens(model) == expected
 
 
-def test_a_lora_that_takes_the_name_of_ours(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_lora_that_takes_the_name_of_ours(fresh: Tiny, tmp_path: Path) -> None:
     model = fresh("llama")
     model.load_adapter(saved(fresh, tmp_path / "ours", "medusa"))
     tuned = get_peft_model(model, lora()).eval()
@@ -238,7 +233,7 @@ def test_a_lora_that_takes_the_name_of_ours(fresh: Fresh, tmp_path: Path) -> Non
     assert tokens(tuned, "medusa") == tokens(tuned)
 
 
-def test_choosing(fresh: Fresh, tmp_path: Path) -> None:
+def test_choosing(fresh: Tiny, tmp_path: Path) -> None:
     """Each type has an active adapter of its own; a name may be that of a strategy."""
     tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
     tuned.add_adapter("second", lora())
@@ -270,7 +265,7 @@ def test_choosing(fresh: Fresh, tmp_path: Path) -> None:
         tuned.delete_adapter("other")
 
 
-def test_others_refusals_stay(fresh: Fresh) -> None:
+def test_others_refusals_stay(fresh: Tiny) -> None:
     """PEFT refuses other mixtures as before."""
     from peft import IA3Config, PromptTuningConfig
 
@@ -290,7 +285,7 @@ def test_others_refusals_stay(fresh: Fresh) -> None:
 # -------------------------------------------------------------------- through Transformers' methods
 
 
-def test_loaded_by_transformers(fresh: Fresh, tmp_path: Path) -> None:
+def test_loaded_by_transformers(fresh: Tiny, tmp_path: Path) -> None:
     model: Any = fresh("llama")
     plain = tokens(model)
     model.add_adapter(lora(**LORAS["tokens"], **LORAS["saved head"]), adapter_name="ft")
@@ -314,7 +309,7 @@ def test_loaded_by_transformers(fresh: Fresh, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ saving and merging
 
 
-def test_each_is_saved_by_itself(fresh: Fresh, tmp_path: Path) -> None:
+def test_each_is_saved_by_itself(fresh: Tiny, tmp_path: Path) -> None:
     fresh("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     tuned = get_peft_model(model, lora(modules_to_save=["lm_head"]), "ft").eval()
@@ -333,7 +328,7 @@ def test_each_is_saved_by_itself(fresh: Fresh, tmp_path: Path) -> None:
     assert tokens(alone, "medusa") == tokens(alone) == expected
 
 
-def test_transformers_saves_the_active_one(fresh: Fresh, tmp_path: Path) -> None:
+def test_transformers_saves_the_active_one(fresh: Tiny, tmp_path: Path) -> None:
     model: Any = fresh("llama")
     model.add_adapter(lora(modules_to_save=["lm_head"]), adapter_name="ft")
     folder = saved(fresh, tmp_path / "ours", "medusa")
@@ -348,7 +343,7 @@ def test_transformers_saves_the_active_one(fresh: Fresh, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_merging_the_lora(fresh: Fresh, tmp_path: Path, ours_first: bool) -> None:
+def test_merging_the_lora(fresh: Tiny, tmp_path: Path, ours_first: bool) -> None:
     folder = saved(fresh, tmp_path / "ours", "medusa")
     model: Any = fresh("llama")
     if ours_first:
@@ -376,7 +371,7 @@ def test_merging_the_lora(fresh: Fresh, tmp_path: Path, ours_first: bool) -> Non
     assert tokens(alone, "medusa") == tokens(alone) == expected
 
 
-def test_unloading_ours_leaves_the_lora(fresh: Fresh) -> None:
+def test_unloading_ours_leaves_the_lora(fresh: Tiny) -> None:
     model = fresh("llama")
     model.add_adapter(lora(), adapter_name="ft")
     trained(model, "ft")
@@ -393,7 +388,7 @@ def test_unloading_ours_leaves_the_lora(fresh: Fresh) -> None:
     ("name", "architecture"),
     [*((name, "llama_tied") for name in ("medusa", "bita", "ppd")), ("own heads", "opt")],
 )
-def test_a_vocabulary_that_grew(fresh: Fresh, tmp_path: Path, name: str, architecture: str) -> None:
+def test_a_vocabulary_that_grew(fresh: Tiny, tmp_path: Path, name: str, architecture: str) -> None:
     """An adapter fits before and after tokens are added; batches too, and when sampled."""
     folder = saved(fresh, tmp_path / "ours", name, architecture)
     for grown_first in (False, True):
@@ -414,7 +409,7 @@ def test_a_vocabulary_that_grew(fresh: Fresh, tmp_path: Path, name: str, archite
     assert sampled[0] == sampled[1]
 
 
-def test_own_heads_draft_what_they_know(fresh: Fresh, tmp_path: Path) -> None:
+def test_own_heads_draft_what_they_know(fresh: Tiny, tmp_path: Path) -> None:
     """Tokens that the model has gained are never drafted, and lost ones neither."""
     folder = saved(fresh, tmp_path / "ours", "own heads")
     for size in (66, 50):
@@ -433,7 +428,7 @@ def test_own_heads_draft_what_they_know(fresh: Fresh, tmp_path: Path) -> None:
         assert tokens(model, "own heads", **inputs) == tokens(model, **inputs)
 
 
-def test_a_vocabulary_that_shrank(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_vocabulary_that_shrank(fresh: Tiny, tmp_path: Path) -> None:
     folder = saved(fresh, tmp_path / "ours", "medusa")
     model: Any = fresh("llama")
     model.resize_token_embeddings(50)
@@ -441,7 +436,7 @@ def test_a_vocabulary_that_shrank(fresh: Fresh, tmp_path: Path) -> None:
         model.load_adapter(folder)
 
 
-def test_saving_on_a_grown_model(fresh: Fresh, tmp_path: Path) -> None:
+def test_saving_on_a_grown_model(fresh: Tiny, tmp_path: Path) -> None:
     """PEFT would add the model's embeddings to the adapter's file."""
     fresh("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()

@@ -1,7 +1,5 @@
 """Adapters that change between calls, as in training: each call drafts with what is there."""
 
-from __future__ import annotations
-
 import copy
 from itertools import cycle
 from typing import Any

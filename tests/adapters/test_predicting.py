@@ -1,28 +1,22 @@
 """Adapters with a Markov head, of every method that may have one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from covering import covering
 from peft import PeftModel
 from running import drafting
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import methods
-
-Fresh = Callable[..., PreTrainedModel]
 
 #: Every method whose adapters may have a Markov head.
 NAMES = [
@@ -54,7 +48,7 @@ def weights(model: Any, name: str) -> dict[str, Tensor]:
 
 
 @every_method
-def test_a_fresh_markov_head_changes_nothing(fresh: Fresh, name: str) -> None:
+def test_a_fresh_markov_head_changes_nothing(fresh: Tiny, name: str) -> None:
     """It adds zero, and draft tokens are those of the same adapter without."""
     found = []
     for rank in (0, 3):
@@ -76,7 +70,7 @@ def test_a_fresh_markov_head_changes_nothing(fresh: Fresh, name: str) -> None:
     covering(product(["llama", "cohere2", "gemma2", "gpt2"], NAMES, [0, 20])),
 )
 def test_decoding_predicts_what_training_judges(
-    fresh: Fresh, architecture: str, name: str, size: int
+    fresh: Tiny, architecture: str, name: str, size: int
 ) -> None:
     """Also where the model scales or caps its logits: chances and biases depend on their size.
 

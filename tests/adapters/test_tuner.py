@@ -101,9 +101,6 @@ def saved(base_path, path, config, adapter_name="default"):
     return str(folder), weights(model, config.type_name), found.config
 
 
-# ------------------------------------------------------------------------------- through PeftModel
-
-
 def test_save_and_load(base, base_path, kind, tmp_path):
     folder, expected, config = saved(base_path, tmp_path, CONFIGS[kind]())
     stored = load_file(f"{folder}/adapter_model.safetensors")
@@ -198,9 +195,6 @@ def test_unload_restores_the_base(base, base_path, kind):
     assert find_active(get_peft_model(restored, CONFIGS[kind]()), kind).name == "default"
 
 
-# --------------------------------------------------------------------------- through the base model
-
-
 def test_adding_keeps_others_trainable(base, kind):
     base.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="lora")
     base.add_adapter(CONFIGS[kind](), adapter_name="ours")
@@ -223,9 +217,6 @@ def test_converted_architectures(kind, tmp_path):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         attach(base, folder)
         assert same(weights(base, kind), expected)
-
-
-# -------------------------------------------------------------------------------------- bad inputs
 
 
 def doors(base_path, folder, config):

@@ -1,7 +1,5 @@
 """All main tables: each is made once, with its command, and the rest after an interruption."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

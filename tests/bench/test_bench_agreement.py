@@ -1,7 +1,5 @@
 """Is a difference a tie or a fault? Constructed logits on both sides of the line."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts of a benchmark: fields of their own (tests/test_data.py has the others), limits, cuts."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

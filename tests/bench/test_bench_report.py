@@ -1,7 +1,5 @@
 """Rows, table and files, from measurements whose figures are worked out by hand."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The measuring itself, on a tiny model: every figure is worked out a second time here."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Paired comparisons of contenders, from results whose every figure is known."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

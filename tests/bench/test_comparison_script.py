@@ -1,7 +1,5 @@
 """The comparison at equal training time: made once, and whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

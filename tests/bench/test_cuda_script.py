@@ -1,7 +1,5 @@
 """The benchmark for GPUs, on the CPU: everything is measured and written, arguments are checked."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

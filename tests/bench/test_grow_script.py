@@ -1,7 +1,5 @@
 """Grown models answer as the small one, and its adapters fit them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

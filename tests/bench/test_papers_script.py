@@ -1,7 +1,5 @@
 """The papers' tables: every line can be trained and decoded as it says, and is made once."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

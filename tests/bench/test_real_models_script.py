@@ -1,7 +1,5 @@
 """Models from packages: parts are joined in order, and what is no name is taken as it is."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """SPACE's comparison of models, on a tiny one: each score worked out a second time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Answer files as Spec-Bench's own ``evaluation/speed.py`` reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import mean

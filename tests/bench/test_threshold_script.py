@@ -1,7 +1,5 @@
 """The plot of the adaptive threshold while decoding."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hybrid model of the benchmarks, made out of a Llama."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The comparison with vLLM, with a stand-in for the interpreter that has vLLM."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Learned states in front of a row's tokens in the cache: prefixes of probes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent states of a cache, against those that Transformers computes from the tokens alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

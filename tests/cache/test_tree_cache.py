@@ -1,7 +1,5 @@
 """TreeCache against a cache that is nothing but lists of the accepted tokens' keys and values."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

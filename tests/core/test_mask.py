@@ -1,7 +1,5 @@
 """Masks equal a double loop over queries and keys."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

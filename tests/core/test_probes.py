@@ -1,7 +1,5 @@
 """Probes stand where they should: their depths, embeddings and the groups of nodes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from random_trees import GROUPS
@@ -35,11 +33,7 @@ def test_some_probes_of_some_nodes_of_different_trees(group: ProbeGroup) -> None
 
 @pytest.mark.parametrize(
     ("offsets", "visible", "message"),
-    [
-        ((0,), ((True,),), "from 1"),
-        ((1, 2), ((True,),), "2 x 2"),
-        ((1,), ((False,),), "diagonal"),
-    ],
+    [((0,), ((True,),), "from 1"), ((1, 2), ((True,),), "2 x 2"), ((1,), ((False,),), "diagonal")],
 )
 def test_wrong_groups_are_refused(offsets: tuple, visible: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,5 @@
 """The trees that are left when unlikely nodes are dropped, against the definition."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

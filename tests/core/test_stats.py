@@ -1,7 +1,5 @@
 """SpecStats against hand-counted runs, and the Stopwatch against a clock that the test turns."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
@@ -23,9 +21,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     monkeypatch.setattr(module.time, "perf_counter", clock)
     return clock
-
-
-# -- counting ------------------------------------------------------------------------------------
 
 
 def test_a_run_counted_by_hand() -> None:
@@ -97,9 +92,6 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
     assert {*COUNTS, *SECONDS, "num_draft_forwards", "offered", "accepted"} <= set(data)
 
 
-# -- as text -------------------------------------------------------------------------------------
-
-
 def test_printed_statistics_are_a_summary() -> None:
     stats = SpecStats(
         "medusa", num_steps=3, num_fallback_steps=1, details={"policy": ["long"] * 1000}
@@ -157,9 +149,6 @@ def test_plot() -> None:
     assert stats.plot(figure.axes) is figure
 
 
-# -- time ----------------------------------------------------------------------------------------
-
-
 def test_time_outside_phases_is_other(clock: FakeClock) -> None:
     stats = SpecStats()
     watch = Stopwatch(stats, torch.device("cpu"))
@@ -192,7 +181,7 @@ def test_a_device_is_not_waited_for(clock: FakeClock, monkeypatch: pytest.Monkey
         def query(self) -> bool:
             return self.at <= done[0]
 
-        def elapsed_time(self, other: Event) -> float:
+        def elapsed_time(self, other: "Event") -> float:
             return 1000 * (other.at - self.at)
 
     def synchronize() -> None:

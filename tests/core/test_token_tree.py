@@ -1,7 +1,5 @@
 """TokenTree against its definition, node by node in Python."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any
@@ -12,8 +10,6 @@ from random_trees import random_tree
 from hf_spec.core.token_tree import TokenTree
 
 PATHS = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 1]]
-
-# -- construction --------------------------------------------------------------------------------
 
 
 def test_from_paths_orders_nodes_by_depth_and_keeps_ranks() -> None:
@@ -75,9 +71,6 @@ def test_trees_have_a_limit() -> None:
     for make in (lambda: TokenTree((-1, *[0] * 19_999)), lambda: TokenTree.chain(19_999)):
         with pytest.raises(ValueError, match="20000 nodes: a tree has at most 2048"):
             make()
-
-
-# -- shape ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", range(5))

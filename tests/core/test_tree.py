@@ -1,7 +1,5 @@
 """Tree and Row against their definitions, node by node in Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -54,9 +52,6 @@ def paths_of(row: Row) -> dict[tuple[int, ...], float]:
         tuple(row.tokens[on] for on in path_to(row.parents, node)): row.probs[node]
         for node in range(len(row.parents))
     }
-
-
-# -- construction --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -130,9 +125,6 @@ def test_numbers_on_the_host_are_not_transferred_again() -> None:
     assert tree.host.tokens.tolist() == tree.tokens.tolist() == [[5, 9]]
 
 
-# -- rows ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     rng = random.Random(seed)
@@ -170,9 +162,6 @@ def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
     assert all(parent < node for node, parent in enumerate(sorted_row.parents))
 
 
-# -- what nodes see ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("seed", range(8))
@@ -198,9 +187,6 @@ def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> 
     for name in ("tokens", "parents", "depths", "valid"):
         assert torch.equal(getattr(drafted, name), getattr(bare, name))
     assert drafted.group is drafted.first_probe is drafted.probe_counts is None
-
-
-# -- changes -------------------------------------------------------------------------------------
 
 
 def leading_to(rng: random.Random, tree: Tree) -> tuple[Tensor, list[list[int]]]:
@@ -267,9 +253,6 @@ def test_with_tokens_keeps_the_shape_and_the_probes() -> None:
             assert torch.equal(drafted.drafted.tokens, tokens) and drafted.q is not None
             assert torch.equal(drafted.tokens[:, 7:], tree.tokens[:, 7:])
             assert drafted.ancestors is again.ancestors is tree.ancestors
-
-
-# -- for compiled code ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [None, *GROUPS])

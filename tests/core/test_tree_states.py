@@ -1,7 +1,5 @@
 """Dynamic trees: states and their limits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -7,8 +7,6 @@ the target (is it lossless?), once against the law of a single step, derived her
 (does it accept as often as it should?).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

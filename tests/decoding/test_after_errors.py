@@ -1,7 +1,5 @@
 """A caller's cache after a call that failed: the start of each row's conversation, and usable."""
 
-from __future__ import annotations
-
 import copy
 import linecache
 import os
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PAD, plainly, prompt, ragged
+from conftest import CLOSE, PAD, Tiny, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
 from running import drafting, fingerprint
 from test_method_contract import FIRST, adapted, asks_for, strategy
@@ -26,7 +24,6 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -40,15 +37,11 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import prefill
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
-
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
 LENGTHS = (12, 5, 9)
 #: Tokens that the rows emit.
 ENDS = (14, 2, 10)
-#: fp32 with other reduction orders: a few ulps of values up to about 10.
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 KINDS = ["dynamic, first", "dynamic", "tree", "tree, new tokens"]
 
 
@@ -175,7 +168,7 @@ class Turn:
 
 OURS = tuple(str(Path(package.__path__[0])) for package in (hf_spec, modeling_patches))
 #: How many lines are drawn, in each case from the same seed.
-DRAWN = 12
+DRAWN = 8
 
 
 def lines(run: Callable[[], Any], stop: int | None = None) -> list[tuple[str, int]]:
@@ -341,7 +334,6 @@ def test_after_an_error_with_every_strategy(tiny: Tiny, name: str, variant: str,
         else:
             assert cache.get_seq_length() == turn.width + 13
         turn.check(cache)
-        turn.check_use(cache)
 
 
 def test_after_an_error_in_chunks_of_the_prompt(

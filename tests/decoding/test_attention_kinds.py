@@ -3,15 +3,13 @@
 One model of each kind of ``architectures``, in every way that a cache is used.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
 from architectures import LAYERS, build, random_model, tiny_config
-from conftest import prompt, ragged
+from conftest import check_same, prompt, ragged
 from running import CAPTURED, drafting
 from transformers import DynamicCache
 
@@ -37,11 +35,9 @@ def test_a_chat_in_one_cache(kind: str) -> None:
     mask = torch.cat([batch["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)
     cache = first[CACHE]
     for _ in range(2):
-        expected = model.generate(ids, attention_mask=mask, **GREEDY)
-        ours = model.generate(
-            ids, attention_mask=mask, **GREEDY, **LOOKUP, **{CACHE: copy.deepcopy(cache)}
+        check_same(
+            model, {**LOOKUP, CACHE: copy.deepcopy(cache)}, ids, attention_mask=mask, **GREEDY
         )
-        assert ours.tolist() == expected.tolist()
         ids, mask = (torch.nn.functional.pad(part, (2, 0)) for part in (ids, mask))
 
 

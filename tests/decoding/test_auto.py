@@ -1,7 +1,5 @@
 """``assistant_strategy="auto"``: what it takes, and that it is what naming it would be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,18 +1,14 @@
 """DFLASH and DSPARK: blocks behind what was committed, and bases that they do not fit."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt
+from conftest import Tiny, prompt
 from running import as_if, drafting
 from test_shrinking import staggered
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -23,7 +19,6 @@ from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
-Fresh = Callable[..., PreTrainedModel]
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 GEMMA4 = {
     "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
@@ -63,13 +58,10 @@ def adapt(model: Any, kind: str) -> str:
     return name
 
 
-# -- blocks --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_block_stands_behind_all_committed_tokens(
-    fresh: Fresh, monkeypatch: pytest.MonkeyPatch, kind: str, ahead: bool
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, ahead: bool
 ) -> None:
     """After prompts of different lengths, plain steps, rejections, and rows that stop."""
     as_if(ahead, monkeypatch)
@@ -99,7 +91,7 @@ def test_a_block_stands_behind_all_committed_tokens(
     assert len(seen) > 10 and len({*seen}) > 1
 
 
-def test_a_prefix_without_features(fresh: Fresh) -> None:
+def test_a_prefix_without_features(fresh: Tiny) -> None:
     """A cache that a plain call has filled: the block's context begins with the new tokens."""
     model = fresh("llama")
     name = adapt(model, "plain")
@@ -111,7 +103,7 @@ def test_a_prefix_without_features(fresh: Fresh) -> None:
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Fresh) -> None:
+def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Tiny) -> None:
     model = fresh("llama")
     for kind in ("plain", "rnn"):
         name = adapt(model, kind)
@@ -128,7 +120,7 @@ def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Fresh) -
 @pytest.mark.parametrize("architecture", ["gemma3", "llama"])
 @pytest.mark.parametrize(("kind", "scale"), [("plain", 1.0), ("scaled", 2.0)])
 def test_embeddings_are_those_of_the_weights(
-    fresh: Fresh, architecture: str, kind: str, scale: float
+    fresh: Tiny, architecture: str, kind: str, scale: float
 ) -> None:
     """Released drafters take the base's embeddings as its weights are, which Gemma scales; some
     scale them by a factor of their own."""
@@ -143,7 +135,7 @@ def test_embeddings_are_those_of_the_weights(
 
 @pytest.mark.parametrize("architecture", ["cohere2", "gemma2", "llama"])
 @torch.no_grad()
-def test_logits_are_shaped_as_the_drafter_says(fresh: Fresh, architecture: str) -> None:
+def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -> None:
     """Not as the base shapes its own: Gemma 2 caps them. In training likewise."""
     model = fresh(architecture)
     name = adapt(model, "scaled")
@@ -158,16 +150,10 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Fresh, architecture: str) 
     torch.testing.assert_close(found["logits"], expected)
 
 
-# -- what a base must have -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"feature_layers": [1, 9]},
-            "feature_layers=.1, 9.: LlamaForCausalLM has states 0 to 3",
-        ),
+        ({"feature_layers": [1, 9]}, "feature_layers=.1, 9.: LlamaForCausalLM has states 0 to 3"),
         ({"feature_layers": [2, 1]}, "feature_layers=.*ascending"),
         ({"mask_token_id": 61}, "mask_token_id=61: LlamaForCausalLM has 61 input embeddings"),
         ({"sliding_layers": [0]}, "need a sliding_window"),
@@ -181,14 +167,14 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Fresh, architecture: str) 
         ({"layer_config": GEMMA4, "conv_kernel_size": 2}, "conv_kernel_size=2: .*of gemma4_text"),
     ],
 )
-def test_configs_that_do_not_fit(fresh: Fresh, fields: dict[str, Any], message: str) -> None:
+def test_configs_that_do_not_fit(fresh: Tiny, fields: dict[str, Any], message: str) -> None:
     model = fresh("llama")
     with pytest.raises(ValueError, match=message):
         model.add_adapter(hf_spec.DFlashConfig(**fields))
     assert not hasattr(model, "spec_modules")
 
 
-def test_embeddings_of_another_size_than_the_states(fresh: Fresh) -> None:
+def test_embeddings_of_another_size_than_the_states(fresh: Tiny) -> None:
     model = fresh("opt")
     model.model.decoder.embed_tokens = torch.nn.Embedding(61, 16)
     with pytest.raises(ValueError, match="input embeddings of 16, states of 32.*one size"):

@@ -4,18 +4,15 @@ With "meta" as the default, a tensor that was made without naming a device has n
 computed from it fails, or has none either.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from collections.abc import Callable
 from functools import _lru_cache_wrapper
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import EOS, ragged
+from conftest import EOS, Tiny, ragged
 from running import needed
 from test_compiled import ADAPTERS, CAPTURED, OPTIONS, strategy
 from test_compiled import generate as generate_many
@@ -24,7 +21,6 @@ from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
-Make = Callable[..., Any]
 #: Fields of adapters' configs under which they compute all that they can.
 ALL = {"markov_rank": 4, "draft_vocab_size": 20}
 ONE, SEVERAL = ragged((12,)), ragged((12, 5, 9))
@@ -56,7 +52,7 @@ def add_adapter(model: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", methods())
-def test_every_strategy(shallow: Make, name: str) -> None:
+def test_every_strategy(shallow: Tiny, name: str) -> None:
     model = shallow(layers=2)
     add_adapter(model, name)
     every = {"do_sample": True, "eos_token_id": [EOS, 20, 41], "output_scores": True}
@@ -76,7 +72,7 @@ def test_every_strategy(shallow: Make, name: str) -> None:
     assert torch.equal(ours.sequences, generate(model, ids).sequences)
 
 
-def test_compiled_steps(shallow: Make) -> None:
+def test_compiled_steps(shallow: Tiny) -> None:
     model = shallow()
     add_adapter(model, "medusa")
     want = generate(model, SEVERAL).sequences
@@ -85,7 +81,7 @@ def test_compiled_steps(shallow: Make) -> None:
     assert torch.equal(ours.sequences, want)
 
 
-def test_strict_steps(shallow: Make) -> None:
+def test_strict_steps(shallow: Tiny) -> None:
     model = shallow(layers=2)
     add_adapter(model, "bita")
     want = generate(model, ONE).sequences
@@ -95,7 +91,7 @@ def test_strict_steps(shallow: Make) -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
-def test_other_rules(shallow: Make, acceptance: str) -> None:
+def test_other_rules(shallow: Tiny, acceptance: str) -> None:
     model, found = shallow(layers=2), []
     for device in ("cpu", "meta"):
         torch.manual_seed(3)
@@ -107,7 +103,7 @@ def test_other_rules(shallow: Make, acceptance: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "bloom", "gpt_neo", "gpt2"])
 def test_masks_and_self_check(
-    shallow: Make, architecture: str, monkeypatch: pytest.MonkeyPatch
+    shallow: Tiny, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = shallow(architecture, layers=2)
     want = generate(model, SEVERAL).sequences

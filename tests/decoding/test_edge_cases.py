@@ -1,7 +1,5 @@
 """Short prompts, short budgets, full contexts, other dtypes, compiled and dispatched models."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from itertools import product
@@ -9,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PAD, plainly, prompt, ragged
+from conftest import PAD, Tiny, check_same, plainly, prompt, ragged
 from covering import covering
 from running import drafting, family, fingerprint
 from test_compiled import adapt, strategy
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
@@ -22,17 +20,9 @@ from hf_spec.methods.registry import methods
 from modeling_patches import attention_masks
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
-
-
-def check_same(model: Any, spec: Spec, **kwargs: Any) -> torch.Tensor:
-    settings = {**GREEDY, **kwargs}
-    plain = plainly(model, **settings)
-    assert model.generate(**settings, **spec).tolist() == plain.tolist()
-    return plain
 
 
 # -- lengths ---------------------------------------------------------------------------------
@@ -52,13 +42,9 @@ def test_prompt_of_one_token(tiny: Tiny, spec: Spec, architecture: str) -> None:
 def test_one_or_two_new_tokens(tiny: Tiny, spec: Spec, inputs: dict[str, Any]) -> None:
     model = tiny()
     check_same(model, spec, **inputs, max_new_tokens=None, max_length=14)
-    plain = check_same(model, spec, **inputs, max_new_tokens=1)
-    assert plain.shape[1] == 13
-    out = model.generate(
-        **inputs, **spec, max_new_tokens=1, do_sample=False,
-        return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
-    assert len(out.scores) == 1
+    more = {"return_dict_in_generate": True, "output_scores": True}
+    out = check_same(model, {**spec, **more}, **inputs, max_new_tokens=1)
+    assert out.sequences.shape[1] == 13 and len(out.scores) == 1
     assert out.spec_stats.num_steps == out.spec_stats.mean_accepted_tokens == 1
     lengths = inputs.get("attention_mask", torch.ones(1, 12)).sum(-1).long()
     assert out[CACHE].host_lengths == lengths.tolist()

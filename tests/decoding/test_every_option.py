@@ -4,23 +4,14 @@ An option that a newer Transformers adds is in none of these lists, and fails he
 has looked at it.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, prompt
+from conftest import EOS, PAD, STRATEGIES, Tiny, prompt
 from running import no_forward
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-    WatermarkingConfig,
-)
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, WatermarkingConfig
 
 from hf_spec.decoding.compiling import STATIC
 
@@ -77,7 +68,6 @@ ARGUMENTS = {
 }  # fmt: skip
 
 SPEC = STRATEGIES["prompt_lookup"]
-Tiny = Callable[..., PreTrainedModel]
 
 
 def test_no_option_is_overlooked() -> None:

@@ -1,7 +1,5 @@
 """``generate()`` with a strategy does what ``generate()`` does, by whatever way it is asked."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, VOCAB, plainly, prompt, ragged
+from conftest import EOS, PAD, STRATEGIES, VOCAB, Tiny, check_same, plainly, prompt, ragged
 from peft import LoraConfig, get_peft_model
 from processors import ByRow
 from tiny_checkpoint import make_model, make_tokenizer
@@ -20,7 +18,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
     WatermarkingConfig,
@@ -37,20 +34,9 @@ from transformers.generation.streamers import BaseStreamer
 import hf_spec
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
-GREEDY = {"max_new_tokens": 20, "do_sample": False}
-
-
-def check_same(model: PreTrainedModel, spec: Spec, **kwargs: Any) -> torch.Tensor:
-    """Plain ids, after comparing ours with them."""
-    settings = {**GREEDY, **kwargs}
-    plain = plainly(model, **settings)
-    ours = model.generate(**settings, **spec)
-    assert ours.tolist() == plain.tolist()
-    assert ours.dtype == plain.dtype
-    return plain
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 
 # -- the ways in -----------------------------------------------------------------------------
@@ -140,7 +126,7 @@ def test_peft_model(fresh: Tiny, spec: Spec, decoded: list[str]) -> None:
     plain = check_same(model, spec, input_ids=prompt())
     assert plain.tolist() != before.tolist()
     assert decoded == [spec["assistant_strategy"]]
-    assert hf_spec.last_stats(model).num_generated_tokens == 20
+    assert hf_spec.last_stats(model).num_generated_tokens == 16
 
 
 def test_pipeline(spec: Spec, decoded: list[str]) -> None:
@@ -259,7 +245,7 @@ def test_a_criterion_that_looks_at_the_whole_batch(tiny: Tiny, spec: Spec, eos: 
             found[-1] += (cache.get_seq_length(),)
         assert found[1] == found[0]
         ends.add(found[0][2])
-    assert len(ends) > 1 and min(ends) < 20  # it did stop them
+    assert len(ends) > 1 and min(ends) < 16  # it did stop them
 
 
 def test_stop_strings(spec: Spec) -> None:

@@ -1,7 +1,5 @@
 """The host reads one small tensor per step; on a GPU each further one would be another wait."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product

@@ -3,8 +3,6 @@
 A run takes one model type of each kind and two strategies; all of them: ``--every-architecture``.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import prompt, ragged
+from conftest import check_same, prompt, ragged
 from multimodal import IMAGE, KINDS, PATCH, SIZE, VIDEOS, prompts
 from multimodal import build as built
 from PIL import Image
@@ -23,12 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import (
-    DynamicCache,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
+from transformers import DynamicCache, LlavaProcessor, PreTrainedTokenizerFast, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from hf_spec import last_stats
@@ -130,9 +123,6 @@ def test_what_is_seen_matters(model_type: str) -> None:
     assert not torch.allclose(other, plain(model_type, 0).logits[0], atol=1e-2)
 
 
-# -- what else a call may have ---------------------------------------------------------------------
-
-
 def tokens(model_type: str, call: dict[str, Any], **options: Any) -> list[list[int]]:
     greedy = {"max_new_tokens": 12, "do_sample": False}
     return built(model_type).generate(**call, **greedy, **options).tolist()
@@ -206,8 +196,7 @@ def test_the_callers_dynamic_cache(kind: str) -> None:
 def test_several_sequences(kind: str) -> None:
     options = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 8, "top_k": 1}
     model, call = built(kind), given(kind, 0)
-    wanted = model.generate(**call, **options)
-    assert torch.equal(model.generate(**call, **options, **drafting("prompt_lookup")), wanted)
+    check_same(model, drafting("prompt_lookup"), **call, **options)
 
 
 def test_pipeline(decoded: list[str]) -> None:

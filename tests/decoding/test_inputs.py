@@ -1,28 +1,19 @@
 """Inputs beside the prompt reach the forwards that get them in plain generation, and no others."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import STRATEGIES, plainly, prompt, ragged
+from conftest import STRATEGIES, Tiny, plainly, prompt, ragged
 from running import drafting
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-)
+from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import hf_spec
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

@@ -5,8 +5,6 @@ allocations are none. The model's forward does not count, and compiled code coun
 is 60 of a step as it is and 5 of a compiled one; the limits below are what has been reached.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Models that do something else once a sequence is long: rotary frequencies that follow the
 longest position (dynamic NTK, LongRoPE), caches that are computed anew, keys that are not kept."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from functools import cache
@@ -35,28 +33,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("llama", {"rope_parameters": _LONG}),
     # Plain generation computes the cache anew when frequencies change.
     "phi3": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": END}),
-    "phimoe": (
-        "phimoe",
-        {
-            "rope_parameters": {**_LONG, "short_mscale": 1.1, "long_mscale": 1.3},
-            "original_max_position_embeddings": END,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+    "phimoe": ("phimoe", {
+        "rope_parameters": {**_LONG, "short_mscale": 1.1, "long_mscale": 1.3},
+        "original_max_position_embeddings": END, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }),
+    "by layer type": ("gemma3_text", {
+        "head_dim": 8, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": _LONG,
         },
-    ),
-    "by layer type": (
-        "gemma3_text",
-        {
-            "head_dim": 8,
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": _LONG,
-            },
-        },
-    ),
-}
+    }),
+}  # fmt: skip
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -151,9 +140,6 @@ def test_positions_of_the_callers_own() -> None:
         fresh("phi3").generate(**given, max_new_tokens=2)
 
 
-# -- modules of other names ----------------------------------------------------------------------
-
-
 class Remote(LlamaForCausalLM):
     """An architecture that our tests do not cover."""
 
@@ -206,9 +192,6 @@ def test_the_trial_notices_a_module_that_cannot_be_asked() -> None:
     assert not dynamic_rope.followers(model)
     with pytest.raises(ValueError, match="Remote does not work with prompt_lookup.*position 23"):
         model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], max_new_tokens=2)
-
-
-# -- keys of which only some are kept ------------------------------------------------------------
 
 
 def test_doge_past_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

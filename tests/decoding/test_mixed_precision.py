@@ -6,8 +6,6 @@ What follows a token is another one, whatever stands before it; the paths of mas
 compared elsewhere, in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

@@ -1,15 +1,12 @@
 """Models whose weights accelerate brings to the device that computes, module by module."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import ragged
+from conftest import Tiny, ragged
 from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
@@ -17,17 +14,9 @@ from transformers import AutoModelForCausalLM
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.methods.registry import methods
-from modeling_patches.weights import (
-    device_of,
-    loaded,
-    output_bias,
-    output_weight,
-    placement,
-)
+from modeling_patches.weights import device_of, loaded, output_bias, output_weight, placement
 
 accelerate = pytest.importorskip("accelerate")
-
-Make = Callable[..., Any]
 
 
 def offloaded_parts(model: Any) -> list[str]:
@@ -55,7 +44,7 @@ def dispatched(model: Any, folder: Path) -> Any:
     ("name", "offload"),
     [(name, in_memory) for name in methods()] + [("layer_skip", on_disk), ("medusa", dispatched)],
 )
-def test_every_strategy(shallow: Make, tmp_path: Path, name: str, offload: Any) -> None:
+def test_every_strategy(shallow: Tiny, tmp_path: Path, name: str, offload: Any) -> None:
     model = adapt(shallow(layers=2), name)
     plain = generate(model, ragged((12, 5)), **strategy(name)).sequences
     model = offload(model, tmp_path)
@@ -73,7 +62,7 @@ def test_every_strategy(shallow: Make, tmp_path: Path, name: str, offload: Any) 
 
 
 @pytest.mark.parametrize("name", ["ppd", "medusa", "space", "bita"])
-def test_an_adapter_on_an_offloaded_model(shallow: Make, tmp_path: Path, name: str) -> None:
+def test_an_adapter_on_an_offloaded_model(shallow: Tiny, tmp_path: Path, name: str) -> None:
     """New ones start from its weights; loaded ones are not offloaded."""
     shallow(layers=2).save_pretrained(tmp_path / "model")
     model = adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), name)
@@ -104,7 +93,7 @@ def test_an_adapter_on_an_offloaded_model(shallow: Make, tmp_path: Path, name: s
         ("llama_tied", {}), ("gpt2", {"target_modules": ["c_attn"]}),
     ],
 )  # fmt: skip
-def test_heads_and_embeddings(shallow: Make, architecture: str, tuned: dict[str, Any]) -> None:
+def test_heads_and_embeddings(shallow: Tiny, architecture: str, tuned: dict[str, Any]) -> None:
     """With all that heads can have: a bias, tied ones, such as PEFT has wrapped."""
     fields = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **tuned}
     base = shallow(architecture, layers=2)
@@ -136,14 +125,14 @@ def test_heads_and_embeddings(shallow: Make, architecture: str, tuned: dict[str,
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_steps_are_not_compiled(shallow: Make) -> None:
+def test_steps_are_not_compiled(shallow: Tiny) -> None:
     model = accelerate.cpu_offload(shallow(), execution_device="cpu")
     output = generate(model, ragged((12, 5)), **strategy("prompt_lookup"), **CAPTURED)
     assert torch.equal(output.sequences, generate(model, ragged((12, 5))).sequences)
     assert compiled(output)["refused"] == ["some of its weights are offloaded"]
 
 
-def test_weights_have_data_within_a_block(shallow: Make) -> None:
+def test_weights_have_data_within_a_block(shallow: Tiny) -> None:
     model = adapt(shallow(), "medusa")
     adapter = find_active(model, "MEDUSA")
     kept = model.lm_head.weight.clone(), adapter.weights()["weights"].clone()

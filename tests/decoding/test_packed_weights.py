@@ -1,16 +1,14 @@
 """``pack_weights``: the same tokens, copies that follow the weights, and what is refused."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, generate, strategy
 from transformers import CompileConfig
@@ -64,7 +62,7 @@ def calls(**options: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
-def test_same_tokens(fresh: Callable[..., Any], used: list[int], architecture: str) -> None:
+def test_same_tokens(fresh: Tiny, used: list[int], architecture: str) -> None:
     model, inputs = fresh(architecture), ragged((12, 5))
     plain = generate(model, inputs).sequences
     assert not used
@@ -79,7 +77,7 @@ def test_same_tokens(fresh: Callable[..., Any], used: list[int], architecture: s
     assert not used, "plain generation must not"
 
 
-def test_weights_that_change(fresh: Callable[..., Any], used: list[int]) -> None:
+def test_weights_that_change(fresh: Tiny, used: list[int]) -> None:
     model, inputs = fresh("llama"), prompt()
     head = model.get_output_embeddings()
     for kwargs in calls():
@@ -98,7 +96,7 @@ def test_weights_that_change(fresh: Callable[..., Any], used: list[int]) -> None
             assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
 
 
-def test_with_lora(fresh: Callable[..., Any], used: list[int]) -> None:
+def test_with_lora(fresh: Tiny, used: list[int]) -> None:
     config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     model: Any = get_peft_model(fresh("llama"), config).eval()
@@ -111,7 +109,7 @@ def test_with_lora(fresh: Callable[..., Any], used: list[int]) -> None:
         assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged)
 
 
-def test_copies_are_shared_and_freed(fresh: Callable[..., Any], used: list[int]) -> None:
+def test_copies_are_shared_and_freed(fresh: Tiny, used: list[int]) -> None:
     model = fresh("llama")
     model.set_output_embeddings(model.get_output_embeddings())
     embedding = model.get_input_embeddings()
@@ -131,7 +129,7 @@ def test_copies_are_shared_and_freed(fresh: Callable[..., Any], used: list[int])
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "stablelm", "gpt2"])
 def test_queries_keys_and_values_are_one_product(
-    fresh: Callable[..., Any], used: list[int], architecture: str
+    fresh: Tiny, used: list[int], architecture: str
 ) -> None:
     """Also with biases, in captured code, and where an input is changed or repeated."""
     model = fresh(architecture)
@@ -175,7 +173,7 @@ def test_queries_keys_and_values_are_one_product(
 
 @pytest.mark.parametrize("name", ["eagle3", "draft_model"])
 def test_drafts_take_them(
-    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch, name: str
+    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     model = fresh("llama")
     plain = generate(model, prompt()).sequences
@@ -203,7 +201,7 @@ def test_drafts_take_them(
 
 @pytest.mark.parametrize("settings", [{}, CAPTURED], ids=["eager", "captured"])
 def test_learned_updates_draft_beside_them(
-    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch,
+    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
 ) -> None:  # fmt: skip
     """The drafting model has weights of its own in the modules that are packed."""
@@ -233,7 +231,7 @@ def test_learned_updates_draft_beside_them(
 
 
 def test_long_prompts_and_gradients_take_the_models_own(
-    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
+    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "MOST_TOKENS", 4)
     model, inputs = fresh("llama"), prompt(24)
@@ -243,7 +241,7 @@ def test_long_prompts_and_gradients_take_the_models_own(
     assert used and min(used) >= 2 and max(used) <= 4
 
 
-def test_refused(fresh: Callable[..., Any]) -> None:
+def test_refused(fresh: Tiny) -> None:
     model, inputs = fresh("llama"), prompt()
     spec = {"assistant_strategy": "prompt_lookup"}
     with pytest.raises(ValueError, match=r"pack_weights=True: oneDNN packs none of the weights"):
@@ -256,9 +254,7 @@ def test_refused(fresh: Callable[..., Any]) -> None:
         generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True}, **compiled)
 
 
-def test_by_itself(
-    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_itself(fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 and bfloat16, with room, in steps that have no weights of their own; in float32
     not in strict ones."""
     inputs, spec = prompt(), {"assistant_strategy": "prompt_lookup"}
@@ -295,7 +291,7 @@ def test_by_itself(
 
 @pytest.mark.parametrize("copy", [Stock, Other])
 def test_strict_takes_copies_with_the_same_bits(
-    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch, copy: Any
+    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch, copy: Any
 ) -> None:
     monkeypatch.setattr(packing, "_Copy", copy)
     bitwise.product.cache_clear()  # what the trials of other tests found
@@ -311,7 +307,7 @@ def test_strict_takes_copies_with_the_same_bits(
 
 
 def test_16_bit_needs_instructions(
-    fresh: Callable[..., Any], used: list[int], monkeypatch: pytest.MonkeyPatch
+    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = fresh("llama").to(torch.bfloat16).get_output_embeddings()
     for supported in (True, False):

@@ -1,8 +1,6 @@
 """A padded prompt in parts: the same as in one forward, with less padding."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -10,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, POSITIONS, plainly, prompt, ragged
+from conftest import ARCHITECTURES, CLOSE, POSITIONS, Tiny, plainly, prompt, ragged
 from covering import covering
 from running import drafting
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin
 
 from hf_spec.decoding import loop, parts
 from hf_spec.decoding.parts import like_lengths
@@ -24,10 +22,6 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.positions import needs_positions
 
-Tiny = Callable[..., PreTrainedModel]
-
-#: fp32 with other reduction orders: a few ulps of values up to about 10.
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 LENGTHS = (12, 3, 40, 13, 4)
 #: The rows of these lengths, where a forward takes as long as six columns.

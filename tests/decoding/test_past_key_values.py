@@ -1,41 +1,34 @@
 """Caches in and out: the caller's own, ours across the turns of a chat, and those we refuse."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
 import pickle
 import sys
-from collections.abc import Callable
 from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, plainly, prompt, ragged
+from conftest import CLOSE, EOS, PAD, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
 from covering import EVERY_CASE
 from running import CAPTURED, drafting
 from test_prompt_probes import forwards
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import prefill
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 #: Full attention, sliding windows, both, learned positions, ALiBi.
 KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom")
-
-# fp32 with other reduction orders: a few ulps of values up to about 10.
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 
 def kinds_in_turn(first: int) -> pytest.MarkDecorator:
@@ -170,9 +163,7 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
         ids = torch.cat([ids, turn(length, rows=3)], 1)[:, : max(length, 18)]
         given = torch.cat([mask[:, :length], torch.ones(3, 6).long()], 1)
         given = {"input_ids": ids, "attention_mask": given[:, : ids.shape[1]]}
-        wanted = plainly(model, **given, **settings)
-        ours = model.generate(**given, **settings, **spec, **{CACHE: cache})
-        assert ours.tolist() == wanted.tolist()
+        check_same(model, {**spec, CACHE: cache}, **given, **settings)
 
 
 @kinds_in_turn(2)
@@ -237,9 +228,7 @@ def test_caches_that_do_not_fit(tiny: Tiny, spec: Spec) -> None:
 def test_prefill_in_chunks(tiny: Tiny, spec: Spec, architecture: str) -> None:
     model = tiny(architecture)
     for inputs in ({"input_ids": prompt(21)}, ragged((21, 4))):
-        expected = plainly(model, **inputs, **GREEDY)
-        ours = model.generate(**inputs, **GREEDY, **spec, prefill_chunk_size=5)
-        assert ours.tolist() == expected.tolist()
+        check_same(model, {**spec, "prefill_chunk_size": 5}, **inputs, **GREEDY)
 
 
 def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
@@ -247,8 +236,7 @@ def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
         model = tiny(architecture)
         embeds = ragged()
         embeds["inputs_embeds"] = model.get_input_embeddings()(embeds["input_ids"])
-        expected = model.generate(**embeds, **GREEDY)
-        assert model.generate(**embeds, **GREEDY, **spec).tolist() == expected.tolist()
+        expected = check_same(model, spec, **embeds, **GREEDY)
         del embeds["input_ids"]
         ours = model.generate(**embeds, **GREEDY, **spec, return_dict_in_generate=True)
         assert ours.sequences.tolist() == expected[:, 12:].tolist()  # new tokens only
@@ -288,9 +276,7 @@ def test_rows_of_other_lengths_go_on_at_the_last_positions(tiny: Tiny, architect
     mask[:, :115] = given["attention_mask"]
     mask[0, 116:-2] = 0  # two new tokens beside twenty
     after = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-    wanted = model.generate(**after)
-    ours = model.generate(**after, **spec, **{CACHE: first[CACHE]})
-    assert ours.sequences.tolist() == wanted.tolist()
+    check_same(model, {**spec, CACHE: first[CACHE]}, **after)
 
 
 def test_a_dynamic_cache_has_the_last_tokens_of_rows_that_ended_before_others(

@@ -1,7 +1,5 @@
 """Logits processors: those that keep a state per row, as grammar matchers do, and the others."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

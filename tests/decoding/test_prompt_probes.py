@@ -1,7 +1,5 @@
 """Probes under the prompt's last token: the first step behind it has candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product
@@ -10,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, POSITIONS, plainly, prompt, ragged
+from conftest import ARCHITECTURES, CLOSE, POSITIONS, Tiny, plainly, prompt, ragged
 from covering import covering
 from running import drafting
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin
 
 import hf_spec.decoding.prefill as module
 from hf_spec.cache.tree_cache import TreeCache
@@ -24,13 +22,9 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import decoder_layers
 from modeling_patches.positions import needs_positions
 
-Tiny = Callable[..., PreTrainedModel]
-
 NAMES = ("bita", "space", "ppd")
 #: Full attention, sliding windows, both, learned positions, ALiBi.
 KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom")
-#: fp32 with other reduction orders: a few ulps of values up to about 10.
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 
@@ -200,9 +194,6 @@ def test_rows_that_end_with_the_first_token(tiny: Tiny, first: list[Any]) -> Non
         one = {"max_new_tokens": 1, "do_sample": False}
         out = model.generate(**batch, **one, **drafting("space"))
         assert out.tolist() == model.generate(**batch, **one).tolist()
-
-
-# -- prompts that Transformers forwards ------------------------------------------------------------
 
 
 def with_tokens(model: Any) -> dict[str, Any]:

@@ -1,21 +1,17 @@
 """What a strategy cannot do is refused by name, with a remedy, before the model runs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
-from conftest import STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, Tiny, prompt, ragged
 from peft import PromptTuningConfig, get_peft_model
 from running import drafting, no_forward
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
-    PreTrainedModel,
     SynthIDTextWatermarkingConfig,
 )
 
@@ -23,47 +19,29 @@ import hf_spec
 from modeling_patches import generation_mode
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 #: Beside those of test_every_option.py and tests/methods/test_options.py.
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "offloaded": (
-        {"cache_implementation": "offloaded"},
-        "cache_implementation='offloaded'.*Leave it out",
-    ),
-    "paged": ({"cache_implementation": "paged"}, "'paged'"),
-    "use_cache": ({"use_cache": False}, "use_cache=False.*use_cache=True"),
-    "synthid": (
-        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
-        "watermarking_config='SynthID",
-    ),
-    "layers": (
-        {"assistant_strategy": "layer_skip", "assistant_kwargs": {}},
-        "skip_attention.*hf-spec search",
-    ),
-    "unknown option": (
-        {"assistant_kwargs": {"tree_width": 3}},
-        "assistant_kwargs.*no option 'tree_width'; its options are acceptance",
-    ),
-    "kwargs no dict": ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
-    "a list of strategies": (
-        {"assistant_strategy": ["ppd"]},
-        r"assistant_strategy=\['ppd'\] is unknown: choose one of",
-    ),
-    "unknown strategy": (
-        {"assistant_strategy": "oracle"},
-        "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup",
-    ),
-}
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'.*Leave it out"),
+    ({"cache_implementation": "paged"}, "'paged'"),
+    ({"use_cache": False}, "use_cache=False.*use_cache=True"),
+    ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
+     "watermarking_config='SynthID"),
+    ({"assistant_strategy": "layer_skip", "assistant_kwargs": {}}, "skip_attention.*hf-spec sea"),
+    ({"assistant_kwargs": {"tree_width": 3}}, "assistant_kwargs.*no option 'tree_width'; its opt"),
+    ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
+    ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\] is unknown: choose one of"),
+    ({"assistant_strategy": "oracle"},
+     "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options(tiny: Tiny, case: str) -> None:
-    kwargs, message = OPTIONS[case]
+@pytest.mark.parametrize(("kwargs", "message"), OPTIONS)
+def test_options(tiny: Tiny, kwargs: dict[str, Any], message: str) -> None:
     spec = STRATEGIES["prompt_lookup"]
     with no_forward(tiny()), pytest.raises(ValueError, match=message):
         tiny().generate(prompt(), **{**GREEDY, **spec, **kwargs})

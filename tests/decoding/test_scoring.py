@@ -1,7 +1,5 @@
 """Logits processors on rows of different lengths, against one row at a time."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,23 +1,18 @@
 """The trial of architectures that our tests do not cover: what it finds, and when it runs."""
 
-from __future__ import annotations
-
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import STRATEGIES, prompt, ragged
+from conftest import STRATEGIES, Tiny, check_same, prompt, ragged
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 import hf_spec
 from hf_spec.decoding.selfcheck import check_tree_forward
 from modeling_patches.cache_name import CACHE
-
-Tiny = Callable[..., PreTrainedModel]
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 LOOKUP = STRATEGIES["prompt_lookup"]
@@ -95,8 +90,7 @@ def test_positions_and_padding_that_are_mishandled(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="Slots does not work with prompt_lookup.*explicit masks"):
         remote(tiny, Slots).generate(prompt(), **GREEDY, **LOOKUP)
     model = remote(tiny, Padding)
-    plain = model.generate(prompt(), **GREEDY)
-    assert model.generate(prompt(), **GREEDY, **LOOKUP).tolist() == plain.tolist()
+    check_same(model, LOOKUP, prompt(), **GREEDY)
     with pytest.raises(ValueError, match="Padding does not work with prompt_lookup.*with padding"):
         model.generate(**ragged(), **GREEDY, **LOOKUP)
 
@@ -112,9 +106,7 @@ def test_positions_and_padding_that_are_mishandled(tiny: Tiny) -> None:
 )
 def test_what_a_drafter_needs_is_tried(tiny: Tiny, kind: type, config: Any, message: str) -> None:
     model = remote(tiny, kind)
-    plain = model.generate(prompt(), **GREEDY)
-    # A strategy that needs less runs.
-    assert model.generate(prompt(), **GREEDY, **LOOKUP).tolist() == plain.tolist()
+    check_same(model, LOOKUP, prompt(), **GREEDY)  # a strategy that needs less
     model.add_adapter(config)
     with pytest.raises(ValueError, match=message):
         model.generate(prompt(), **GREEDY, assistant_strategy=config.type_name.lower())

@@ -1,15 +1,13 @@
 """A batch shrinks as its rows finish, and nobody can tell from what comes out."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from conftest import PAD, VOCAB, plainly, ragged, shared
+from conftest import PAD, VOCAB, Tiny, plainly, ragged, shared
 from covering import covering
 from peft import LoraConfig, get_peft_model
 from processors import ByRow, Shown
@@ -31,8 +29,6 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import Plan, StepPolicy
-
-Tiny = Callable[..., PreTrainedModel]
 
 LENGTHS = (12, 5, 9, 11, 3, 7, 12, 8, 4, 10, 6, 12, 5, 9, 11, 2)
 NEW = 16

@@ -1,7 +1,5 @@
 """exact="strict": tokens, logits and caches have the bits of plain generation's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

@@ -1,22 +1,19 @@
 """One model in many threads: every call gives what it gives alone, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from recurrent_models import shared_recurrent
 from running import fingerprint, needed
-from transformers import PreTrainedModel
 
 from hf_spec.methods.registry import methods
 
-THREADS = 8
+THREADS = 4
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0, 2]}}
 
@@ -31,7 +28,7 @@ def calls(names: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_strategy(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_every_strategy(fresh: Tiny) -> None:
     """With an untrained adapter of every type that needs one, all of them active."""
     model = fresh("llama_tied")
     torch.manual_seed(2)

@@ -1,7 +1,5 @@
 """The demo on a tiny model: its prompts, files, equality."""
 
-from __future__ import annotations
-
 import json
 import re
 

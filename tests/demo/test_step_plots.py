@@ -1,7 +1,5 @@
 """Drawn texts and trees: what stands where, in which color."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -14,15 +12,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.demo.steps import VerifiedTree
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "scripts"))
-from step_plots import (  # noqa: E402
-    ACCEPTED,
-    OWN,
-    REJECTED,
-    ROOT,
-    STEP_COLORS,
-    plot_texts,
-    plot_tree,
-)
+from step_plots import ACCEPTED, OWN, REJECTED, ROOT, STEP_COLORS, plot_texts, plot_tree  # noqa: E402
 
 TOKENIZER = make_tokenizer(chat=False)  # a token per byte
 

@@ -1,7 +1,5 @@
 """What a StepStreamer records of a call, and texts split by their steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,15 +1,13 @@
 """Drafters with a decoder of their own draft in every step what they draft from scratch."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from running import CAPTURED, as_if, draft_everything, drafting
 from transformers import PreTrainedModel
 
@@ -27,7 +25,7 @@ BUSHY = {"num_draft_tokens": 200, "max_depth": 3, "width": 61}
 
 
 @pytest.fixture
-def model(fresh: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def model(fresh: Tiny) -> PreTrainedModel:
     return adapted(fresh("llama"))
 
 
@@ -117,9 +115,7 @@ def test_tempering_learns_from_samples(model: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("sizes_as_shipped")
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
-def test_compiled_levels(
-    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_compiled_levels(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Few graphs, and the drafts are those of levels that are not compiled."""
     model: Any = fresh("llama_tied")
     if name == "eagle3":

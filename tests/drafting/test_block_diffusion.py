@@ -1,7 +1,5 @@
 """Block drafters against what other programs compute: tests/fixtures/drafters/block_diffusion."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

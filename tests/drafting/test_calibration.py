@@ -1,7 +1,5 @@
 """How far predictions can be trusted: by hand, and from planted chances."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,18 +1,14 @@
 """Predictions of a part of the vocabulary: which tokens, and what drafts and errors become."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import VOCAB, prompt, ragged
+from conftest import VOCAB, Tiny, prompt, ragged
 from running import drafting
 from torch import nn
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -22,7 +18,6 @@ from hf_spec.drafting.predictions import Predictions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.hidden_states import model_logits, output_logits
 
-Fresh = Callable[..., PreTrainedModel]
 #: Not the first ones, and none behind another.
 TOKENS = torch.tensor([3, 4, 9, 20, 33, 34, 58])
 
@@ -37,7 +32,7 @@ def test_the_commonest_tokens() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied", "gpt2", "phi", "gemma2"])
-def test_logits_are_columns_of_the_models(fresh: Fresh, architecture: str) -> None:
+def test_logits_are_columns_of_the_models(fresh: Tiny, architecture: str) -> None:
     """Also with a bias (phi) and a soft cap (gemma2)."""
     model: Any = fresh(architecture)
     if architecture == "gemma2":
@@ -70,7 +65,7 @@ class Hidden(nn.Module):
         return self.inner(hidden)
 
 
-def test_output_embeddings_that_are_not_plain_numbers(fresh: Fresh) -> None:
+def test_output_embeddings_that_are_not_plain_numbers(fresh: Tiny) -> None:
     model: Any = fresh("llama")
     states = torch.randn(3, model.config.hidden_size)
     with torch.no_grad():
@@ -80,7 +75,7 @@ def test_output_embeddings_that_are_not_plain_numbers(fresh: Fresh) -> None:
         torch.testing.assert_close(output_logits(model, states, part), wanted)
 
 
-def test_weights_that_change_are_read_again(fresh: Fresh) -> None:
+def test_weights_that_change_are_read_again(fresh: Tiny) -> None:
     model: Any = fresh("llama")
     part, states = DraftVocabulary(TOKENS, model), torch.randn(1, model.config.hidden_size)
     with torch.no_grad():
@@ -105,7 +100,7 @@ def test_shortlists_hold_their_own_ids() -> None:
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", ["bita", "space", "ppd", "medusa", "propd"])
 def test_only_these_are_drafted(
-    fresh: Fresh, monkeypatch: pytest.MonkeyPatch, name: str, do_sample: bool
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, do_sample: bool
 ) -> None:
     """And the output is that of plain decoding, whatever is drafted."""
     model: Any = fresh("llama")
@@ -129,7 +124,7 @@ def test_only_these_are_drafted(
         assert ours.tolist() == model.generate(**given).tolist()
 
 
-def test_a_vocabulary_of_another_model(fresh: Fresh) -> None:
+def test_a_vocabulary_of_another_model(fresh: Tiny) -> None:
     model: Any = fresh("llama")
     model.add_adapter(hf_spec.MedusaConfig(draft_vocab_size=3))
     tokens = find_active(model, "MEDUSA").weights()[VOCABULARY]
@@ -141,7 +136,7 @@ def test_a_vocabulary_of_another_model(fresh: Fresh) -> None:
         )  # fmt: skip
 
 
-def test_what_does_not_fit(fresh: Fresh, tmp_path: Path) -> None:
+def test_what_does_not_fit(fresh: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="draft_vocab_size=-1: must be a whole number"):
         hf_spec.BitaConfig(draft_vocab_size=-1)
     for config, message in (

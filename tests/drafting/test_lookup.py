@@ -1,7 +1,5 @@
 """Lookups merged into the trees of a drafter that is given by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from random_trees import GROUPS

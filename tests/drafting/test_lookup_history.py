@@ -1,7 +1,5 @@
 """Option ``lookup_history``: lookups in the answers of earlier calls."""
 
-from __future__ import annotations
-
 import random
 import threading
 from contextlib import nullcontext

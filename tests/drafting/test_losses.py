@@ -1,7 +1,5 @@
 """The loss that methods share, against loops over single predictions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Predictions and Markov heads against loops over single tokens."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any
@@ -72,9 +70,6 @@ def places() -> list[tuple[int, int]]:
     return list(product(range(BATCH), range(1, DISTANCES + 1)))
 
 
-# -- what it adds --------------------------------------------------------------------------------
-
-
 class Opaque(torch.nn.Module):
     """Output embeddings whose rows cannot be taken: quantized ones, or a share of them."""
 
@@ -121,9 +116,6 @@ def test_states_given_the_root(depth: int) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-5)
 
 
-# -- given the token before ------------------------------------------------------------------------
-
-
 def test_a_shortlist_of_the_whole_vocabulary() -> None:
     """The softmax of the logits with the bias added."""
     case = Example(SHORTLIST - 3)
@@ -168,9 +160,6 @@ def test_chances_sum_to_at_most_one(vocab: int, dtype: torch.dtype) -> None:
         assert sums.max() <= 1 + 1e-5 and sums.min() > 0
 
 
-# -- tokens by rank ----------------------------------------------------------------------------
-
-
 TREES = [
     TokenTree.from_paths([[0], [1], [0, 2], [1, 0], [1, 0, 4], [1, 0, 0]]),
     TokenTree.from_paths([[3], [3, 0]]),
@@ -205,9 +194,6 @@ def test_the_likeliest_given_what_came(with_markov_head: bool) -> None:
         if with_markov_head:
             logits = logits + case.bias(row, distance, int(previous[row, distance - 1]))
         assert found[row, distance - 1].tolist() == logits.argsort(descending=True).tolist()
-
-
-# -- the loss ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafted", ["all", "some", "some, trained"])

@@ -1,14 +1,11 @@
 """The random numbers of sampling, against ``torch.multinomial`` and plain ``generate``."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, Tiny
 from torch import Tensor
 
 import hf_spec
@@ -141,9 +138,6 @@ def test_noise_of_some_tokens_and_after_some_that_the_host_does_not_know(
     assert torch.equal(noise.ahead(2, some, first=1), before[1])
 
 
-# -- the default generator after a call ------------------------------------------------------------
-
-
 def drawn_ahead(used: int) -> SamplingNoise:
     noise = SamplingNoise(1, CPU)
     for _ in range(used):
@@ -178,8 +172,6 @@ def test_nothing_is_given_back_once_something_else_has_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- calls ----------------------------------------------------------------------------------------
-
 SAMPLED: dict[str, Any] = {
     "do_sample": True, "temperature": 1.3, "top_p": 0.9, "max_new_tokens": 24,
 }  # fmt: skip
@@ -191,7 +183,7 @@ def drafting(candidates: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def model(tiny: Callable[..., Any]) -> Any:
+def model(tiny: Tiny) -> Any:
     found = tiny("llama_tied")
     torch.manual_seed(4)
     found.add_adapter(hf_spec.MedusaConfig(num_heads=3), adapter_name="noise")

@@ -1,15 +1,13 @@
 """How far predictions and the noise of sampling are to be trusted."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import VOCAB
+from conftest import VOCAB, Tiny
 from fake_clock import FakeClock
 from running import draft_everything
 from torch import Tensor
@@ -19,13 +17,7 @@ from hf_spec.core import memory
 from hf_spec.drafting.draft_vocabulary import places_of
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.predictions import Predictions, Tempered
-from hf_spec.drafting.tempering import (
-    OFTEN,
-    SHARE,
-    SHARPNESS,
-    Sample,
-    Tempering,
-)
+from hf_spec.drafting.tempering import OFTEN, SHARE, SHARPNESS, Sample, Tempering
 from hf_spec.methods.registry import get_method
 
 TRUE = torch.tensor([True])
@@ -89,9 +81,6 @@ def test_both_numbers_stay_within_bounds() -> None:
     assert min(seen)[0] == SHARPNESS[0]
 
 
-# -- predictions -----------------------------------------------------------------------------------
-
-
 class Plus:
     """A Markov head: a bias for each pair of tokens."""
 
@@ -126,7 +115,7 @@ CASES = {"medusa": {}, "ppd": {"draft_vocab_size": VOCAB // 2}}
 
 
 @pytest.fixture
-def model(fresh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its forwards all take the same time, and those without the last MLP none."""
     found, clock = fresh("llama_tied"), FakeClock()
     monkeypatch.setattr(time, "perf_counter", clock)
@@ -207,8 +196,6 @@ def test_what_is_learned_from(ids: Sequence[int] | None) -> None:
     else:  # places in the vocabulary; 4 is not in it
         assert came == [0, 1, 3] and expected == [1, 2, 5]
 
-
-# -- calls -----------------------------------------------------------------------------------------
 
 SAMPLED: dict[str, Any] = {
     "do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 40, "eos_token_id": None,

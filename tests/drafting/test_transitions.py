@@ -1,7 +1,5 @@
 """Trees of a block with a Markov head, against scoring every path by itself."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The adapter repository: its files, its card, the custom_generate shim, and the upload."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

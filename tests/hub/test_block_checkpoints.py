@@ -1,7 +1,5 @@
 """Released block drafters become adapters of DFLASH and DSPARK; what cannot be read is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import Any
 import multimodal
 import pytest
 import torch
-from conftest import prompt
+from conftest import check_same, prompt
 from running import drafting
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -127,8 +125,7 @@ def test_layouts(tmp_path: Path, kind: str, layout: Any) -> None:
         assert (config.markov_head, config.markov_rank, config.selector_top_k) == ("selector", 8, 4)
         assert (config.conv_kernel_size, config.conv_group_size) == (2, 16)
     ids = torch.randint(0, 127, (2, 9), generator=torch.Generator().manual_seed(1))
-    expected = model.generate(ids, **GREEDY).tolist()
-    assert model.generate(ids, **GREEDY, **drafting(method)).tolist() == expected
+    check_same(model, drafting(method), ids, **GREEDY)
 
 
 @pytest.mark.parametrize("place", ["dflash_config", None])
@@ -189,8 +186,7 @@ def test_transformers_own_type(tmp_path: Path) -> None:
         text, given, outputs, is_first_iteration=False, n_last_matches=0
     )
     assert drafted == candidates[0, 12:].tolist()
-    expected = model.generate(ids, **GREEDY).tolist()
-    assert model.generate(ids, **GREEDY, **drafting("dflash")).tolist() == expected
+    check_same(model, drafting("dflash"), ids, **GREEDY)
 
 
 def test_heads_of_ones_own_are_kept(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 What they compute is written down a second time here, after DeepSpec's description of them.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import prompt
+from conftest import check_same, prompt
 from running import drafting
 from safetensors.torch import save_file
 from torch import Tensor
@@ -267,8 +265,7 @@ def test_greedy_output_is_that_of_plain_generation(
 ) -> None:
     model, ids = imported(tmp_path, strategy, released(kind)), prompt(7).expand(2, -1).clone()
     ids[1, 2] += 1
-    expected = model.generate(ids, **GREEDY).tolist()
-    assert model.generate(ids, **GREEDY, **drafting(strategy, tree=tree)).tolist() == expected
+    check_same(model, drafting(strategy, tree=tree), ids, **GREEDY)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 

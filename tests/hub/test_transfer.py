@@ -1,7 +1,5 @@
 """Published checkpoints in, other programs' files out."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial
@@ -76,9 +74,6 @@ def stacked(state: State, layers: int, own: bool) -> State:
     return {**blocks, **({"projections": torch.stack(own_parts)} if own else {})}
 
 
-# -- layouts -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("suffix", "layers", "own", "layout"),
     covering(product((".pt", ".safetensors"), (1, 2), (True, False), LAYOUTS)),
@@ -136,9 +131,6 @@ def test_shards_named_by_an_index(tmp_path: Path) -> None:
         read_published(index, PUBLISHED.wants)
 
 
-# -- places ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrap", [
     lambda state: {"state_dict": state, "epoch": 3}, lambda state: {"model": {"module": state}},
 ])  # fmt: skip
@@ -191,9 +183,6 @@ def test_a_repository_without_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         find_published("org/heads.pt", PUBLISHED)
 
 
-# -- what is refused -----------------------------------------------------------------------------
-
-
 class Code:
     """Unpickled, it writes a file."""
 
@@ -221,10 +210,8 @@ def renamed(name: str) -> Any:
     ("change", "message"),
     [
         (lambda s: s.clear(), "cannot import '.*heads.pt': it holds no heads"),
-        (
-            lambda s: s.update({"medusa.0.0.linear.1.weight": s["0.0.linear.weight"]}),
-            "'medusa.0.0.linear.1.weight': heads split over ranks are not read, only rank 0",
-        ),
+        (renamed("medusa.0.0.linear.1.weight"),
+         "'medusa.0.0.linear.1.weight': heads split over ranks are not read, only rank 0"),
         (lambda s: s.pop("1.0.linear.weight"), "head 1, block 0 has no block"),
         (lambda s: s.pop("1.0.linear.bias"), "head 1, block 0 has no bias"),
         (lambda s: s.pop("1.1.weight"), "head 1 has no projection"),
@@ -234,21 +221,13 @@ def renamed(name: str) -> Any:
         (lambda s: s.update({"0.1.weight": torch.zeros(9, 9)}), r"shape \(9, 9\)"),
         (lambda s: s.update({"medusa_head.0.1.weight": torch.zeros(1)}), "there twice"),
         (lambda s: s.update({"0.1.weight": torch.zeros(2, dtype=torch.int8)}), "torch.int8"),
-        (
-            renamed("999999999.0.linear.weight"),
-            "'999999999.0.linear.weight': at most 256 heads of 64",
-        ),
+        (renamed("999999999.0.linear.weight"), "'999999999.0.linear.weight': at most 256 heads"),
         (renamed(f"{'9' * 5000}.1.weight"), "'9{80}': at most 256 heads of 64 blocks"),
-        (
-            lambda s: s["1.0.linear.weight"].fill_(torch.nan),
-            "'weights' of the checkpoint .*heads.pt' ",
-        ),
-        (
-            lambda s: s.clear() or s.update({"0.0.linear.weight": torch.zeros(16, 16)}),
-            r"does not fit LlamaForCausalLM.*16, 16.*32, 32",
-        ),
+        (lambda s: s["1.0.linear.weight"].fill_(torch.nan), "'weights' of the checkpoint .*heads"),
+        (lambda s: s.clear() or s.update({"0.0.linear.weight": torch.zeros(16, 16)}),
+         r"does not fit LlamaForCausalLM.*16, 16.*32, 32"),
     ],
-)
+)  # fmt: skip
 def test_files_that_hold_no_whole_heads(
     checkpoint: Path, tmp_path: Path, change: Any, message: str
 ) -> None:
@@ -259,9 +238,6 @@ def test_files_that_hold_no_whole_heads(
         import_adapter(path, "medusa", model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not hasattr(model, "peft_config") and not hasattr(model, "spec_modules")
-
-
-# -- the commands --------------------------------------------------------------------------------
 
 
 def command(*arguments: Any) -> int:

@@ -1,15 +1,12 @@
 """BITA: its loss against one anchor at a time, and straightforward decoding."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import prompt
+from conftest import Tiny, prompt
 from peft import get_peft_model
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -20,9 +17,7 @@ from modeling_patches.cache_name import CACHE
 
 
 @pytest.mark.parametrize("depth", ["deep", "shallow", "none"])
-def test_loss_against_one_anchor_at_a_time(
-    fresh: Callable[..., PreTrainedModel], depth: str
-) -> None:
+def test_loss_against_one_anchor_at_a_time(fresh: Tiny, depth: str) -> None:
     model = fresh()
     peft_model = get_peft_model(
         model, hf_spec.BitaConfig(num_prompt_tokens=4, prompt_depth=depth, num_mask_tokens=2)
@@ -78,10 +73,7 @@ def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Ten
     ).logits[0]  # fmt: skip
 
 
-# -- decoding ----------------------------------------------------------------------------------
-
-
-def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_straightforward_decoding(fresh: Tiny) -> None:
     """Figure 4: one group of masks, which does not see the candidates. Where c of these were
     accepted, its first c predictions are overtaken, and the others are the next candidates."""
     model = fresh("llama")

@@ -1,8 +1,5 @@
 """An assistant model drafts: its trees are its own predictions, and the output is the model's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +7,15 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import plainly, prompt, ragged
+from conftest import Tiny, check_same, plainly, prompt, ragged
 from covering import covering
 from running import CAPTURED, drafting, no_forward
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.registry import get_method
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 NEW = 11
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}
@@ -63,11 +58,7 @@ def test_output_is_that_of_plain_generation(
     model, assistant = tiny("llama_tied"), assistant_of(tiny, name)
     spec, settings = SETTINGS[setting]
     settings = {**GREEDY, **settings}
-    torch.manual_seed(3)
-    plain = plainly(model, **GIVEN[given], **settings)
-    torch.manual_seed(3)
-    out = model.generate(**GIVEN[given], **settings, **spec, assistant_model=assistant)
-    assert out.tolist() == plain.tolist()
+    check_same(model, {**spec, "assistant_model": assistant}, **GIVEN[given], **settings)
     if setting != "auto":
         assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
@@ -83,9 +74,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     tiny: Tiny, name: str, tree: str, given: str
 ) -> None:
     model: Any = architectures.build(name) if name == "qwen3_next" else tiny(name)
-    plain = model.generate(**GIVEN[given], **GREEDY)
-    out = model.generate(**GIVEN[given], **GREEDY, **drafts(tree=tree), assistant_model=model)
-    assert out.tolist() == plain.tolist()
+    check_same(model, {**drafts(tree=tree), "assistant_model": model}, **GIVEN[given], **GREEDY)
     stats = hf_spec.last_stats(model)
     # 10 tokens after the first one: chains of 8 draft tokens and a bonus.
     assert stats.num_steps == 3 if tree == "chain" else stats.num_steps < 9
@@ -130,9 +119,7 @@ def test_finished_sequences_leave_the_batch(tiny: Tiny) -> None:
     model = tiny("llama_tied")
     plain = plainly(model, **ragged(), **GREEDY)
     settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
-    expected = plainly(model, **ragged(), **settings)
-    out = model.generate(**ragged(), **settings, **drafts(), assistant_model=tiny("qwen2"))
-    assert out.tolist() == expected.tolist()
+    check_same(model, {**drafts(), "assistant_model": tiny("qwen2")}, **ragged(), **settings)
 
 
 def test_compiled_and_continued(tiny: Tiny) -> None:
@@ -142,9 +129,7 @@ def test_compiled_and_continued(tiny: Tiny) -> None:
     assert first.sequences.tolist() == plainly(model, **ragged(), **GREEDY).tolist()
     ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
     mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2, dtype=torch.long)], dim=1)
-    plain = model.generate(ids, attention_mask=mask, **GREEDY)
-    out = model.generate(ids, attention_mask=mask, **GREEDY, **spec, **{CACHE: first[CACHE]})
-    assert out.tolist() == plain.tolist()
+    check_same(model, {**spec, CACHE: first[CACHE]}, ids, attention_mask=mask, **GREEDY)
 
 
 @pytest.mark.parametrize("size", [40, 64])

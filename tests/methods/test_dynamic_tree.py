@@ -1,22 +1,19 @@
 """PPD's dynamic sparse tree: exact optima by brute force, the chain of states by simulation, the
 choice of a size by step times, and decoding with the tree that is saved beside an adapter."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, prompt
+from conftest import VOCAB, Tiny, prompt
 from running import drafting
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.tree import TokenTree
@@ -48,9 +45,6 @@ def all_trees(depth: int, ranks: int, count: int) -> Iterator[TokenTree]:
     for chosen in itertools.combinations(paths, count):
         if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
             yield TokenTree.in_order(chosen)
-
-
-# -- trees from accuracies ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -147,9 +141,6 @@ def test_what_is_never_right_takes_no_step_token() -> None:
     assert tau_of(states, accuracies) == pytest.approx(1.5, abs=1e-5)
 
 
-# -- measuring, and the choice of a size ---------------------------------------------------------
-
-
 def adapted(model: Any, **fields: Any) -> Any:
     torch.manual_seed(2)
     model.add_adapter(hf_spec.PPDConfig(**fields))
@@ -170,9 +161,7 @@ def texts_of(model: Any, count: int, new: int = 30) -> list[tuple[list[int], lis
 
 
 @pytest.mark.parametrize("num_ept", [1, 2])
-def test_accuracies_are_those_of_the_predictions(
-    fresh: Callable[..., PreTrainedModel], num_ept: int
-) -> None:
+def test_accuracies_are_those_of_the_predictions(fresh: Tiny, num_ept: int) -> None:
     """One place at a time, by the drafter's own chain for stock assisted decoding."""
     model = adapted(fresh("llama"), num_prompt_tokens=2, num_ept=num_ept)
     drafter, texts = drafter_of(model), texts_of(model, 2)
@@ -188,15 +177,13 @@ def test_accuracies_are_those_of_the_predictions(
     np.testing.assert_allclose(table[:, 0], hits / places)
 
 
-def test_answers_that_are_too_short(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_answers_that_are_too_short(fresh: Tiny) -> None:
     drafter = drafter_of(adapted(fresh("llama")))
     with pytest.raises(ValueError, match="answers end after a few tokens: give other prompts"):
         measure_accuracies(drafter, [([5, 6], [7, 8])])
 
 
-def test_the_size_goes_by_step_times(
-    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_goes_by_step_times(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where step tokens are free the largest tree is as good as any; where they cost as much as a
     step, none pays."""
     drafter = drafter_of(adapted(fresh("llama")))
@@ -217,13 +204,11 @@ def test_the_size_goes_by_step_times(
     json.dumps(cheap)
 
 
-# -- the tree beside an adapter ------------------------------------------------------------------
-
 NEW = {"max_new_tokens": 24, "do_sample": False}
 
 
 @pytest.fixture
-def folder(fresh: Callable[..., PreTrainedModel], tmp_path: Path) -> Path:
+def folder(fresh: Tiny, tmp_path: Path) -> Path:
     """An adapter with a tree that ``make_tree`` has made for this device."""
     model = adapted(fresh("llama"))
     tree = make_tree(drafter_of(model), texts_of(model, 2), lambda n: 1.0 + 0.01 * n, 16)
@@ -237,15 +222,13 @@ def save(folder: Path, tree: Any, **conditions: Any) -> None:
     write_entry(folder / "learned.json", {**conditions, **learned, "tree": tree})
 
 
-def loaded(fresh: Callable[..., PreTrainedModel], folder: Path) -> Any:
+def loaded(fresh: Tiny, folder: Path) -> Any:
     model = fresh("llama")
     model.load_adapter(folder)
     return model
 
 
-def test_the_tree_of_this_device_comes_first(
-    fresh: Callable[..., PreTrainedModel], folder: Path
-) -> None:
+def test_the_tree_of_this_device_comes_first(fresh: Tiny, folder: Path) -> None:
     """Another device's is taken where there is none."""
     data = json.loads((folder / "learned.json").read_text())
     (entry,) = data["entries"]
@@ -276,9 +259,7 @@ def test_the_tree_of_this_device_comes_first(
         (7, "its tree is broken"),
     ],
 )
-def test_wrong_trees(
-    fresh: Callable[..., PreTrainedModel], folder: Path, states: Any, message: str
-) -> None:
+def test_wrong_trees(fresh: Tiny, folder: Path, states: Any, message: str) -> None:
     model = loaded(fresh, folder)
     save(folder, {"states": states}, **device_of(model))
     data = json.loads((folder / "learned.json").read_text())
@@ -289,7 +270,7 @@ def test_wrong_trees(
     assert str(folder / "learned.json") in str(caught.value)
 
 
-def test_no_tree(fresh: Callable[..., PreTrainedModel], folder: Path) -> None:
+def test_no_tree(fresh: Tiny, folder: Path) -> None:
     model = loaded(fresh, folder)
     (folder / "learned.json").unlink()
     with pytest.raises(ValueError, match="no learned.json with a tree where .* Run hf-spec tune"):

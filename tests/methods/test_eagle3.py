@@ -1,7 +1,5 @@
 """EAGLE-3's decoder against what speculators computed, through the drafter's own steps."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import check_same
 from peft import get_peft_model
 from running import drafting
 from safetensors.torch import load_file
@@ -241,5 +240,4 @@ def test_a_base_whose_embeddings_are_narrower_than_its_states() -> None:
     out = model(input_ids=ids, labels=ids, anchors=torch.tensor([[4, 6]]))
     assert out["loss"].isfinite() and out["logits"].shape == (1, 2, 7, 61)
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    plain = model.generate(input_ids=ids, **settings).tolist()
-    assert model.generate(input_ids=ids, **settings, **drafting("eagle3")).tolist() == plain
+    check_same(model, drafting("eagle3"), input_ids=ids, **settings)

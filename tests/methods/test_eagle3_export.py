@@ -1,27 +1,22 @@
 """EAGLE-3 adapters as engines read drafters."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
+from conftest import Tiny, check_same
 from running import drafting
 from safetensors.torch import load_file, save_file
 from test_eagle3 import FIXTURES, base
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.hub.transfer import convert, export_adapter, import_adapter
 from hf_spec.methods.eagle3.network import Eagle3Network
-
-Tiny = Callable[..., PreTrainedModel]
 
 
 def known(config: Any) -> dict[str, Any]:
@@ -98,11 +93,7 @@ def test_rows_of_a_matrix_that_the_base_scales(fresh: Tiny, tmp_path: Path, own:
     assert adapter.config.own_embeddings == own
     theirs = Eagle3Network(model, adapter.module)
     torch.testing.assert_close(theirs.embedded(ids), embed.weight[ids] * (3 if own else 1))
-    plain = model.generate(ids[None, 1:], max_new_tokens=12, do_sample=False)
-    drafted = model.generate(
-        ids[None, 1:], max_new_tokens=12, do_sample=False, **drafting("eagle3")
-    )
-    assert drafted.tolist() == plain.tolist()
+    check_same(model, drafting("eagle3"), ids[None, 1:], max_new_tokens=12, do_sample=False)
 
 
 def test_the_bases_embeddings_go_with_it(fresh: Tiny, tmp_path: Path) -> None:

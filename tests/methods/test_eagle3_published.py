@@ -1,7 +1,5 @@
 """Released EAGLE-3 drafters of every layout, and files that are none."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """``layer_skip``: draft exit by hand, drafts against a stock cache, layer 0 left out, options."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from naive_cache import pack
 from running import CAPTURED, draft_everything, running
 from torch import Tensor
@@ -33,8 +31,6 @@ from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
-
-Tiny = Callable[..., PreTrainedModel]
 
 # -- draft exit, eqs. (2)-(4) --------------------------------------------------------------------
 

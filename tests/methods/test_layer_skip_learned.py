@@ -4,13 +4,10 @@ The oracle of the drafting model is a copy of the model with the updates in its 
 without our code, with layers left out.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from adapter_oracle import batch_of, hooked, randomise, with_updates
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from running import CAPTURED, drafting, running
 from tiny_checkpoint import save_checkpoint
 from torch import Tensor
@@ -37,7 +34,6 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import _COPIES
 
-Tiny = Callable[..., PreTrainedModel]
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
 FIXED = {"draft_exit": "fixed", "max_draft": 4}
 

@@ -1,19 +1,15 @@
 """MEDUSA: config, heads, loss, trees, and the hidden states that drafters are given."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, prompt, ragged
+from conftest import CLOSE, VOCAB, Tiny, prompt, ragged
 from covering import covering
 from peft import get_peft_model
 from running import drafting, every_step
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -48,10 +44,7 @@ def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor
     return hidden
 
 
-# -- config ------------------------------------------------------------------------------------
-
-
-def test_own_projections_need_weights_to_start_from(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_own_projections_need_weights_to_start_from(fresh: Tiny) -> None:
     model = fresh()
     output = model.get_output_embeddings()
     output.weight = torch.nn.Parameter(output.weight.detach().to(torch.int8), requires_grad=False)
@@ -66,7 +59,7 @@ def test_own_projections_need_weights_to_start_from(fresh: Callable[..., PreTrai
 @pytest.mark.parametrize("projection", ["shared", "own"])
 @pytest.mark.parametrize("architecture", ["llama", "opt", "phi"])  # phi's LM head has a bias
 def test_fresh_heads_predict_as_the_lm_head(
-    fresh: Callable[..., PreTrainedModel], architecture: str, projection: str
+    fresh: Tiny, architecture: str, projection: str
 ) -> None:
     model = fresh(architecture)
     expected = model(prompt()).logits[:, -1]
@@ -86,7 +79,7 @@ def test_fresh_heads_predict_as_the_lm_head(
     covering(product(["llama", "cohere2"], ["shared", "own"], ["hard", "distillation"])),
 )
 def test_loss_against_one_place_at_a_time(
-    fresh: Callable[..., PreTrainedModel], architecture: str, projection: str, loss: str
+    fresh: Tiny, architecture: str, projection: str, loss: str
 ) -> None:
     model = fresh(architecture)
     model.config.logit_scale = model.logit_scale = 0.5
@@ -137,7 +130,7 @@ def test_loss_against_one_place_at_a_time(
     assert out["labels"][0].tolist() == [[-100, first[4]], [first[9], first[10]], [-100, -100]]
 
 
-def test_padding_on_either_side_gives_the_same_loss(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_padding_on_either_side_gives_the_same_loss(fresh: Tiny) -> None:
     model = fresh("gpt2")  # learned positions
     peft_model = get_peft_model(model, hf_spec.MedusaConfig(num_heads=2))
     ids = prompt(12, 1)
@@ -157,9 +150,6 @@ def test_padding_on_either_side_gives_the_same_loss(fresh: Callable[..., PreTrai
         torch.testing.assert_close(loss(front, back), loss(0, 0), rtol=1e-5, atol=1e-5)
 
 
-# -- hidden states for drafters ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("architecture", "kwargs"),
     [
@@ -168,10 +158,7 @@ def test_padding_on_either_side_gives_the_same_loss(fresh: Callable[..., PreTrai
     ],
 )  # fmt: skip
 def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
-    fresh: Callable[..., PreTrainedModel],
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: str,
-    kwargs: dict[str, Any],
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, architecture: str, kwargs: dict[str, Any]
 ) -> None:
     """In every step, the one behind the prompt included: of the token before the root."""
     model = fresh(architecture)
@@ -191,14 +178,11 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
         for row, ids in enumerate(tokens):
             if active[row]:
                 expected = token_hidden(model, torch.tensor([ids[:-1]]))[0, -1]
-                # fp32 with other reduction orders: a few ulps of values up to about 10.
-                torch.testing.assert_close(hidden[row], expected, rtol=1e-4, atol=2e-4)
+                torch.testing.assert_close(hidden[row], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_first_step_behind_the_prompt_drafts(
-    fresh: Callable[..., PreTrainedModel], compiled: bool
-) -> None:
+def test_the_first_step_behind_the_prompt_drafts(fresh: Tiny, compiled: bool) -> None:
     """From the prompt's last hidden state; also if the model is compiled as a whole, whose prefill
     and steps run uncompiled."""
     model = fresh()
@@ -214,9 +198,7 @@ def test_the_first_step_behind_the_prompt_drafts(
     assert len(widths) == hf_spec.last_stats(model).num_steps  # the prompt is one
 
 
-def test_plain_steps_keep_the_hidden_state(
-    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_steps_keep_the_hidden_state(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that do not draft stand between those that do; these draft at their full depth."""
     from hf_spec.policy.step_policy import StepPolicy
 
@@ -238,12 +220,7 @@ def test_plain_steps_keep_the_hidden_state(
     assert drafted[:6] == [9, 1, 1, 9, 1, 1]
 
 
-# -- exactness ---------------------------------------------------------------------------------
-
-
-def test_typical_acceptance_takes_what_exact_acceptance_refuses(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
+def test_typical_acceptance_takes_what_exact_acceptance_refuses(fresh: Tiny) -> None:
     """Untrained heads repeat the model's own prediction: mostly wrong, often not unlikely."""
     model = fresh()
     model.add_adapter(hf_spec.MedusaConfig())

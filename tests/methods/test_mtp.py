@@ -1,7 +1,5 @@
 """Layers for multi-token prediction: what they compute, against what others' code has recorded."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import check_same
 from covering import covering
 from released_mtp import FAMILIES, checkpoint
 from running import CAPTURED, drafting
@@ -181,8 +180,6 @@ def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:
         torch.testing.assert_close(logits[0, 0], found[level - 1], **CLOSE)
 
 
-# -- generate ------------------------------------------------------------------------------------
-
 BATCH = {
     "input_ids": torch.tensor(
         [[5, 9, 5, 9, 7, 5, 9], [0, 0, 0, 11, 4, 11, 4], [0, 0, 0, 0, 0, 0, 8]]
@@ -238,9 +235,7 @@ def test_continued_cache(name: str) -> None:
     first = model.generate(**BATCH, **settings, **drafting("mtp"), return_dict_in_generate=True)
     ids = torch.cat([first.sequences, torch.tensor([[5, 9], [6, 4], [8, 8]])], dim=1)
     mask = torch.cat([BATCH["attention_mask"], torch.ones(3, 10, dtype=torch.long)], dim=1)
-    plain = model.generate(ids, attention_mask=mask, **settings)
-    out = model.generate(
-        ids, attention_mask=mask, **settings, **drafting("mtp"), **{CACHE: first[CACHE]}
+    check_same(
+        model, {**drafting("mtp"), CACHE: first[CACHE]}, ids, attention_mask=mask, **settings
     )
-    assert out.tolist() == plain.tolist()
     assert hf_spec.last_stats(model).num_drafted_tokens > 0

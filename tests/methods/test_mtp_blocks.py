@@ -1,8 +1,6 @@
 """Layers for multi-token prediction that are no decoder layer of their model's, by plain formulas
 on the tensors as released checkpoints call them."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import prompt
+from conftest import check_same, prompt
 from random_mtp import random_layers
 from released_mtp import released
 from running import drafting
@@ -28,8 +26,6 @@ pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
 #: Known tokens at each step: none, some or all of the drafts before were accepted.
 COMMITTED = [7, 8, 11, 12]
-
-# -- plain formulas ------------------------------------------------------------------------------
 
 
 def norm(value: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -198,9 +194,6 @@ def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
     return torch.stack(found)
 
 
-# -- drafts --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", BUILT)
 @torch.no_grad()
 def test_chains_are_those_of_the_formulas(name: str) -> None:
@@ -235,9 +228,7 @@ def test_two_pairs(tmp_path: Path) -> None:
     model.config.name_or_path = str(tmp_path)
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
-    plain = model.generate(prompt(9), max_new_tokens=12, do_sample=False)
-    out = model.generate(prompt(9), max_new_tokens=12, do_sample=False, **drafting("mtp"))
-    assert out.tolist() == plain.tolist()
+    check_same(model, drafting("mtp"), prompt(9), max_new_tokens=12, do_sample=False)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
@@ -252,9 +243,6 @@ def test_half_precision() -> None:
     gates = {name for name in state if "gate" in name}
     assert {name for name, one in state.items() if one.dtype == torch.float32} == gates
     assert len(gates) == 2
-
-
-# -- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

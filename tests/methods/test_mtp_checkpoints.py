@@ -1,7 +1,5 @@
 """Checkpoints with layers for multi-token prediction: where they are found, and bad ones."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -12,7 +10,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import prompt
+from conftest import check_same, prompt
 from released_mtp import FAMILIES, checkpoint
 from running import drafting, no_forward
 from safetensors.torch import load_file, save_file
@@ -181,54 +179,32 @@ def test_layers_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(mtp_layers(model).layers) == 1
 
 
-#: What is changed, and what the error says of it.
-BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
-    "layout": (
-        lambda tensors: tensors.update({"mtp.linear.weight": tensors.pop("mtp.fc.weight")}),
-        "under names that are not known, such as 'mtp.layers.0.",
-    ),
-    "missing": (
-        lambda tensors: tensors.pop("mtp.layers.0.mlp.up_proj.weight"),
-        "no tensor '0.mtp_block.mlp.up_proj.weight'",
-    ),
-    "unknown": (
-        lambda tensors: tensors.update({"mtp.gate.weight": torch.zeros(2)}),
-        "unknown tensor 'mtp.gate.weight'",
-    ),
-    "unknown of the layer": (
-        lambda tensors: tensors.update({"mtp.layers.0.mlp.up_proj.bias": torch.zeros(2)}),
-        "unknown tensor 'mtp.layers.0.mlp.up_proj.bias'",
-    ),
-    "shape": (
-        lambda tensors: tensors.update({"mtp.norm.weight": torch.zeros(32)}),
-        "'mtp.norm.weight' has shape (32,), expected (64,)",
-    ),
-    "8 bits without scales": (
-        lambda tensors: tensors.update(
-            {"mtp.fc.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn)}
-        ),
-        "'mtp.fc.weight' is stored as F8_E4M3; layers for multi-token prediction are read from "
-        "BF16, F16, F32, F64, and F8_E4M3 with scales ('mtp.fc.weight_scale_inv')",
-    ),
-    "8 bits with other scales": (
-        lambda tensors: tensors.update(
-            {
-                "mtp.fc.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn),
-                "mtp.fc.weight_scale_inv": torch.ones(2, 1),
-            }
-        ),
-        "'mtp.fc.weight_scale_inv' has shape (2, 1)",
-    ),
-    "quantized": (
-        lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(64, 128).to(torch.int8)}),
-        "'mtp.fc.weight' is stored as I8; layers for multi-token prediction are read from BF16",
-    ),
-}
+FC = "mtp.fc.weight"
+EIGHT_BITS = {FC: torch.zeros(64, 128).to(torch.float8_e4m3fn)}
+#: Tensors that are put into the file, or taken out of it, and what the error says of it.
+BAD: list[tuple[dict[str, torch.Tensor | None], str]] = [
+    ({"mtp.linear.weight": torch.zeros(64, 128), FC: None},
+     "under names that are not known, such as 'mtp.layers.0."),
+    ({"mtp.layers.0.mlp.up_proj.weight": None}, "no tensor '0.mtp_block.mlp.up_proj.weight'"),
+    ({"mtp.gate.weight": torch.zeros(2)}, "unknown tensor 'mtp.gate.weight'"),
+    ({"mtp.layers.0.mlp.up_proj.bias": torch.zeros(2)},
+     "unknown tensor 'mtp.layers.0.mlp.up_proj.bias'"),
+    ({"mtp.norm.weight": torch.zeros(32)}, "'mtp.norm.weight' has shape (32,), expected (64,)"),
+    (EIGHT_BITS, "'mtp.fc.weight' is stored as F8_E4M3; layers for multi-token prediction are read "
+     "from BF16, F16, F32, F64, and F8_E4M3 with scales ('mtp.fc.weight_scale_inv')"),
+    ({**EIGHT_BITS, f"{FC}_scale_inv": torch.ones(2, 1)}, f"'{FC}_scale_inv' has shape (2, 1)"),
+    ({FC: torch.zeros(64, 128).to(torch.int8)},
+     "'mtp.fc.weight' is stored as I8; layers for multi-token prediction are read from BF16"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_tensors(tmp_path: Path, case: str) -> None:
-    edit, message = BAD[case]
+@pytest.mark.parametrize(("given", "message"), BAD)
+def test_bad_tensors(tmp_path: Path, given: dict[str, torch.Tensor | None], message: str) -> None:
+    def edit(tensors: Tensors) -> None:
+        for name, tensor in given.items():
+            tensors.pop(name, None)
+            tensors.update({} if tensor is None else {name: tensor})
+
     model = loaded(tmp_path / "a")
     change(tmp_path / "a", edit)
     found = refused(model)
@@ -278,9 +254,7 @@ def test_families(tmp_path: Path, model_type: str) -> None:
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
     ids = prompt(9)
-    plain = model.generate(ids, max_new_tokens=6, do_sample=False)
-    out = model.generate(ids, max_new_tokens=6, do_sample=False, **drafting("mtp"))
-    assert out.tolist() == plain.tolist()
+    check_same(model, drafting("mtp"), ids, max_new_tokens=6, do_sample=False)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
@@ -370,8 +344,7 @@ def test_layers_that_speculators_has_trained(tmp_path: Path, name: str) -> None:
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], 2 * one) for key, one in own.items())
     greedy: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
-    expected = model.generate(prompt(), **greedy).tolist()
-    assert model.generate(prompt(), **greedy, **drafting("mtp")).tolist() == expected
+    check_same(model, drafting("mtp"), prompt(), **greedy)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ Its ``MtpModel`` leaves out two things that the base does and vLLM's layers do: 
 base's embeddings, and the window in what local layers see at once. Here it is given both.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fine-tuned layers for multi-token prediction: the loss, what is learned, kept and refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache
@@ -34,7 +32,7 @@ from hf_spec.training.train import train
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
 PLAIN: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-LEARN = {**SETTINGS, "max_steps": 60, "eval_steps": 60, "logging_steps": 10, "learning_rate": 1e-2}
+LEARN = {**SETTINGS, "max_steps": 30, "eval_steps": 30, "logging_steps": 10}
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -50,9 +48,6 @@ def answers(name: str) -> Any:
 
 def fresh(name: str) -> Any:
     return copy.deepcopy(model_of(name))
-
-
-# -- loss ----------------------------------------------------------------------------------------
 
 
 def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int) -> Tensor:
@@ -145,21 +140,19 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
     assert seen > 5
 
 
-# -- training ------------------------------------------------------------------------------------
+#: Models that learn, the loss, and the learning rate: Inkling divides its logits, so that a random
+#: one's distributions are flat and say little.
+LEARNERS = {"glm4_moe_2": ("kl", 2e-2), "nemotron_h": ("kl", 2e-2), "inkling_text": ("ce", 4e-2)}
 
 
-#: Models that learn, and the loss: Inkling divides its logits, so that a random one's distributions
-#: are flat and say little.
-LOSS = {"glm4_moe_2": "kl", "nemotron_h": "kl", "inkling_text": "ce"}
-
-
-@pytest.fixture(scope="module", params=LOSS)
+@pytest.fixture(scope="module", params=LEARNERS)
 def learned(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
     name, folder = request.param, tmp_path_factory.mktemp("mtp") / "adapter"
-    model, before = fresh(name), model_of(name).state_dict()
+    model, before, (kind, rate) = fresh(name), model_of(name).state_dict(), LEARNERS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "_read", getattr(weights._read, "__wrapped__", weights._read))
-        train(model, answers(name), "mtp", folder, {"ttt_steps": 3, "loss": LOSS[name]}, LEARN)
+        config, settings = {"ttt_steps": 3, "loss": kind}, {**LEARN, "learning_rate": rate}
+        train(model, answers(name), "mtp", folder, config, settings)
     assert same(model.state_dict(), before)
     return name, folder
 
@@ -174,7 +167,7 @@ def tau(model: Any, name: str) -> float:
 def test_the_layers_learn_and_the_output_stays(learned: tuple[str, Path]) -> None:
     name, folder = learned
     losses = history(folder, "loss")
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.85 * losses[0]
     model = fresh(name)
     before = tau(model, name)
     model.load_adapter(folder)
@@ -206,7 +199,7 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == model_of(name).name_or_path
     assert config["num_layers"] == len(mtp_layers(model_of(name)).layers)
-    assert record(folder)["config"] == {"ttt_steps": 3, "decay": 0.8, "loss": LOSS[name]}
+    assert record(folder)["config"] == {"ttt_steps": 3, "decay": 0.8, "loss": LEARNERS[name][0]}
 
 
 def test_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

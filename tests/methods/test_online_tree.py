@@ -1,19 +1,15 @@
 """ProPD's ``tree="online"``: hits counted as tokens come in, and trees of the likeliest ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from adapter_oracle import Embeddings
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from running import drafting
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.predicting import MARKOV_HEAD
@@ -125,9 +121,6 @@ def test_paths_count_by_the_chances_of_their_ranks(with_markov_head: bool) -> No
         assert set(seen.values()) == set(paths)
 
 
-# -- in decoding -------------------------------------------------------------------------------
-
-
 def adapted(model: Any) -> Any:
     """The model with an untrained adapter."""
     torch.manual_seed(2)
@@ -142,7 +135,7 @@ def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     )  # fmt: skip
 
 
-def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_the_next_call_goes_on(fresh: Tiny) -> None:
     """From the hits of those before; another adapter has its own."""
 
     def learned() -> list[HitRates]:

@@ -1,7 +1,5 @@
 """Options of all strategies: what is refused, and what is chosen where they leave it open."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

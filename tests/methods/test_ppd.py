@@ -3,8 +3,6 @@
 The oracle runs one place at a time by stock forwards, with masks written as the figures show them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import cycle
@@ -13,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, prompt, ragged
+from conftest import VOCAB, Tiny, prompt, ragged
 from datasets import Dataset
 from method_variants import VARIANTS
 from running import drafting
 from tiny_checkpoint import make_model
-from transformers import DynamicCache, PreTrainedModel, TrainerCallback
+from transformers import DynamicCache, TrainerCallback
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -146,9 +144,7 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fields", "kind"), zip(CONFIGS.values(), cycle(["distillation", "hard"])), ids=CONFIGS
 )
-def test_loss_against_one_place_at_a_time(
-    fresh: Callable[..., PreTrainedModel], fields: dict, kind: str
-) -> None:
+def test_loss_against_one_place_at_a_time(fresh: Tiny, fields: dict, kind: str) -> None:
     model = with_adapter(fresh("llama"), {**fields, "loss": kind, "decay": 0.7})
     config = model.peft_config["default"]
     ids = prompt(12, 2)
@@ -179,7 +175,7 @@ def test_loss_against_one_place_at_a_time(
 # -- fresh adapters -----------------------------------------------------------------------------
 
 
-def test_prompts_start_from_text(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_prompts_start_from_text(fresh: Tiny) -> None:
     for architecture in ("llama", "gemma3"):  # the latter scales what it looks up
         model = fresh(architecture)
         model.add_adapter(hf_spec.PPDConfig(num_ept=2))
@@ -188,7 +184,7 @@ def test_prompts_start_from_text(fresh: Callable[..., PreTrainedModel]) -> None:
         assert (prompts[:, None] == every).all(-1).any(-1).all()
 
 
-def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_heads_start_as_the_base_s_own(fresh: Tiny) -> None:
     found = []
     for name in ("plain", "vocabulary", "residual", "low rank"):
         model = fresh()
@@ -205,7 +201,7 @@ def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) ->
 
 @every_config
 def test_drafts_are_the_oracle_s(
-    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, fields: dict
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, fields: dict
 ) -> None:
     """Decoding reads the same predictions as training does, wherever a row stands."""
     model = with_adapter(fresh("llama"), fields)
@@ -239,7 +235,7 @@ def test_drafts_are_the_oracle_s(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_in_different_states_of_random_trees(
-    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, seed: int
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     model = fresh("llama_tied")
     lengths = (12, 1, 5, 9, 2, 11)
@@ -333,7 +329,7 @@ def forwards(model: Any, generate: Callable[[], Any]) -> tuple[list, int]:
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_draft_model_drafts_with_its_own_adapter(
-    fresh: Callable[..., PreTrainedModel], decoded: list[str], do_sample: bool
+    fresh: Tiny, decoded: list[str], do_sample: bool
 ) -> None:
     """Stock assisted decoding; drafts are the same, for fewer passes of the draft model."""
     large, small = fresh("qwen2"), fresh("llama_tied")
@@ -362,7 +358,7 @@ def test_a_draft_model_drafts_with_its_own_adapter(
         assert ours == large.generate(prompt(), **settings).tolist()
 
 
-def test_a_strategy_and_a_draft_model(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_a_strategy_and_a_draft_model(fresh: Tiny) -> None:
     model = with_adapter(fresh("llama"), {})
     with pytest.raises(ValueError, match="name it in the assistant's generation_config"):
         model.generate(prompt(), assistant_strategy="ppd", assistant_model=fresh("llama"))

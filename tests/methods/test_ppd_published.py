@@ -1,7 +1,5 @@
 """Prompt tokens that the method's author has published become an adapter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``prompt_lookup``: the index against rescanning, the tree against continuations written out."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -38,15 +36,6 @@ def sequence(rng: random.Random, length: int, alphabet: int) -> list[int]:
     return [rng.randrange(alphabet) for _ in range(length)]
 
 
-def index_of(tokens: list[int], smallest: int = 1, largest: int = 4) -> NgramIndex:
-    index = NgramIndex(smallest, largest)
-    index.update(tokens)
-    return index
-
-
-# -- the index -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 3), (3, 3)], ids=str)
 @pytest.mark.parametrize("alphabet", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
@@ -60,9 +49,6 @@ def test_matches_equal_a_rescan_while_the_sequence_grows(
         index.update(tokens)
         for limit in (1, 3, 100):
             assert index.matches(tokens, limit) == rescan(tokens, *sizes, limit)
-
-
-# -- the tree ------------------------------------------------------------------------------------
 
 
 def continuation(tokens: list[int], end: int, depth: int) -> list[int]:
@@ -167,9 +153,6 @@ def test_what_was_right_to_the_end_is_trusted_further_than_what_broke_off() -> N
     missed = Confidence()
     missed.observe(2, 0, 6)  # says nothing about going deeper
     assert missed.deeper == start
-
-
-# -- the drafter ---------------------------------------------------------------------------------
 
 
 def drafter(**options: float) -> PromptLookupDrafter:

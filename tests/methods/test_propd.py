@@ -1,7 +1,5 @@
 """PROPD: config, the early head, what it drops, and that nothing changes but the time it takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import VOCAB, prompt, ragged
+from conftest import VOCAB, Tiny, prompt, ragged
 from peft import get_peft_model
 from running import drafting
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -55,10 +52,7 @@ def naive_early(weights: dict, hidden: torch.Tensor) -> torch.Tensor:
     return functional.rms_norm(moved, moved.shape[-1:], eps=1e-6) * weights["early_gain"]
 
 
-# -- config and options ------------------------------------------------------------------------
-
-
-def test_the_layer_is_recorded(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_the_layer_is_recorded(fresh: Tiny) -> None:
     model = fresh()
     model.add_adapter(hf_spec.ProPDConfig())
     assert find_active(model, "PROPD").config.prune_layer == 2  # 4 in deeper models; this has 3
@@ -66,14 +60,9 @@ def test_the_layer_is_recorded(fresh: Callable[..., PreTrainedModel]) -> None:
         fresh().add_adapter(hf_spec.ProPDConfig(prune_layer=3))
 
 
-# -- training ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss", ["hard", "distillation"])
 @pytest.mark.parametrize("architecture", ["llama", "cohere2"])  # cohere2 scales its logits
-def test_the_early_head_s_loss(
-    fresh: Callable[..., PreTrainedModel], architecture: str, loss: str
-) -> None:
+def test_the_early_head_s_loss(fresh: Tiny, architecture: str, loss: str) -> None:
     model = fresh(architecture)
     model.config.logit_scale = model.logit_scale = 0.5
     config = hf_spec.ProPDConfig(num_heads=2, prune_layer=1, loss=loss)
@@ -114,8 +103,6 @@ def test_the_early_head_s_loss(
     torch.testing.assert_close(total - heads, torch.stack(early).mean(), rtol=1e-4, atol=1e-4)
 
 
-# -- what the early head drops -----------------------------------------------------------------
-
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])
 
 
@@ -139,7 +126,7 @@ def naive_likely(
 
 
 @pytest.mark.parametrize("top_k", [1, 12, VOCAB + 5])
-def test_likely_candidates_one_at_a_time(fresh: Callable[..., PreTrainedModel], top_k: int) -> None:
+def test_likely_candidates_one_at_a_time(fresh: Tiny, top_k: int) -> None:
     model = fresh()
     weights = trained_like(model)
     pruning = EarlyPruning(model, weights, 1, top_k)
@@ -161,9 +148,7 @@ def test_likely_candidates_one_at_a_time(fresh: Callable[..., PreTrainedModel], 
 
 
 @pytest.mark.parametrize("architecture", ["cohere2", "gemma2", "gpt_neo"])
-def test_probabilities_are_those_of_the_model_s_own_logits(
-    fresh: Callable[..., PreTrainedModel], architecture: str
-) -> None:
+def test_probabilities_are_those_of_the_model_s_own_logits(fresh: Tiny, architecture: str) -> None:
     """With a scale, or a soft cap; they are asked for in a forward, which is left as it is."""
     model = fresh(architecture)
     processing = {"cohere2": lambda x: 0.3 * x, "gemma2": torch.tanh, "gpt_neo": lambda x: x}
@@ -195,11 +180,8 @@ def test_probabilities_are_those_of_the_model_s_own_logits(
     assert seen and 0 < hf_spec.last_stats(model).prune_rate < 1
 
 
-# -- decoding ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "bita", "ppd", "medusa", "space"])
-def test_every_tree_drafter(fresh: Callable[..., PreTrainedModel], drafter: str) -> None:
+def test_every_tree_drafter(fresh: Tiny, drafter: str) -> None:
     """Two adapters are active at a time: the drafter's and the early head's."""
     model = fresh("llama")
     trained = get_method(drafter).adapter_config
@@ -227,16 +209,13 @@ def test_every_tree_drafter(fresh: Callable[..., PreTrainedModel], drafter: str)
     assert hf_spec.last_stats(model).num_pruned_tokens == 0
 
 
-def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_exits_before_the_layer_are_refused(fresh: Tiny) -> None:
     model = fresh("llama")
     model.add_adapter(hf_spec.PPDConfig(num_exits=2), "drafter")
     trained_like(model)
     model.set_adapter(["drafter", "propd"])
     with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*after layer 2"):
         run(model, **propd(drafter="ppd"))
-
-
-# -- whether it pays ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +227,7 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
     ],
 )
 def test_auto_tries_steps_with_and_without(
-    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, chosen: str,
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, chosen: str,
     tried: set[bool], options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Unless nothing may depend on time: then every step prunes."""

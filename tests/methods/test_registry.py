@@ -1,7 +1,5 @@
 """Methods are made known in one way, by name and by the type of their adapter."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,8 +1,6 @@
 """Assistants that attend to the model's keys and values (Gemma 4): what they draft is what their
 own forward says of the committed tokens alone, and the output is the model's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from architectures import assistant_for, base_of, build, config_class, random_model
-from conftest import prompt, ragged, shared
+from conftest import check_same, prompt, ragged, shared
 from covering import covering
 from running import CAPTURED, as_if, drafting, no_forward
 from torch import Tensor
@@ -194,14 +192,14 @@ def test_rows_that_finish_and_a_cache_that_goes_on(
         first = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
         mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2).long()], dim=1)
-        plain = model.generate(ids, attention_mask=mask, **GREEDY)
-        out = model.generate(ids, attention_mask=mask, **GREEDY, **spec, **{CACHE: first[CACHE]})
-        assert out.tolist() == plain.tolist()
+        check_same(model, {**spec, CACHE: first[CACHE]}, ids, attention_mask=mask, **GREEDY)
     Oracle(model, assistant).check(seen)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "shared"])
-@pytest.mark.parametrize("setting", ["tree", "wide", "compiled", "sampled"])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("gemma4", "tree"), ("shared", "wide"), ("gemma4", "compiled"), ("shared", "sampled")],
+)
 def test_trees_that_grow_before_the_step_is_over(
     monkeypatch: pytest.MonkeyPatch, name: str, setting: str
 ) -> None:

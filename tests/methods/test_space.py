@@ -1,16 +1,13 @@
 """``space``: its loss against one mask group per forward, decoding, and every operation of PEFT."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from peft import LoraConfig, get_peft_model
 from running import every_step
 from torch import Tensor
@@ -23,7 +20,6 @@ from hf_spec.methods.space import adapter as space
 from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.modules import linear_modules
 
-Tiny = Callable[..., PreTrainedModel]
 NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 

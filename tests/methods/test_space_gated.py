@@ -1,14 +1,11 @@
 """``space`` with gated updates, its default: mask tokens are changed, the base's output is not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
-from conftest import prompt, ragged
+from conftest import Tiny, prompt, ragged
 from naive_cache import pack
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -26,7 +23,6 @@ from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
 
@@ -65,9 +61,6 @@ def step(model: Any, inputs: ProbeInputs) -> tuple[Output, TreeCache]:
 def masks_of(model: Any, inputs: ProbeInputs) -> Tensor:
     """(1, 15, hidden) of the mask tokens of :func:`step`."""
     return step(model, inputs)[0].hidden[:, 5:]
-
-
-# -- the base's output -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,9 +122,6 @@ def test_experts_are_left_out(fresh: Tiny) -> None:
     model = fresh("mixtral")
     modules = hf_spec.SpaceConfig().modules(model)
     assert modules and not any("expert" in name for name in modules)
-
-
-# -- training ------------------------------------------------------------------------------------
 
 
 #: Counting in a circle of four.

@@ -3,17 +3,14 @@
 SGLang's UNO runs on CUDA only; what is read here is read by PEFT, whose files it takes.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import prompt
+from conftest import Tiny, prompt
 from peft import PeftModel
 from transformers import DynamicCache, PreTrainedModel
 
@@ -26,7 +23,6 @@ from hf_spec.methods.space.adapter import random_tokens
 from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.cache_name import CACHE
 
-Tiny = Callable[..., PreTrainedModel]
 NOISE = {"masks": "noise", "num_mask_tokens": 3}
 
 

@@ -1,7 +1,5 @@
 """The nodes that a forward runs over, and their padding for compiled code."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

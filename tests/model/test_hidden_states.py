@@ -1,30 +1,18 @@
 """Logits made of final hidden states are the model's own, whatever it does behind its decoder."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from architectures import build
-from conftest import ARCHITECTURES, prompt
+from conftest import ARCHITECTURES, Tiny, prompt
 from running import added, fingerprint
-from transformers import PreTrainedModel
 
-from hf_spec.model.hidden_states import (
-    captured,
-    model_logits,
-    output_logits,
-    shapes_logits,
-)
+from hf_spec.model.hidden_states import captured, model_logits, output_logits, shapes_logits
 from modeling_patches.modules import decoder_of
 from modeling_patches.per_call import Changes
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_model_logits_are_the_models_own(
-    tiny: Callable[..., PreTrainedModel], architecture: str
-) -> None:
+def test_model_logits_are_the_models_own(tiny: Tiny, architecture: str) -> None:
     model = tiny(architecture)
     left = []
     with torch.no_grad(), added(captured, model) as seen:
@@ -49,7 +37,7 @@ def test_the_decoder_of_models_that_name_another_module(architecture: str) -> No
     assert decoder_of(model) is model.model or decoder_of(model) is model.model.language_model
 
 
-def test_scales_and_soft_caps_count(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_scales_and_soft_caps_count(fresh: Tiny) -> None:
     """`output_logits` leaves them out."""
     hidden = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
     model = fresh("cohere2")
@@ -62,9 +50,7 @@ def test_scales_and_soft_caps_count(fresh: Callable[..., PreTrainedModel]) -> No
         torch.testing.assert_close(model_logits(model, hidden), expected)
 
 
-def test_what_was_there_still_runs_and_gradients_flow(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
+def test_what_was_there_still_runs_and_gradients_flow(fresh: Tiny) -> None:
     model = fresh("llama")
     hidden = torch.randn(1, 2, 32, requires_grad=True)
 
@@ -85,7 +71,7 @@ def test_what_was_there_still_runs_and_gradients_flow(
     assert model_logits(model, hidden).shape == (1, 2, 61)
 
 
-def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> None:
+def test_a_forward_may_ask_on_its_way(tiny: Tiny) -> None:
     """What the forward runs with does not see the logits being made."""
     model, changes, asked = tiny("llama"), Changes(), []
 
@@ -102,7 +88,7 @@ def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> N
     assert torch.equal(found, model_logits(model, rows)) and found.shape[1] == 2
 
 
-def test_who_shapes_its_logits(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_who_shapes_its_logits(fresh: Tiny) -> None:
     """Scales and soft caps count, biases of the head do not; it is found out once for a model."""
     for architecture in ("llama", "gpt2", "phi", "opt", "bloom", "gemma3", "cohere2"):
         assert not shapes_logits(fresh(architecture)), architecture  # cohere2: a scale of 1

@@ -1,7 +1,5 @@
 """The dtype that the command line chooses, from what the device computes with."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

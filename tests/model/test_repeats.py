@@ -1,7 +1,5 @@
 """Captured graphs whose layers are alike: same results, each different part compiled once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,9 +4,6 @@ The oracle runs one group at a time behind its own prefix, without our masks and
 states stand in front of a stock cache, and a plain causal forward follows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import prompt
+from conftest import Tiny, prompt
 from covering import covering
 from naive_cache import pack
 from recurrent_models import CONFIGS, shared_recurrent
@@ -73,7 +70,7 @@ SEEN = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
     ],
 )
 def test_training_runs_what_decoding_runs(
-    tiny: Callable[..., PreTrainedModel], architecture: str, slots: int, group: ProbeGroup,
+    tiny: Tiny, architecture: str, slots: int, group: ProbeGroup,
     exits: int,
 ) -> None:  # fmt: skip
     """Also kinds that see slots of their own, and that leave the model by several exits."""
@@ -114,9 +111,7 @@ def test_inputs_of_every_layer(architecture: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", range(3))
-def test_slots_a_kind_does_not_see_do_not_matter(
-    tiny: Callable[..., PreTrainedModel], kind: int
-) -> None:
+def test_slots_a_kind_does_not_see_do_not_matter(tiny: Tiny, kind: int) -> None:
     own = torch.eye(3).bool()
     model, group = tiny("llama"), ProbeGroup((1, 2, 3), tuple(map(tuple, own.tolist())))
     seen = own.repeat_interleave(2, dim=1)  # two slots of each kind's own
@@ -136,9 +131,7 @@ def test_slots_a_kind_does_not_see_do_not_matter(
 @torch.no_grad()
 @pytest.mark.parametrize("slots", [0, 5])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
-def test_against_a_stock_cache(
-    tiny: Callable[..., PreTrainedModel], architecture: str, slots: int
-) -> None:
+def test_against_a_stock_cache(tiny: Tiny, architecture: str, slots: int) -> None:
     """Probes behind a prefix are a causal continuation of it, with the learned states in front."""
     model = tiny(architecture)
     inputs = learned(model, slots)
@@ -166,9 +159,7 @@ def test_against_a_stock_cache(
 @torch.no_grad()
 @pytest.mark.parametrize("exits", [1, 3])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "bloom"])
-def test_together_equals_apart(
-    tiny: Callable[..., PreTrainedModel], architecture: str, exits: int
-) -> None:
+def test_together_equals_apart(tiny: Tiny, architecture: str, exits: int) -> None:
     """The differentiable single forward and the two of a frozen base."""
     model = tiny(architecture)
     ids, anchors = prompt(12, 2), torch.tensor([[4, 8], [1, 10]])
@@ -179,9 +170,7 @@ def test_together_equals_apart(
     torch.testing.assert_close(apart.token_hidden, together.token_hidden, **CLOSE)
 
 
-def test_gradients_reach_what_is_learned_and_nothing_else(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
+def test_gradients_reach_what_is_learned_and_nothing_else(fresh: Tiny) -> None:
     model = fresh("llama").requires_grad_(False)
     inputs = learned(model, 4)
     leaves = [inputs.embeddings, *(part for pair in inputs.front for part in pair)]

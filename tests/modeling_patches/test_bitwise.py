@@ -1,7 +1,5 @@
 """Paths of trees in the slots of a cache, and which products give the bits of single ones."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

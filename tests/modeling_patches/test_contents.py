@@ -1,7 +1,5 @@
 """Writes and replacements of tensors are noticed, those without a version count among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,17 +1,14 @@
 """Nodes that are dropped after some layers: the others come out as if nothing had happened."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB
+from conftest import ARCHITECTURES, VOCAB, Tiny
 from naive_cache import pack
 from running import added
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
@@ -82,7 +79,7 @@ MODELS = [(name, None) for name in ARCHITECTURES] + [("llama", "eager"), ("gemma
 )
 @torch.no_grad()
 def test_what_is_kept_comes_out_as_without_pruning(
-    tiny: Callable[..., PreTrainedModel], architecture: str, implementation: str | None, rows: int
+    tiny: Tiny, architecture: str, implementation: str | None, rows: int
 ) -> None:
     """And every layer's cache holds the same in its slots."""
     model = tiny(architecture, implementation)
@@ -113,7 +110,7 @@ def test_what_is_kept_comes_out_as_without_pruning(
 
 
 @torch.no_grad()
-def test_flex_attention_narrows_its_block_mask(tiny: Callable[..., PreTrainedModel]) -> None:
+def test_flex_attention_narrows_its_block_mask(tiny: Tiny) -> None:
     prompts, tree, wanted = setting(3, 1)
     whole, _ = run(tiny("llama"), tree, prompts, Keep(1, wanted))
     model = tiny("llama", "flex_attention")
@@ -126,9 +123,7 @@ def test_flex_attention_narrows_its_block_mask(tiny: Callable[..., PreTrainedMod
 @pytest.mark.parametrize("counts", ["all", "some"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 @torch.no_grad()
-def test_probes_of_what_is_kept(
-    tiny: Callable[..., PreTrainedModel], architecture: str, counts: str, exits: int
-) -> None:
+def test_probes_of_what_is_kept(tiny: Tiny, architecture: str, counts: str, exits: int) -> None:
     model = tiny(architecture)
     prompts, bare, wanted = setting(5, 3)
     wanted[:, -1] = False
@@ -153,7 +148,7 @@ def test_probes_of_what_is_kept(
         )
 
 
-def test_a_layer_that_is_not_there(tiny: Callable[..., PreTrainedModel]) -> None:
+def test_a_layer_that_is_not_there(tiny: Tiny) -> None:
     for layer in (0, 3):
         message = rf"layer={layer}: the model has 3 layers, so .* 1 to 2"
         with pytest.raises(ValueError, match=message):
@@ -161,7 +156,7 @@ def test_a_layer_that_is_not_there(tiny: Callable[..., PreTrainedModel]) -> None
 
 
 @torch.no_grad()
-def test_layer_input(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_layer_input(fresh: Tiny) -> None:
     model = fresh("llama")  # transformers leaves its hooks for hidden states behind
     ids = torch.tensor([[5, 6, 7]])
     with added(layer_input, model, 2) as seen:

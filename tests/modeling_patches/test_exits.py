@@ -1,15 +1,11 @@
 """Averaged exits: against the layers' own outputs, read one by one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import prompt
+from conftest import Tiny, prompt
 from running import added
-from transformers import PreTrainedModel
 
 from modeling_patches.exits import averaged_exits
 from modeling_patches.modules import decoder_layers
@@ -31,9 +27,7 @@ def layer_outputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("architecture", NORMS)
-def test_rows_leave_the_layers_as_a_mean(
-    tiny: Callable[..., PreTrainedModel], architecture: str, count: int
-) -> None:
+def test_rows_leave_the_layers_as_a_mean(tiny: Tiny, architecture: str, count: int) -> None:
     model, ids = tiny(architecture), prompt(9, 2)
     mean = torch.stack(layer_outputs(model, ids)[-count:]).mean(0)
     norm = getattr(model.get_decoder(), NORMS[architecture])

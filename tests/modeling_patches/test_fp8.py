@@ -1,7 +1,5 @@
 """Weights that are stored as 8-bit floats with scales."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

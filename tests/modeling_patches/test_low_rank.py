@@ -3,8 +3,6 @@
 The oracle is a copy of the model whose weights are W + scale * B A, made here without our code.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, prompt
+from conftest import ARCHITECTURES, Tiny, prompt
 from running import added, fingerprint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +21,6 @@ from modeling_patches.low_rank import Factors, LowRank
 from modeling_patches.modules import decoder_layers, linear_modules, output_projections
 from modeling_patches.weights import features
 
-Tiny = Callable[..., PreTrainedModel]
 RANK, SCALE = 3, 0.7
 
 

@@ -1,17 +1,14 @@
 """Finding the linear modules of a model by name, as PEFT does."""
 
-from __future__ import annotations
-
 import copy
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import multimodal
 import pytest
 from architectures import build
+from conftest import Tiny
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches import modules
@@ -23,8 +20,6 @@ from modeling_patches.modules import (
     output_projections,
 )
 from modeling_patches.weights import features
-
-Tiny = Callable[..., PreTrainedModel]
 
 
 def test_default_is_all_linear_modules_of_the_layers(tiny: Tiny) -> None:

@@ -1,7 +1,5 @@
 """What a call changes of a model: in which order, for how long, and for whom."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Every rule over the nodes of random trees, against one step after the other in float64."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,10 +1,8 @@
 """Adaptive trees: the likeliest paths, against a search that takes one path at a time."""
 
-from __future__ import annotations
-
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import Embeddings, randomise
-from conftest import VOCAB, prompt, ragged
+from conftest import VOCAB, Tiny, prompt, ragged
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.predicting import MARKOV_HEAD
@@ -283,7 +280,7 @@ def test_roots_of_rows_that_stopped_short_of_their_bonus_token() -> None:
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_drafts_are_the_likeliest_of_the_hidden_state(
-    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, rank: int
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     monkeypatch.setattr(predictions, "SHORTLIST", VOCAB)  # the search below knows of none
     model = fresh("llama")
@@ -320,9 +317,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
 
 
 @pytest.mark.parametrize(("options", "nodes"), [({"num_draft_tokens": 2}, 3), ({}, 9)])
-def test_rows_of_a_step(
-    fresh: Callable[..., PreTrainedModel], options: dict[str, Any], nodes: int
-) -> None:
+def test_rows_of_a_step(fresh: Tiny, options: dict[str, Any], nodes: int) -> None:
     """Three probes under each node."""
     model = fresh("llama")
     expected = model.generate(prompt(), max_new_tokens=16, do_sample=False)

@@ -1,7 +1,5 @@
 """What drafting may cost, and when what did not pay is tried again: by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ A simulated strategy on a clock that the simulation turns: a drafting step costs
 plain steps and emits ``gain`` tokens per row on average, with 20 % noise on all times.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

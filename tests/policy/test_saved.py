@@ -1,7 +1,5 @@
 """What ``hf-spec tune`` saves beside an adapter, and what a new process makes of it."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -78,9 +76,6 @@ def own(made: Path, tmp_path: Path) -> Path:
         if path.is_file():
             (tmp_path / "a" / path.name).write_bytes(path.read_bytes())
     return tmp_path
-
-
-# -- the command -------------------------------------------------------------------------------
 
 
 def test_the_file(made: Path) -> None:
@@ -189,9 +184,6 @@ def test_interrupted(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_spec.bench.session.Session.generate", interrupt)
     assert tune(own) == 130
     assert file_of(own).read_text() == before
-
-
-# -- the file ----------------------------------------------------------------------------------
 
 
 def entry_with(**changes: Any) -> dict[str, Any]:

@@ -4,8 +4,6 @@ No time is measured: simulated steps take what the test says, and the real loop 
 test turns. All figures are the same on every machine.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -19,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PAD, STRATEGIES, prompt, ragged
+from conftest import PAD, STRATEGIES, Tiny, check_same, prompt, ragged
 from covering import covering
 from fake_clock import FakeClock
 from running import needed
-from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core import memory
@@ -44,7 +41,6 @@ from hf_spec.policy.plans import SIZES
 from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.step_times import StepTimes
 
-Tiny = Callable[..., PreTrainedModel]
 Seconds = Callable[[int], float]
 HERE = (1, 8, "cpu")
 
@@ -290,10 +286,7 @@ def best_speed(table: Array, seconds: Seconds, batch: int = 1, group: int = 0) -
     return max(speeds)
 
 
-@pytest.mark.parametrize(
-    ("slope", "group", "batch"),
-    [(0.001, 0, 1), (0.01, 3, 1), (0.05, 0, 4)],
-)
+@pytest.mark.parametrize(("slope", "group", "batch"), [(0.001, 0, 1), (0.01, 3, 1), (0.05, 0, 4)])
 def test_the_speed_of_the_best_size_is_reached(slope: float, group: int, batch: int) -> None:
     """All but a few per cent: noise hides what rows cost, and both sizes are tried now and then."""
     args, more = (Learned(), CHANCES, line(slope)), {"group": group, "batch": batch}
@@ -630,11 +623,7 @@ def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]
     for name in STRATEGIES:
         model, _ = timed(4.0)
         settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.7, "top_k": 0}
-        torch.manual_seed(3)
-        plain = model.generate(prompt(), **settings)
-        torch.manual_seed(3)
-        ours = model.generate(prompt(), **settings, **as_it_pays(name))
-        assert ours.tolist() == plain.tolist()
+        check_same(model, as_it_pays(name), prompt(), **settings)
         stats = hf_spec.last_stats(model)
         assert 0 < stats.num_fallback_steps < stats.num_steps - 1
 

@@ -1,19 +1,9 @@
 """What steps take: every formula by brute force or by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from hf_spec.policy.step_times import (
-    CLIP,
-    FIRST,
-    SIZES,
-    TIME_ALPHA,
-    SizeTime,
-    StepTimes,
-    fit_line,
-)
+from hf_spec.policy.step_times import CLIP, FIRST, SIZES, TIME_ALPHA, SizeTime, StepTimes, fit_line
 
 
 def test_the_line_is_that_of_least_squares() -> None:

@@ -1,7 +1,5 @@
 """``hf-spec search`` and ``hf-spec plot``: trials, the adapter folder, one line on bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -53,9 +51,6 @@ def search(root: Path, *more: str, model: str = "m", output: str = "skip") -> in
             "--trials", "4", "--limit", "2", "--max-new-tokens", "8", "--max-draft", "4", *more,
         ]
     )  # fmt: skip
-
-
-# -- the command -------------------------------------------------------------------------------
 
 
 def test_the_folder_works_in_every_way(made: Path) -> None:
@@ -176,8 +171,6 @@ def test_bad_input_ends_in_one_line(
     error = capsys.readouterr().err
     assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
 
-
-# -- the search --------------------------------------------------------------------------------
 
 LAYERS = 4
 PROMPTS = [Prompt("abab" * 4), Prompt("xyz xyz xyz")]

@@ -1,7 +1,5 @@
 """Examples and batches of training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import get_peft_model

@@ -1,7 +1,5 @@
 """Folders of answers: what distill writes, data of the user's own, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -58,9 +56,6 @@ def byte_ids(text: str) -> list[int]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [4 + alphabet.index(char) for piece, _ in shown.pre_tokenize_str(text) for char in piece]
-
-
-# ------------------------------------------------------------------------------------ what is read
 
 
 def test_a_folder_of_distill(tmp_path: Path) -> None:
@@ -171,9 +166,6 @@ def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
     assert not one & two and len(one) + len(two) == len(seen[0]) + len(seen[1])
     kept_out = {ids[0] for ids in held_out["prompt_ids"]}
     assert one | two | kept_out == set(range(count)) and len(kept_out) == 20
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """``hf-spec distill``: the rows are the model's own, once each, however the run was cut up."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

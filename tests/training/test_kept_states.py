@@ -1,13 +1,11 @@
 """The base's states are computed once for each sequence: the same losses, fewer forwards."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Tiny
 
 from hf_spec.model.sequences import token_hidden
 from hf_spec.training import kept_states as keeping
@@ -50,7 +48,7 @@ def kept(folder: Path, num_bytes: int = 10**6, base: str = "base") -> KeptStates
 @pytest.mark.parametrize("layers", [(), (1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_are_those_of_a_forward(
-    fresh: Callable[..., Any], tmp_path: Path, batches: Any, layers: tuple[int, ...], dtype: Any
+    fresh: Tiny, tmp_path: Path, batches: Any, layers: tuple[int, ...], dtype: Any
 ) -> None:
     model = fresh("llama").to(dtype)
     forwards, plain = Forwards(model), []
@@ -72,9 +70,7 @@ def test_states_are_those_of_a_forward(
         assert forwards.count == count, part
 
 
-def test_no_room_lost_file_and_another_base(
-    fresh: Callable[..., Any], tmp_path: Path, batches: Any
-) -> None:
+def test_no_room_lost_file_and_another_base(fresh: Tiny, tmp_path: Path, batches: Any) -> None:
     model, folder = fresh("llama"), tmp_path / "states"
     forwards, (ids, mask) = Forwards(model), batches[0]
 
@@ -116,7 +112,7 @@ def test_no_room_lost_file_and_another_base(
 
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
 def test_training(
-    fresh: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """The losses of two epochs are those without, the base runs once, and no file stays."""
     from datasets import Dataset

@@ -1,7 +1,5 @@
 """``hf-spec distill`` without prompts: the model writes them, as a user would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a training says while it runs and when it is over."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training end to end on a tiny model: what is learned, kept, resumed, recorded and refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

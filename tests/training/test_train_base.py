@@ -1,7 +1,5 @@
 """A base model that is trained along with its adapter: SPACE with `update="full"`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

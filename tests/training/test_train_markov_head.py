@@ -1,7 +1,5 @@
 """Markov heads: trained with an adapter, or added to one that was trained without."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -35,9 +33,6 @@ def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any
     """Train a Markov head of an adapter that has none."""
     fields, settings = {"markov_rank": rank}, {**SETTINGS, **more}
     return train(make_model(), answers(), method, output, fields, settings, start=folder)
-
-
-# -- trained later -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -132,9 +127,6 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
         error = capsys.readouterr().err
         assert re.search(message, error), error
     assert not (tmp_path / "three").exists()
-
-
-# -- trained with the adapter --------------------------------------------------------------------
 
 
 def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Trainings that go on from a trained adapter."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

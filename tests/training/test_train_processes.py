@@ -1,7 +1,5 @@
 """Training in two processes on the CPU: copies of the model, shards (FSDP2), DeepSpeed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -89,9 +87,6 @@ def own_answers(model: Any) -> Dataset:
     return Dataset.from_list([{"prompt_ids": prompt, "answer_ids": ids} for prompt, ids in rows])
 
 
-# -- copies of the model -------------------------------------------------------------------------
-
-
 def train_all(
     output: Path, names: Iterable[str], size: int, stop: bool = False, resume: bool = False
 ) -> None:
@@ -128,9 +123,6 @@ def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
     in_two(train_all, one, ["bita"], 2, False, True)
     for resumed in (one, two):
         assert_same_history(whole / "bita", resumed / "bita", rel=1e-4)
-
-
-# -- shards --------------------------------------------------------------------------------------
 
 
 def shard_on_cpus() -> None:
