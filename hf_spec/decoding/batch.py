@@ -31,7 +31,7 @@ def remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list[
     size, left = len(active), sum(active)
     if powers_of_two:
         left = min(bucket(left), size)
-    if not 0 < left <= size - max(SHARE * size, 1) or not any(active):
+    if not 0 < left <= size - max(SHARE * size, 1):
         return None
     rows = list(range(left))
     behind = [row for row in range(left, size) if active[row]]
