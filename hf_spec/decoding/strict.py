@@ -11,20 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers import DynamicCache
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.memory import memory
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.handover import Handover
-from hf_spec.decoding.prefill import prefill
-from hf_spec.decoding.selfcheck import until
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.selfcheck import Trial
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import STRICT
-from hf_spec.model.hidden_states import taken
 from hf_spec.model.packed_weights import PackedWeights
 from modeling_patches.attention_masks import local_attention
 from modeling_patches.bitwise import obstacle
@@ -33,7 +29,6 @@ from modeling_patches.dynamic_rope import followers
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import Ranks
-from modeling_patches.support import empty_cache
 from modeling_patches.weights import placement
 
 #: Tokens of a trial's prompt and of its output. Keys are an odd number, with a rest after vectors
@@ -160,38 +155,20 @@ def _trial(
     model: Any, drafter: Drafter, batch_size: int, packed: PackedWeights | None
 ) -> str | None:
     """What a trial has found; None if all bits are equal."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    size = model.config.get_text_config(decoder=True).vocab_size
-    prompt = torch.randint(size, (batch_size, _PROMPT), generator=generator, device="cpu")
-    prompt = prompt.to(placement(model).device)
-    config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
-    config._pad_token_tensor = None
-
-    def inputs() -> dict[str, Any]:
-        mask = torch.ones_like(prompt)
-        positions = taken(model, position_ids=mask.cumsum(-1) - 1, logits_to_keep=1)
-        return {"attention_mask": mask, CACHE: empty_cache(model), "use_cache": True, **positions}
-
-    plain: Any = GenerationMixin._sample(
-        model, prompt, LogitsProcessorList(), until(_PROMPT + _NEW), config, **inputs()
-    )
-    sequences = Sequences(prompt, None, until(_PROMPT + _NEW + 1))
-    own = inputs()
-    handover = Handover(own[CACHE], sequences, False)
-    target = prefill(
-        model, prompt, config, own, handover, drafter, drafter.reads, strict=True, packed=packed
-    ).target
+    trial = Trial(model, rows=batch_size, width=_PROMPT)
+    plain, device = trial.plain(_NEW), trial.prompt.device
+    target = trial.target(drafter, drafter.reads, strict=True, packed=packed)
     tokens = plain.sequences[:, _PROMPT:]
     on_path, beside = tokens[:, : len(_PATH)], tokens.flip(1)
     nodes = torch.stack([on_path[:, 1:], beside[:, : len(_PATH) - 1]], 2)
     nodes = torch.cat([on_path[:, :1], nodes.flip(2).flatten(1)], 1)
-    tree = Tree.of_shapes([_TREE] * batch_size, prompt.device).with_tokens(nodes)
+    tree = Tree.of_shapes([_TREE] * batch_size, device).with_tokens(nodes)
     if drafter.probe_inputs is not None:
         tree = tree.attach_probes(ProbeGroup.causal(len(drafter.probe_inputs.embeddings)))
     # The path's last node runs once more, alone, after what the cache has kept of the others.
     kept = _PATH[:-1]
     output = target(tree)
-    path = torch.tensor([kept] * batch_size, device=prompt.device)
+    path = torch.tensor([kept] * batch_size, device=device)
     target.cache.commit([len(kept)] * batch_size, path, output.tree.slots)
     again = target(Tree.roots(on_path[:, -1])).logits[:, 0]
     found = [*output.logits[:, _PATH].unbind(1), again]
