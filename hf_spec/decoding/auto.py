@@ -42,10 +42,6 @@ def choose(model: Any, assistant: Any = None) -> Choice:
     """The strategy for a model as it is: with the call's assistant if there is one, else with what
     the checkpoint brings along, else with the active adapter, else by prompt lookup.
 
-    Args:
-        model: a causal language model, with or without adapters.
-        assistant: the call's assistant model; None if it has none.
-
     Raises:
         ValueError: adapters of several strategies are active.
     """
@@ -76,12 +72,8 @@ def choose(model: Any, assistant: Any = None) -> Choice:
 
 
 def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) -> None:
-    """Put the strategy in place of ``auto`` in a call's config; its options are added to those of
-    the call.
-
-    Raises:
-        ValueError: see :func:`choose`.
-    """
+    """Put what :func:`choose` says in place of ``auto`` in a call's config; options of the call
+    come first."""
     if config.assistant_strategy != AUTO:
         return
     choice = choose(model, assistant)

@@ -42,11 +42,7 @@ def remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list[
 
 
 def may_shrink(model: Any, model_kwargs: dict[str, Any], batch_size: int) -> bool:
-    """Whether a model may be called with fewer rows than the call has.
-
-    Args:
-        model_kwargs: further arguments of its forwards.
-    """
+    """Whether a model, with these arguments of its forwards, may be called with fewer rows."""
     if any(isinstance(one, (list, tuple, dict)) and one for one in model_kwargs.values()):
         return False
     # Hooks may have a value per batch row, as PEFT's for ``adapter_names`` do.

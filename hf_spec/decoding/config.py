@@ -34,12 +34,7 @@ def note_source(config: GenerationConfig, source: str) -> None:
 
 
 def warn_if_lossy(options: Any, lossless: bool) -> None:
-    """Warn, once per repository, that its options change what is generated.
-
-    Args:
-        options: the call's options, as given.
-        lossless: whether their acceptance rule is lossless.
-    """
+    """Warn, once per repository, if the given options are its own and not lossless."""
     if isinstance(options, StoredOptions) and not lossless:
         _warn_of_lossy(options.source, options["acceptance"])
 

@@ -94,7 +94,7 @@ def decode(
         history = History.of(model, strategy.options.lookup_history)
         state = DecodeState(
             model, drafter, target, cache, sequences, root=cache.lengths,
-            do_sample=bool(config.do_sample), process=scorer, stats=stats, timed=strategy.timed,
+            do_sample=strategy.samples, process=scorer, stats=stats, timed=strategy.timed,
             noise=acceptance.noise,
             lookups=BatchLookup(Limits(), len(prompt), history) if strategy.lookup else None,
         )  # fmt: skip

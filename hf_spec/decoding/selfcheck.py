@@ -62,17 +62,14 @@ _NO_STATES = (
 def check_tree_forward(
     model: Any, name: str, drafter: Drafter | None = None, padded: bool = False
 ) -> None:
-    """Raise unless the model's tree forward equals plain generation; free for known models.
+    """Raise a ValueError unless the model's tree forward equals plain generation; free for known
+    models.
 
     Args:
-        model: a causal language model.
         name: name of the feature that needs it, for errors.
         drafter: a drafter whose changes to forwards are checked, too. None if final states are
             read instead.
         padded: whether a call may have padding; equal on all ranks that share the model.
-
-    Raises:
-        ValueError: naming the architecture and the error found.
     """
     if model.config.get_text_config(decoder=True).model_type in VERIFIED:
         return
@@ -172,12 +169,8 @@ class Trial:
         ).target
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
-        """What is wrong if the error, which is the largest relative one, is too large.
-
-        Args:
-            drafter: a drafter whose changes to forwards are applied.
-            reads: whether final states must be the inputs of the output embeddings.
-        """
+        """What is wrong if the error, which is the largest relative one, is too large; ``reads``:
+        whether final states must be the inputs of the output embeddings."""
         model, device = self.model, self.nodes.device
         tree = Tree.of_shapes([_TREE] * 2, device).with_tokens(self.nodes)
         (root, first, *_), (_, second, third, again) = self._plain()

@@ -121,16 +121,8 @@ class Steps:
         return found
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:
-        """Append and stream the accepted tokens and advance the state.
-
-        Args:
-            tree: what was forwarded.
-            host: the result.
-            kept: what pruning left of the tree.
-
-        Returns:
-            The result without what a stop cut off.
-        """
+        """Append and stream what was accepted of a tree, of which pruning left ``kept``, and
+        advance the state; returns the result without what a stop cut off."""
         state, noise, stats = self.state, self.state.noise, self.state.stats
         stats.num_steps += 1
         active, remaining = state.active, state.remaining

@@ -50,18 +50,13 @@ def check_strict_call(
     compiled: bool,
     sampled: bool,
 ) -> None:
-    """Raise if a call cannot equal plain generation bit for bit.
+    """Raise a ValueError that names why a call cannot equal plain generation bit for bit.
 
     Args:
-        model: a causal language model.
-        attention_mask: the prompt's.
-        given: the call's KV cache.
+        attention_mask, given: the prompt's mask and KV cache.
         synced_gpus: whether other processes generate at the same time.
         compiled: whether steps are compiled.
         sampled: whether several sequences are sampled.
-
-    Raises:
-        ValueError: naming the argument.
     """
     why = None
     if compiled:
@@ -78,7 +73,11 @@ def check_strict_call(
             f"a TreeCache as {CACHE}: new tokens of a prompt run after it one tree at a time, in "
             "plain generation all at once. Give a DynamicCache"
         )
-    elif type(given) is DynamicCache and _forgets(model, given):
+    elif (
+        type(given) is DynamicCache  # perhaps created without a config
+        and any(local_attention(model).values())
+        and not any(getattr(layer, "is_sliding", False) for layer in given.layers)
+    ):
         why = (
             f"a {CACHE} that holds more than the windows of {type(model).__name__}. Create it by "
             "DynamicCache(config=model.config)"
@@ -92,27 +91,16 @@ def check_strict_call(
         raise ValueError(f"exact={STRICT!r} with {why}. Or leave one of the two out.")
 
 
-def _forgets(model: Any, given: DynamicCache) -> bool:
-    """Whether a cache was created without a config, and the model has sliding windows."""
-    windows = any(local_attention(model).values())
-    return windows and not any(getattr(layer, "is_sliding", False) for layer in given.layers)
-
-
 @torch.no_grad()
 def check_strict(
     model: Any, name: str, drafter: Drafter, batch_size: int, packed: PackedWeights | None
 ) -> None:
-    """Raise unless steps of a model equal plain generation's bit for bit.
+    """Raise a ValueError unless steps of a model equal plain generation's bit for bit.
 
     Args:
-        model: a causal language model.
         name: name of the strategy, for errors.
-        drafter: the call's drafter; it does not prune afterwards, unless it must.
-        batch_size: of the call.
+        drafter: the call's drafter; it does not prune afterwards.
         packed: copies of weights that its steps may use.
-
-    Raises:
-        ValueError: naming the model and what stands in the way.
     """
     if drafter.prunes:
         raise ValueError(

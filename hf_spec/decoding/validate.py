@@ -104,11 +104,8 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
 
 
 def check_strategy(model: Any, config: GenerationConfig) -> None:
-    """Raise the errors that ``generate()`` would raise with this config, without generating.
-
-    Raises:
-        ValueError: if an option is refused, or an adapter is missing.
-    """
+    """Raise the ValueErrors that ``generate()`` would raise with this config, without
+    generating."""
     config = copy.copy(config)
     validate_call(model, config, {})
     method = get_method(config.assistant_strategy)
