@@ -19,9 +19,8 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.selfcheck import Trial
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.options import STRICT
-from hf_spec.model.packed_weights import PackedWeights
 from modeling_patches.attention_masks import local_attention
 from modeling_patches.bitwise import obstacle
 from modeling_patches.cache_name import CACHE
@@ -38,32 +37,28 @@ _PROMPT, _NEW = 19, 8
 _TREE = TokenTree.from_paths([[1] * depth + [rank] for depth in range(_NEW - 2) for rank in (0, 1)])
 _PATH = [2 * depth for depth in range(_NEW - 1)]
 
-_LEAVE = f"Leave exact={STRICT!r} out."
 
-
-def check_strict_call(
-    model: Any,
+@torch.no_grad()
+def check_strict(
+    strategy: Strategy,
+    batch_size: int,
     attention_mask: Tensor | None,
     given: Any,
-    *,
     synced_gpus: bool,
-    compiled: bool,
-    sampled: bool,
 ) -> None:
-    """Raise a ValueError that names why a call cannot equal plain generation bit for bit.
+    """Raise a ValueError unless a call equals plain generation bit for bit.
 
     Args:
+        strategy: the call's; its drafter does not prune afterwards.
         attention_mask, given: the prompt's mask and KV cache.
         synced_gpus: whether other processes generate at the same time.
-        compiled: whether steps are compiled.
-        sampled: whether several sequences are sampled.
     """
-    why = None
-    if compiled:
+    model, drafter, why = strategy.model, strategy.drafter, None
+    if strategy.graphs is not None:
         why = "cache_implementation='static': compiled code rounds in a way of its own"
     elif synced_gpus:
         why = "synced_gpus=True: ranks would try their products at different times"
-    elif sampled:
+    elif strategy.samples and batch_size > 1:
         why = (
             "do_sample=True for several sequences: each draws random numbers of its own, in plain "
             "generation all draw the same ones in turn. Sample one at a time"
@@ -87,43 +82,27 @@ def check_strict_call(
             "a prompt with padding: how plain generation rounds a row depends on the padding "
             "before it. Give prompts of equal length, or one at a time"
         )
+    elif drafter.prunes:
+        why = "prune=True: pruned forwards leave nodes out midway. Give prune=False or 'auto'"
     if why is not None:
         raise ValueError(f"exact={STRICT!r} with {why}. Or leave one of the two out.")
-
-
-@torch.no_grad()
-def check_strict(
-    model: Any, name: str, drafter: Drafter, batch_size: int, packed: PackedWeights | None
-) -> None:
-    """Raise a ValueError unless steps of a model equal plain generation's bit for bit.
-
-    Args:
-        name: name of the strategy, for errors.
-        drafter: the call's drafter; it does not prune afterwards.
-        packed: copies of weights that its steps may use.
-    """
-    if drafter.prunes:
-        raise ValueError(
-            f"exact={STRICT!r} with prune=True: pruned forwards leave nodes out midway. Give "
-            "prune=False or 'auto', or leave one of the two out."
-        )
     drafter.prunes = False
     placed, attention = placement(model), model.config.get_text_config(decoder=True)
     kind = (
         placed, torch.get_num_threads(), attention._attn_implementation, batch_size,
-        drafter.kind_of_forward, packed is not None,
+        drafter.kind_of_forward, strategy.packed is not None,
     )  # fmt: skip
     checked = memory(model).setdefault("strict checks", set())
     if kind in checked:
         return
     try:
-        why = _obstacle(model) or _trial(model, drafter, batch_size, packed)
+        why = _obstacle(model) or _trial(strategy, batch_size)
     except ValueError as error:
         why = str(error).removesuffix(".")
     if why is not None:
         raise ValueError(
             f"{type(model).__name__} in {placed.dtype} does not work with exact={STRICT!r} "
-            f"({name}): {why}. {_LEAVE}"
+            f"({strategy.method.name}): {why}. Leave exact={STRICT!r} out."
         )
     checked.add(kind)
 
@@ -139,13 +118,11 @@ def _obstacle(model: Any) -> str | None:
     return obstacle(model)
 
 
-def _trial(
-    model: Any, drafter: Drafter, batch_size: int, packed: PackedWeights | None
-) -> str | None:
+def _trial(strategy: Strategy, batch_size: int) -> str | None:
     """What a trial has found; None if all bits are equal."""
-    trial = Trial(model, rows=batch_size, width=_PROMPT)
+    trial, drafter = Trial(strategy.model, rows=batch_size, width=_PROMPT), strategy.drafter
     plain, device = trial.plain(_NEW), trial.prompt.device
-    target = trial.target(drafter, drafter.reads, strict=True, packed=packed)
+    target = trial.target(drafter, drafter.reads, strict=True, packed=strategy.packed)
     tokens = plain.sequences[:, _PROMPT:]
     on_path, beside = tokens[:, : len(_PATH)], tokens.flip(1)
     nodes = torch.stack([on_path[:, 1:], beside[:, : len(_PATH) - 1]], 2)
