@@ -262,10 +262,8 @@ class Stopwatch:
     def step(self, last: bool = False) -> float:
         """Record the time since the previous call of this method and return it in seconds.
 
-        Time outside all phases counts as ``other_seconds``.
-
-        Args:
-            last: whether this is the call's last step, so that unfinished phases are awaited.
+        Time outside all phases counts as ``other_seconds``. The call's ``last`` step awaits phases
+        that the device has not finished.
         """
         if last:
             synchronize(self._device)

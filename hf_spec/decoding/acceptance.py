@@ -62,13 +62,8 @@ class Acceptance:
         return known and tree.q is None and self.options.acceptance != "typical"
 
     def __call__(self, tree: Tree, logits: Tensor, unfinished: list[bool]) -> StepResult:
-        """Choose the accepted path of every row.
-
-        Args:
-            tree: the draft trees.
-            logits: ``(batch, tokens, vocab)`` from the model.
-            unfinished: rows that accept tokens.
-        """
+        """Choose the accepted path of every row that is unfinished, by logits ``(batch, tokens,
+        vocab)`` of the model."""
         if self.matches(tree):
             return verify.match(tree, verify.likeliest(logits))
         stateful = bool(self.scorer.stateful)
