@@ -132,12 +132,8 @@ def warm_up(
 def warm(
     state: DecodeState, drafter: Drafter, shapes: Sequence[tuple[int, int]], match: bool
 ) -> None:
-    """Run forwards of all these shapes after a prompt and discard the results.
-
-    Args:
-        shapes: numbers of tree nodes, and of nodes with probes.
-        match: whether steps end with exact-match verification; see :class:`Target`.
-    """
+    """Run forwards of all these shapes, which are numbers of nodes and of nodes with probes, after
+    a prompt and discard the results; match: see :class:`Target`."""
     for nodes, probed in shapes:
         shape = TokenTree((-1, *[0] * (nodes - 1)))
         tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)

@@ -26,7 +26,7 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
+from hf_spec.model.hidden_states import Reads, captured, states_at
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.strict import StrictTarget
 from hf_spec.model.target import Target
@@ -74,8 +74,8 @@ def prefill(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     handover: Handover,
-    drafter: Drafter | None = None,
-    reads: Reads = NO_STATES,
+    drafter: Drafter | None,
+    reads: Reads,
     graphs: Graphs | None = None,
     strict: bool = False,
     packed: PackedWeights | None = None,

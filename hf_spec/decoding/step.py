@@ -26,15 +26,9 @@ from hf_spec.policy.step_policy import StepPolicy
 
 @dataclass
 class Steps:
-    """Takes a call's steps, one after the other.
+    """Takes a call's steps, one after the other, each of which changes the state.
 
     Attributes:
-        state: the state that drafters see; every step changes it.
-        strategy: the call's strategy.
-        acceptance: decides which draft tokens are accepted.
-        policy: decides how much is drafted.
-        sequences: the call's sequences, which grow.
-        watch: measures times.
         ends: given rows of the call, 1 for each whose last token must be cached once it finishes.
     """
 

@@ -30,8 +30,6 @@ class Strategy:
     """The strategy that a generation config names, set up on a model for one call.
 
     Attributes:
-        method, options: named by the config.
-        drafter: the call's drafter.
         timed: whether the amount of drafting may depend on step times.
         lookup: whether lookups are merged into the draft.
         adapter: the method's adapter, if it is active.
@@ -114,13 +112,10 @@ class Strategy:
 
 
 def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:
-    """What is chosen for a call where options leave it open.
-
-    Returns:
-        Whether the amount of drafting may depend on step times: not if the output depends on which
-        steps draft, as sampled draft tokens take random numbers of their own, and typical
-        acceptance is lossy in drafting steps. And whether lookups are merged into the draft.
-    """
+    """Whether the amount of drafting may depend on step times, and whether lookups are merged into
+    the draft, where options leave it open."""
+    # Sampled draft tokens take random numbers of their own, and typical acceptance is lossy in
+    # drafting steps: the output depends on which steps draft.
     exact = options.acceptance != "typical" and not samples_drafts(options, do_sample)
     timed = options.drafting == AUTO and exact
     if options.lookup == AUTO:
