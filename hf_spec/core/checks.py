@@ -75,13 +75,8 @@ def check_choices(given: Any, **known: Collection[Any]) -> None:
 
 
 def check_same_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names what differs, if work is continued with other settings.
-
-    Args:
-        what: what there is already, such as ``'out' holds a search``.
-        before: its settings.
-        now: the settings that are compared.
-    """
+    """Raise a ValueError that names what differs, if what there is already, such as ``'out' holds a
+    search``, is continued with other settings."""
     changes = [
         f"{name} was {before.get(name)!r}, now {value!r}"
         for name, value in now.items()

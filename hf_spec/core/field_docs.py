@@ -1,7 +1,7 @@
 """Completes docstrings of dataclasses, so that ``help()`` tells every field of a config or options.
 
 Fields are described where they are defined: in the docstring of a base class, or in the field's own
-help text. Knows nothing of either.
+help text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n     +.*)*)", re.MULTILINE)
 
 
 def complete_docstring(cls: type, unused: Collection[str] = ()) -> None:
-    """Add the fields that a dataclass's docstring leaves out. Doing it again changes nothing.
-
-    Args:
-        unused: fields that are of no use in this class, and are left out.
-    """
+    """Add the fields that a dataclass's docstring leaves out, but for those that are of no use in
+    it. Doing it again changes nothing."""
     doc = inspect.cleandoc(cls.__doc__ or "")
     known = {name for names, _ in _ENTRY.findall(doc) for name in names.split(", ")}
     inherited: dict[str, str] = {}

@@ -31,16 +31,12 @@ def tree(ancestors: Tensor, lengths: Tensor, keys: int) -> Tensor:
 
 
 def window(size: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Keys fewer than ``size`` positions back, as in sliding-window attention.
-
-    ``queries``: (batch, query), ``keys``: (batch, key), both token positions.
-    """
+    """Keys fewer than ``size`` positions back, as in sliding-window attention; both are token
+    positions, ``(batch, query)`` and ``(batch, key)``."""
     return queries[:, None, :, None] - keys[:, None, None] < size
 
 
 def chunk(size: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Keys of the query's own chunk of ``size`` positions, as in chunked attention.
-
-    ``queries``: (batch, query), ``keys``: (batch, key), both token positions.
-    """
+    """Keys of the query's own chunk of ``size`` positions, as in chunked attention; positions as
+    for :func:`window`."""
     return queries[:, None, :, None] // size == keys[:, None, None] // size

@@ -259,29 +259,22 @@ class Stopwatch:
             synchronize(self._device)
             self._spent[name] += time.perf_counter() - start
 
-    def _collect(self) -> None:
-        """Count the phases that the device has finished; they finish in order."""
-        while self._running and self._running[0][2].query():
-            name, begun, ended = self._running.pop(0)
-            self._spent[name] += begun.elapsed_time(ended) / 1000
-
     def step(self, last: bool = False) -> float:
         """Record the time since the previous call of this method and return it in seconds.
 
-        Time outside all phases counts as ``other_seconds``.
-
-        Args:
-            last: whether this is the call's last step, so that unfinished phases are awaited.
+        Time outside all phases counts as ``other_seconds``. The call's ``last`` step awaits phases
+        that the device has not finished.
         """
         if last:
             synchronize(self._device)
-        self._collect()
+        while self._running and self._running[0][2].query():  # they finish in order
+            name, begun, ended = self._running.pop(0)
+            self._spent[name] += begun.elapsed_time(ended) / 1000
         now = time.perf_counter()
         seconds, *phases = self._same([now - self._began, *self._spent.values()])
         self._began = now
         for name, spent in zip(PHASES, phases):
-            attribute = f"{name}_seconds"
-            setattr(self.stats, attribute, getattr(self.stats, attribute) + spent)
+            vars(self.stats)[f"{name}_seconds"] += spent
         self.stats.other_seconds += seconds - sum(phases)
         self._spent = dict.fromkeys(PHASES, 0.0)
         return seconds

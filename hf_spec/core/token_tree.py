@@ -69,7 +69,7 @@ class TokenTree:
             ValueError: on an empty path, a negative rank, a duplicate, a missing parent, or too
                 many paths.
         """
-        return _from_keys(cls, sorted(_checked_paths(paths), key=lambda key: (len(key), key)))
+        return cls.in_order(sorted(_checked_paths(paths), key=lambda key: (len(key), key)))
 
     @classmethod
     def in_order(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
@@ -78,7 +78,20 @@ class TokenTree:
         Raises:
             ValueError: as :meth:`from_paths`, and if a path precedes its parent.
         """
-        return _from_keys(cls, _checked_paths(paths))
+        index: dict[tuple[int, ...], int] = {(): 0}
+        parents, ranks = [-1], [0]
+        for key in _checked_paths(paths):
+            if key in index:
+                raise ValueError(f"path {list(key)} is given twice.")
+            if key[:-1] not in index:
+                raise ValueError(
+                    f"path {list(key)}: its parent {list(key[:-1])} is missing. Add it, since a "
+                    "draft token can only be accepted after its parent."
+                )
+            index[key] = len(parents)
+            parents.append(index[key[:-1]])
+            ranks.append(key[-1])
+        return cls(tuple(parents), tuple(ranks))
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -149,7 +162,6 @@ def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
 
 
 def _checked_path(path: Any) -> tuple[int, ...]:
-    """Return a rank path as a tuple; raise a ValueError if it is invalid."""
     if isinstance(path, str) or not isinstance(path, Iterable):
         raise ValueError(f"path {path!r}: give a list of ranks.")
     key = tuple(islice(path, MAX_DRAFT_TOKENS + 1))
@@ -163,24 +175,6 @@ def _checked_path(path: Any) -> tuple[int, ...]:
     if min(key) < 0:
         raise ValueError(f"path {list(key)}: ranks count from 0.")
     return key
-
-
-def _from_keys(cls: type[TokenTree], keys: Sequence[tuple[int, ...]]) -> TokenTree:
-    """The tree whose nodes are these paths, in this order."""
-    index: dict[tuple[int, ...], int] = {(): 0}
-    parents, ranks = [-1], [0]
-    for key in keys:
-        if key in index:
-            raise ValueError(f"path {list(key)} is given twice.")
-        if key[:-1] not in index:
-            raise ValueError(
-                f"path {list(key)}: its parent {list(key[:-1])} is missing. Add it, since a "
-                "draft token can only be accepted after its parent."
-            )
-        index[key] = len(parents)
-        parents.append(index[key[:-1]])
-        ranks.append(key[-1])
-    return cls(tuple(parents), tuple(ranks))
 
 
 def _sibling_order(parents: tuple[int, ...]) -> tuple[int, ...]:

@@ -77,8 +77,8 @@ class Tree:
     @staticmethod
     def roots(tokens: Tensor) -> Tree:
         """The roots alone. ``tokens``: (batch,)."""
-        shapes = (TokenTree.chain(0),) * len(tokens)
-        return _of_shapes(shapes, str(tokens.device)).with_tokens(tokens[:, None])
+        shapes = [TokenTree.chain(0)] * len(tokens)
+        return Tree.of_shapes(shapes, tokens.device).with_tokens(tokens[:, None])
 
     @staticmethod
     def chain(tokens: Tensor) -> Tree:
@@ -134,11 +134,7 @@ class Tree:
 
     @staticmethod
     def unpacked(packed: Tensor, numbers: np.ndarray | None = None) -> Tree:
-        """Inverse of :meth:`packed`.
-
-        Args:
-            numbers: the same on the host as a NumPy array; None to transfer it.
-        """
+        """Inverse of :meth:`packed`; ``numbers``: the same on the host, None to transfer it."""
         if numbers is None:
             numbers = packed.cpu().numpy()
         parents, depths, tokens, log_probs = np.split(numbers, 4, axis=1)
@@ -222,14 +218,8 @@ class Tree:
         return tree.with_ancestors(self.ancestors[:, :nodes, :nodes])
 
     def probes_of(self, nodes: Tensor) -> Tensor:
-        """Indices, among all nodes, of the probes of one node per batch row.
-
-        Args:
-            nodes: ``(batch,)``.
-
-        Returns:
-            ``(batch, len(group))``; entries past the size of the node's group are arbitrary.
-        """
+        """``(batch, len(group))`` indices, among all nodes, of the probes of one node ``(batch,)``
+        per row; entries past the size of the node's group are arbitrary."""
         assert self.group is not None and self.first_probe is not None
         steps = torch.arange(len(self.group), device=nodes.device)
         index = self.first_probe.gather(1, nodes[:, None]) + steps
@@ -289,13 +279,8 @@ class Tree:
     def attach_probes(
         self, group: ProbeGroup, counts: Sequence[Sequence[int]] | None = None
     ) -> Tree:
-        """The trees with probes.
-
-        Args:
-            group: the full group.
-            counts: probes of each node of each row's tree, 0 to ``len(group)``; None for a full
-                group at every node.
-        """
+        """The trees with probes of a group: so many of the first ones under each node of each
+        row's tree as ``counts`` has, or all of them."""
         nodes, device = self.num_nodes, self.parents.device
         counts = [[len(group)] * nodes] * self.batch_size if counts is None else counts
         count = sent([[*row, *[0] * (nodes - len(row))] for row in counts], device, torch.long)

@@ -161,10 +161,7 @@ def match_along(
     return _along_path(tree, last, counts, bonus[:, None], probes)
 
 
-def rejection(
-    tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False,
-    generator: torch.Generator | None = None,
-) -> StepResult:  # fmt: skip
+def rejection(tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False) -> StepResult:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), for trees as well as chains.
 
     For draft tokens x sampled independently from q: accept with min(1, p(x) / q(x)); after a
@@ -175,7 +172,6 @@ def rejection(
     Args:
         tree: the draft tree of each row, with the distributions ``q``.
         scores, active, asks: as in :func:`match_along`.
-        generator: for the random numbers; None uses the device's default.
     """
     tree, probes = tree.drafted, tree.probe_counts
     tokens, draft = tree.tokens, tree.q
@@ -195,7 +191,7 @@ def rejection(
                 break
             node = children.int().argmax(-1)
             x, q = tokens[rows, node][:, None], draft[rows, node].to(p.dtype)
-            u = torch.rand(len(rows), device=p.device, dtype=p.dtype, generator=generator)
+            u = torch.rand(len(rows), device=p.device, dtype=p.dtype)
             accept = considered & (u * q.gather(1, x)[:, 0] < p.gather(1, x)[:, 0])
             residual = (p - q).clamp(min=0)
             total = residual.sum(-1, keepdim=True)
@@ -208,7 +204,7 @@ def rejection(
             break
         counts = counts + active
         p = torch.where(active[:, None], scores(last, active, depth).softmax(-1), p)
-    bonus = torch.where(unfinished, sample(p, generator), 0)
+    bonus = torch.where(unfinished, sample(p), 0)
     return _along_path(tree, last, counts, bonus[:, None], probes)
 
 
@@ -248,21 +244,18 @@ def typical(
     return _along_path(tree, last, deepest[:, 0] + 1, bonus[:, None], probes)
 
 
-def sample(
-    p: Tensor, generator: torch.Generator | None = None, noise: Tensor | None = None
-) -> Tensor:
+def sample(p: Tensor, noise: Tensor | None = None) -> Tensor:
     """A sample of each row: what ``torch.multinomial`` draws, which makes the host wait.
 
     Args:
         p: ``(batch, vocab)`` probabilities.
-        generator: for the random numbers; None uses the device's default.
         noise: ``(batch, vocab)`` the random numbers, Exp(1); None to draw them.
 
     Returns:
         ``(batch,)`` int64; -1 where probabilities are not finite.
     """
     if noise is None:
-        noise = torch.empty_like(p).exponential_(generator=generator)
+        noise = torch.empty_like(p).exponential_()
     largest, tokens = (p / noise).max(-1)  # NaN, if there is any
     return torch.where(largest.isnan(), -1, tokens)
 

@@ -16,9 +16,6 @@ from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.options import DraftOptions
 
-#: Logits and scores ``(batch, vocab)`` that a token of each row was chosen from.
-Recorded = tuple[Tensor, Tensor]
-
 
 class Acceptance:
     """Applies an acceptance rule under a call's logits processors.
@@ -31,7 +28,8 @@ class Acceptance:
     Attributes:
         noise: what tokens are sampled with, for drafters to see; None if nothing is sampled, or if
             the output depends on the drafts.
-        recorded: of each token of the last step, if the call's output contains scores or logits.
+        recorded: logits and scores ``(batch, vocab)`` that each token of the last step was chosen
+            from, if the call's output contains them.
 
     Raises:
         ValueError: if the rule asks for scores of several continuations, and a processor keeps a
@@ -50,7 +48,9 @@ class Acceptance:
         self.do_sample = bool(config.do_sample)
         wants = config.output_scores or config.output_logits
         self.records = bool(config.return_dict_in_generate and wants)
-        self.recorded: list[Recorded] = []
+        self.recorded: list[tuple[Tensor, Tensor]] = []
+        #: Rows whose scores are known: more than are wanted, if it is not known which are.
+        self._scored: Sequence[bool] = ()
         self.noise: SamplingNoise | None = None
         if self.do_sample and options.acceptance == "match":
             ids = scorer.sequences.ids
@@ -62,13 +62,8 @@ class Acceptance:
         return known and tree.q is None and self.options.acceptance != "typical"
 
     def __call__(self, tree: Tree, logits: Tensor, unfinished: list[bool]) -> StepResult:
-        """Choose the accepted path of every row.
-
-        Args:
-            tree: the draft trees.
-            logits: ``(batch, tokens, vocab)`` from the model.
-            unfinished: rows that accept tokens.
-        """
+        """Choose the accepted path of every row that is unfinished, by logits ``(batch, tokens,
+        vocab)`` of the model."""
         if self.matches(tree):
             return verify.match(tree, verify.likeliest(logits))
         stateful = bool(self.scorer.stateful)
@@ -83,32 +78,50 @@ class Acceptance:
             return self._typical(tree.drafted, logits, active)
         # A processor with a state must not be called for more tokens than are accepted.
         asks = stateful or not waits(logits.device)
-        scores = _PathScores(self, tree.drafted, logits, unfinished, asks)
+        scores = self._along_path(tree.drafted, logits, unfinished, asks)
         if tree.q is not None and not stateful:
             return verify.rejection(tree, scores, active, asks)
         # Also for rejection: equivalent for a greedy target, and exact for sampled drafts.
-        result = verify.match_along(
-            tree, scores, self._select(scores), active, asks, self.scorer.lockstep
-        )
+        result = verify.match_along(tree, scores, self._select, active, asks, self.scorer.lockstep)
         if self.noise is not None:
             self.noise.emit(result.counts * active, result.path.shape[1])
         return result
 
-    def _select(self, target: _PathScores | None = None) -> verify.SelectFn:
-        def select(scores: Tensor, active: Tensor, depth: int) -> Tensor:
-            if not self.do_sample:
-                return scores.argmax(-1)
-            if self.noise is None or target is None:
-                return verify.sample(scores.softmax(-1))
-            rows = [row for row, on in enumerate(target.active) if on]
-            return self.noise.choose(scores, depth, rows)
+    def _select(self, scores: Tensor, active: Tensor, depth: int) -> Tensor:
+        """See ``verify.SelectFn``."""
+        if not self.do_sample:
+            return scores.argmax(-1)
+        if self.noise is None:
+            return verify.sample(scores.softmax(-1))
+        rows = [row for row, on in enumerate(self._scored) if on]
+        return self.noise.choose(scores, depth, rows)
 
-        return select
+    def _along_path(
+        self, tree: Tree, logits: Tensor, unfinished: Sequence[bool], asks: bool
+    ) -> verify.ScoreFn:
+        """Processed scores along the accepted path of each row."""
+        rows = torch.arange(len(logits), device=logits.device)
+        suffix = tree.tokens[:, :0]
+
+        def scores(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
+            nonlocal suffix
+            if depth:
+                suffix = torch.cat([suffix, tree.tokens.gather(1, nodes[:, None])], 1)
+            self._scored = active.tolist() if asks else unfinished
+            # A float32 copy, as in plain generation: processors may modify it.
+            own = logits[rows, nodes].to(torch.float32, copy=True)
+            raw = own.clone() if self.records else own
+            processed = self.scorer(own, suffix, self._scored)
+            if self.records:
+                self.recorded.append((raw, processed))
+            return processed
+
+        return scores
 
     def _typical(self, tree: Tree, logits: Tensor, active: Tensor) -> StepResult:
         scores = self._everywhere(tree, logits)
         epsilon, delta = self.options.typical_epsilon, self.options.typical_delta
-        result = verify.typical(tree, scores, self._select(), active, epsilon, delta)
+        result = verify.typical(tree, scores, self._select, active, epsilon, delta)
         if self.records:
             rows = torch.arange(len(logits), device=logits.device)
             path = result.path.unbind(1)
@@ -133,32 +146,4 @@ class Acceptance:
                 processed = self.scorer(logits[:, node].float(), suffix, rows)
                 here = sent(rows, scores.device)[:, None]
                 scores[:, node] = torch.where(here, processed, scores[:, node])
-        return scores
-
-
-class _PathScores:
-    """Processed scores along the accepted path of each row; see ``verify.ScoreFn``."""
-
-    def __init__(
-        self, acceptance: Acceptance, tree: Tree, logits: Tensor, unfinished: Sequence[bool],
-        asks: bool,
-    ):  # fmt: skip
-        self.acceptance, self.tree, self.logits, self.asks = acceptance, tree, logits, asks
-        self.unfinished = unfinished
-        self.rows = torch.arange(len(logits), device=logits.device)
-        self.suffix = tree.tokens[:, :0]
-        #: Rows whose scores are computed: more than are wanted, if it is not known which are.
-        self.active = unfinished
-
-    def __call__(self, nodes: Tensor, active: Tensor, depth: int) -> Tensor:
-        if depth:
-            self.suffix = torch.cat([self.suffix, self.tree.tokens.gather(1, nodes[:, None])], 1)
-        if self.asks:
-            self.active = active.tolist()
-        # A float32 copy, as in plain generation: processors may modify it.
-        logits = self.logits[self.rows, nodes].to(torch.float32, copy=True)
-        raw = logits.clone() if self.acceptance.records else logits
-        scores = self.acceptance.scorer(logits, self.suffix, self.active)
-        if self.acceptance.records:
-            self.acceptance.recorded.append((raw, scores))
         return scores

@@ -15,7 +15,7 @@ from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.decoding.config import AUTO, StoredOptions
-from hf_spec.methods.registry import Method, methods
+from hf_spec.methods.registry import methods
 
 #: What works with every model, and needs nothing.
 LOOKUPS = "prompt_lookup"
@@ -34,17 +34,13 @@ class Choice:
 
     strategy: str
     reason: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: StoredOptions = field(default_factory=StoredOptions)
     passed: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose(model: Any, assistant: Any = None) -> Choice:
     """The strategy for a model as it is: with the call's assistant if there is one, else with what
     the checkpoint brings along, else with the active adapter, else by prompt lookup.
-
-    Args:
-        model: a causal language model, with or without adapters.
-        assistant: the call's assistant model; None if it has none.
 
     Raises:
         ValueError: adapters of several strategies are active.
@@ -53,50 +49,38 @@ def choose(model: Any, assistant: Any = None) -> Choice:
         name = next(name for name, method in methods().items() if method.needs_assistant)
         return Choice(name, "the call has an assistant model")
     passed: dict[str, str] = {}
-
-    def adapter_of(method: Method) -> ActiveAdapter | None:
-        return None if method.peft_type is None else find_active(model, method.peft_type)
-
-    def with_adapter(name: str, own: ActiveAdapter) -> Choice:
-        return Choice(name, f"its adapter {own.name!r} is active", _stored(own, name), passed)
-
-    for name, method in methods().items():
-        if method.included is not None:
-            own = adapter_of(method)
-            if own is not None:
-                return with_adapter(name, own)
+    active: dict[str, ActiveAdapter] = {}
+    for name, method in sorted(methods().items(), key=lambda item: item[1].included is None):
+        own = None if method.peft_type is None else find_active(model, method.peft_type)
+        if own is not None:
+            active[name] = own
+            if method.included is not None:
+                break
+        elif method.included is not None:
             obstacle = _obstacle(model, name, method.included)
             if obstacle is None:
                 return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
             passed[name] = obstacle
-    found = {name: adapter_of(method) for name, method in methods().items()}
-    active = {name: own for name, own in found.items() if own is not None}
     if len(active) > 1:
         raise ValueError(
             f"assistant_strategy={AUTO!r}: adapters of {', '.join(active)} are active. Name one "
             "of these strategies, or activate one adapter with model.set_adapter(...)."
         )
-    for name, adapter in active.items():
-        return with_adapter(name, adapter)
+    for name, own in active.items():
+        return Choice(name, f"its adapter {own.name!r} is active", _stored(own, name), passed)
     return Choice(LOOKUPS, "it needs no adapter, and none is active", passed=passed)
 
 
 def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) -> None:
-    """Put the strategy in place of ``auto`` in a call's config; its options are added to those of
-    the call.
-
-    Raises:
-        ValueError: see :func:`choose`.
-    """
+    """Put what :func:`choose` says in place of ``auto`` in a call's config; options of the call
+    come first."""
     if config.assistant_strategy != AUTO:
         return
     choice = choose(model, assistant)
     config.assistant_strategy = choice.strategy
     given = config.assistant_kwargs or {}
     if isinstance(given, dict) and choice.options:
-        stored = StoredOptions({**choice.options, **given})
-        stored.source = getattr(choice.options, "source", "")
-        config.assistant_kwargs = stored
+        config.assistant_kwargs = StoredOptions(choice.options | given, choice.options.source)
 
 
 def _obstacle(model: Any, name: str, included: Any) -> str | None:
@@ -112,13 +96,11 @@ def _obstacle(model: Any, name: str, included: Any) -> str | None:
     return obstacle
 
 
-def _stored(adapter: ActiveAdapter, strategy: str) -> dict[str, Any]:
+def _stored(adapter: ActiveAdapter, strategy: str) -> StoredOptions:
     """The options stored beside an adapter's weights; empty if there are none."""
     with suppress(OSError, ValueError, AttributeError):
         path = adapter.file_beside(GENERATION)
         data = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
         if data.get("assistant_strategy") == strategy:
-            options = StoredOptions(data.get("assistant_kwargs") or {})
-            options.source = adapter.module.origin.place
-            return options
-    return {}
+            return StoredOptions(data.get("assistant_kwargs") or {}, adapter.module.origin.place)
+    return StoredOptions()

@@ -47,13 +47,9 @@ def graphs_for(
     """Compiled code for a call's steps; None if they are not to be compiled.
 
     Args:
-        model: the call's model.
         config: a config that :func:`ask_for_compiling` has processed.
-        drafter: stops pruning if pruning was left to the policy.
+        drafter: stops pruning if pruning was left to the policy, and must not be asked to.
         kind: identifies its forwards: the strategy and its adapter.
-
-    Raises:
-        ValueError: if an option does not work with compiled steps.
     """
     asked = getattr(config, "_static_steps", False) and not config.disable_compile
     if not asked or (config.compile_config is None and model.device.type not in _ACCELERATORS):
@@ -65,9 +61,8 @@ def graphs_for(
             "cache_implementation out."
         )
     drafter.prunes = False
-    graphs = Graphs(
-        model, config.compile_config or CompileConfig(), (kind, drafter.kind_of_forward)
-    )
+    compile_config = config.compile_config or CompileConfig()
+    graphs = Graphs(model, compile_config, (kind, drafter.kind_of_forward))
     graphs.tell = getattr(config, "_tell_made", None)
     return graphs
 
@@ -137,15 +132,10 @@ def warm_up(
 def warm(
     state: DecodeState, drafter: Drafter, shapes: Sequence[tuple[int, int]], match: bool
 ) -> None:
-    """Run forwards of all these shapes after a prompt and discard the results.
-
-    Args:
-        shapes: numbers of tree nodes, and of nodes with probes.
-        match: whether steps end with exact-match verification; see :class:`Target`.
-    """
+    """Run forwards of all these shapes, which are numbers of nodes and of nodes with probes, after
+    a prompt and discard the results; match: see :class:`Target`."""
     for nodes, probed in shapes:
-        paths = [[rank] for rank in range(nodes - 1)]
-        shape = TokenTree.from_paths(paths) if paths else TokenTree.chain(0)
+        shape = TokenTree((-1, *[0] * (nodes - 1)))
         tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
         tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))
         if probed:

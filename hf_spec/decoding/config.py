@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,19 @@ logger = logging.getLogger(__name__)
 class StoredOptions(dict[str, Any]):
     """Options from a repository, and its name; options given by the user replace them."""
 
-    source = ""
+    def __init__(self, options: Mapping[str, Any] | None = None, source: str = ""):
+        super().__init__(options or {})
+        self.source = source
 
 
 def note_source(config: GenerationConfig, source: str) -> None:
     """Record where the options of a loaded configuration came from."""
     if isinstance(config.assistant_kwargs, dict):
-        config.assistant_kwargs = StoredOptions(config.assistant_kwargs)
-        config.assistant_kwargs.source = source
+        config.assistant_kwargs = StoredOptions(config.assistant_kwargs, source)
 
 
 def warn_if_lossy(options: Any, lossless: bool) -> None:
-    """Warn, once per repository, that its options change what is generated.
-
-    Args:
-        options: the call's options, as given.
-        lossless: whether their acceptance rule is lossless.
-    """
+    """Warn, once per repository, if the given options are its own and not lossless."""
     if isinstance(options, StoredOptions) and not lossless:
         _warn_of_lossy(options.source, options["acceptance"])
 
@@ -50,20 +47,16 @@ def _warn_of_lossy(source: str, acceptance: str) -> None:
     )  # fmt: skip
 
 
-def options_of_all(kwargs: dict[str, Any] | None) -> DraftOptions:
-    """The options of a call whose strategy is chosen later: those that all strategies have.
-
-    Raises:
-        ValueError: one is unknown or invalid.
-    """
+def _check_options_of_all(kwargs: dict[str, Any]) -> None:
+    """Check the options of a call whose strategy is chosen later."""
     known = sorted(item.name for item in dataclasses.fields(DraftOptions))
-    for name in kwargs or {}:
+    for name in kwargs:
         if name not in known:
             raise ValueError(
                 f"assistant_kwargs: {name!r} with assistant_strategy={AUTO!r}: options of all "
                 f"strategies are {', '.join(known)}. Name the strategy that has this one."
             )
-    return DraftOptions(**(kwargs or {}))
+    DraftOptions(**kwargs)
 
 
 class SpecConfig(GenerationConfig):
@@ -87,7 +80,7 @@ class SpecConfig(GenerationConfig):
         **kwargs: Any,
     ):
         if assistant_strategy == AUTO:
-            options_of_all(assistant_kwargs)
+            _check_options_of_all(assistant_kwargs or {})
         elif assistant_strategy is not None:
             get_method(assistant_strategy).parse_options(assistant_kwargs)
         elif assistant_kwargs:

@@ -81,23 +81,16 @@ def new_tokens(
 def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:
     """How many cached tokens of a row its prompt begins with; its last is needed for its logits.
 
-    Args:
-        known: the first of these tokens. Those that plain generation appended are not known, and
-            taken to be the prompt's as it takes them, if the prompt goes on behind them.
-    """
-    shared = _shared(row[:-1], known)
+    Of the cached tokens the first are ``known``. Those that plain generation appended are taken to
+    be the prompt's, as it takes them, if the prompt goes on behind them."""
+    pairs = enumerate(zip(row[:-1], known))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(row) - 1, len(known)))
     return length if shared == len(known) and length < len(row) else shared
 
 
 def padding_before(columns: int, lengths: Iterable[int]) -> list[int]:
     """Columns of padding before rows of these lengths."""
     return [max(columns - length, 0) for length in lengths]
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    pairs = enumerate(zip(one, other))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> Prefilled:
@@ -110,12 +103,8 @@ def extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> P
 
 
 def reach_of(target: Target, width: int) -> Reach | None:
-    """The reach of a model whose rotary frequencies follow the longest position; else None.
-
-    Args:
-        target: a forward after a prompt.
-        width: columns of the prompt's ids, padding included.
-    """
+    """The reach, after a prompt of so many columns, of a model whose rotary frequencies follow the
+    longest position; else None."""
     if not followers(target.model):
         return None
     lengths = target.cache.host_lengths

@@ -90,11 +90,7 @@ class Handover:
         return TreeCache(layers, rows, device, self.allocate, self.rules)
 
     def adopt(self, cache: TreeCache, mask: Tensor | None) -> None:
-        """Use a cache that begins with the prompt as the call's cache.
-
-        Args:
-            mask: ``(batch, width)`` bool, the prompt's real tokens; None if all are.
-        """
+        """Use a cache that begins with the prompt as the call's cache; mask: as above."""
         self.cache, self._mask, self._before = cache, mask, None
         if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]

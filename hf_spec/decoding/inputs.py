@@ -18,9 +18,6 @@ _MADE = (
     "input_ids", "attention_mask", "position_ids", "cache_position", CACHE, "use_cache",
     "logits_to_keep", "inputs_embeds",
 )  # fmt: skip
-#: What is left out of the question which inputs a forward gets; from a cache and a mask, models
-#: would make masks.
-_STATES = (CACHE, "attention_mask")
 
 
 def prompt_ids(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
@@ -54,15 +51,8 @@ class PromptInputs(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> PromptInputs:
-        """Ask the model.
-
-        Args:
-            model: a causal language model.
-            input_ids: ``(batch, width)`` the prompt; empty where it is given as embeddings.
-            model_kwargs: as ``generate`` passes them to a decoding method.
-        """
-        given = {key: value for key, value in model_kwargs.items() if key not in _STATES}
-        return cls(*_asked(model, input_ids, given, first=True))
+        """Ask the model; ``model_kwargs`` are as ``generate`` passes them to a decoding method."""
+        return cls(*_asked(model, input_ids, model_kwargs, first=True))
 
     def once(self, later: LaterInputs) -> list[str]:
         """Names of the inputs of the prompt's forward alone."""
@@ -80,17 +70,13 @@ class PromptInputs(NamedTuple):
     def check_tokens_alone(
         self, later: LaterInputs, counts: list[int], generated: dict[str, float]
     ) -> None:  # fmt: skip
-        """Check that a continued TreeCache needs no more than tokens.
+        """Raise a ValueError unless a continued TreeCache needs no more than tokens.
 
         Args:
             counts: new tokens of each row, the last of the prompt. An input with a value per token,
                 such as its type, must be that of generated tokens for all of them, or 0 where these
                 have none: text.
-            generated: what generated tokens have if it is not what the prompt's last token has, by
-                name; see :meth:`changed`.
-
-        Raises:
-            ValueError: naming the inputs that it lacks.
+            generated: what :meth:`changed` returned for the cached prompt.
         """
 
         def is_text(key: str) -> bool:
@@ -139,7 +125,6 @@ class LaterInputs(NamedTuple):
         """Ask the model for the inputs of the token after the prompt.
 
         Args:
-            model, input_ids, model_kwargs: as for :meth:`PromptInputs.of`.
             outputs: of Transformers' forward of the prompt, of which some models pass on a part;
                 None if it did not run.
 
@@ -153,7 +138,6 @@ class LaterInputs(NamedTuple):
             given = model._update_model_kwargs_for_generation(
                 outputs, given, is_encoder_decoder=False
             )
-        given = {key: value for key, value in given.items() if key not in _STATES}
         positions, others = _asked(model, ids, given, first=False)
         if positions is None and given.get("position_ids") is not None:
             raise ValueError(
@@ -169,11 +153,9 @@ class LaterInputs(NamedTuple):
         widths = {prompt.shape[1] for prompt in prompts if prompt is not None}
         per_token: dict[str, Tensor] = {}
         for key, value in others.items():
-            if not isinstance(value, Tensor) or value.ndim < 2:
-                continue
             before = model_kwargs.get(key)
-            if not isinstance(before, Tensor):
-                continue  # made by the model
+            if not isinstance(value, Tensor) or value.ndim < 2 or not isinstance(before, Tensor):
+                continue  # not of tokens, or made by the model
             cut = before.shape[1] != value.shape[1]
             if cut and before.shape[1] in widths and value.shape[1] == 1:
                 per_token[key] = value
@@ -191,11 +173,7 @@ class LaterInputs(NamedTuple):
         return 1 if self.positions is None else len(self.positions)
 
     def shift(self, lengths: Tensor) -> Tensor:
-        """``(axes, batch)`` position of the next token minus the row's length.
-
-        Args:
-            lengths: ``(batch,)`` tokens of the prompts.
-        """
+        """``(axes, batch)`` position of the next token minus the length ``(batch,)`` of the row."""
         if self.positions is None:
             return torch.zeros_like(lengths)[None]
         return self.positions.to(lengths.device) - lengths
@@ -205,6 +183,8 @@ def _asked(
     model: Any, ids: Tensor, given: dict[str, Any], first: bool
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """The positions and the other inputs that a model prepares for the prompt, or for one token."""
+    # From a cache and a mask, models would make masks.
+    given = {key: value for key, value in given.items() if key not in (CACHE, "attention_mask")}
     inputs = model.prepare_inputs_for_generation(
         ids, **{"next_sequence_length": None if first else 1, "use_cache": True,
                 "is_first_iteration": first, **given},

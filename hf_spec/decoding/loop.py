@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,11 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_spec.cache.attention import zeros
+from hf_spec.core.buckets import bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.batch import may_shrink, remaining_rows
 from hf_spec.decoding.compiling import warm
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import prompt_ids
@@ -24,7 +26,7 @@ from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.decoding.strict import check_strict, check_strict_call
+from hf_spec.decoding.strict import check_strict
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
@@ -33,6 +35,12 @@ from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
+
+#: Share of the batch's rows that must have finished before it shrinks, so that forwards do not
+#: compute them. At most one row is moved per finished row, at about one row's share of a step
+#: (docs/inside/exactness.md), so shrinking pays off within a step or two. The share is not smaller,
+#: as step times are learned per batch size.
+SHARE = 1 / 8
 
 
 @torch.no_grad()
@@ -69,13 +77,8 @@ def decode(
     strategy = Strategy.of(model, config, unsure, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
     if strategy.strict:
-        count = len(sequences.tokens)
-        check_strict_call(
-            model, model_kwargs.get("attention_mask"), cache_in(model_kwargs),
-            synced_gpus=synced_gpus, compiled=graphs is not None,
-            sampled=strategy.samples and count > 1,
-        )  # fmt: skip
-        check_strict(model, strategy.method.name, drafter, count, strategy.packed)
+        mask = model_kwargs.get("attention_mask")
+        check_strict(strategy, len(input_ids), mask, cache_in(model_kwargs), synced_gpus)
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
@@ -94,7 +97,7 @@ def decode(
         history = History.of(model, strategy.options.lookup_history)
         state = DecodeState(
             model, drafter, target, cache, sequences, root=cache.lengths,
-            do_sample=bool(config.do_sample), process=scorer, stats=stats, timed=strategy.timed,
+            do_sample=strategy.samples, process=scorer, stats=stats, timed=strategy.timed,
             noise=acceptance.noise,
             lookups=BatchLookup(Limits(), len(prompt), history) if strategy.lookup else None,
         )  # fmt: skip
@@ -114,7 +117,7 @@ def decode(
             match = acceptance.matches(Tree.roots(state.root))
             strategy.draft_changes.run(warm, state, drafter, shapes, match)
         rows_stay = handover.wanted or strategy.strict or state.batch_size == 1
-        shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)
+        shrinks = not rows_stay and _may_shrink(model, target.model_kwargs, state.batch_size)
         prompt_seconds = watch.step()
 
         while model._has_unfinished_sequences(
@@ -123,7 +126,7 @@ def decode(
             if not any(state.active):
                 steps.cache_ends()
                 continue
-            rows = remaining_rows(state.active, graphs is not None) if shrinks else None
+            rows = _remaining_rows(state.active, graphs is not None) if shrinks else None
             if rows is not None:
                 state.select(rows)
                 policy.move((state.batch_size, context, device))
@@ -153,3 +156,37 @@ def decode(
         scores=sequences.columns(1) if config.output_scores else None, spec_stats=stats,
         **{CACHE: past},
     )  # fmt: skip
+
+
+def _remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list[int] | None:
+    """The rows that a batch keeps, in their new order; None if it does not shrink.
+
+    The last rows take the places of finished ones, so that few rows move. With ``powers_of_two``
+    it only shrinks to such sizes, as code is compiled for each size.
+    """
+    size, left = len(active), sum(active)
+    if powers_of_two:
+        left = min(bucket(left), size)
+    if not 0 < left <= size - max(SHARE * size, 1):
+        return None
+    rows = list(range(left))
+    behind = [row for row in range(left, size) if active[row]]
+    for row in range(left):
+        if not active[row] and behind:
+            rows[row] = behind.pop()
+    return rows
+
+
+def _may_shrink(model: Any, model_kwargs: dict[str, Any], batch_size: int) -> bool:
+    """Whether a model, with these arguments of its forwards, may be called with fewer rows."""
+    if any(isinstance(one, (list, tuple, dict)) and one for one in model_kwargs.values()):
+        return False
+    # Hooks may have a value per batch row, as PEFT's for ``adapter_names`` do.
+    return not any(
+        (isinstance(value, (list, tuple)) and len(value) == batch_size)
+        or (isinstance(value, Tensor) and value.shape[:1] == (batch_size,))
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, functools.partial)
+        for value in hook.keywords.values()
+    )

@@ -46,13 +46,8 @@ class Part(NamedTuple):
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """The rows in groups, so that forwards of one group each take the least time together.
-
-    A forward takes as long as :data:`FORWARD` columns and its own, padding included.
-
-    Args:
-        lengths: tokens of each row.
-    """
+    """The rows of these lengths in groups, so that forwards of one group each take the least time
+    together: each takes as long as :data:`FORWARD` columns and its own, padding included."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     # best[n]: cost of the n shortest rows, and where the last of their groups begins.
     best = [(0, 0)]

@@ -26,7 +26,7 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
+from hf_spec.model.hidden_states import Reads, captured, states_at
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.strict import StrictTarget
 from hf_spec.model.target import Target
@@ -74,8 +74,8 @@ def prefill(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     handover: Handover,
-    drafter: Drafter | None = None,
-    reads: Reads = NO_STATES,
+    drafter: Drafter | None,
+    reads: Reads,
     graphs: Graphs | None = None,
     strict: bool = False,
     packed: PackedWeights | None = None,
@@ -116,12 +116,15 @@ def prefill(
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    takes_probes = sequences.width <= RIDING and attention in TAKES_MASKS
+    of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
         first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         found = extend(make_target(cache, cache.lengths + counts, later), rows, group)
-    elif group is not None and not strict and _rides(model, config, model_kwargs, handover, first):
+    elif group is not None and not strict and takes_probes and of_tokens():
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
@@ -139,7 +142,7 @@ def prefill(
         if used is not None:
             used.add_to(changes)
             # Weights are packed on CPUs, where padding takes as long as tokens do.
-            if real is not None and _of_tokens(model, config, model_kwargs, handover, first):
+            if real is not None and of_tokens():
                 groups = like_lengths([len(row) for row in sequences.tokens])
                 if len(groups) > 1:
                     parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
@@ -147,13 +150,17 @@ def prefill(
         if reads.nodes or used is not None:
             run = partial(changes.run, run)
         sources, ends, states = [], [], []
+        rows = [[] for _ in sequences.tokens]
         for part in parts:
             outputs = run(part.input_ids, config, part.model_kwargs, is_first_iteration=True)
             source = with_layers(cache_in(outputs))
             check_packable(source)
             sources.append((part.rows, source, part.real))
             ends.append(outputs.logits[:, -1])
-            states.append(_read(reads, chunks, part.input_ids, part.real))
+            hidden, following = _read(reads, chunks, part.input_ids, part.real)
+            states += [] if hidden is None else [hidden]
+            for row, tokens in zip(part.rows or range(len(rows)), following):
+                rows[row] = tokens
             chunks.clear()
         logits = in_order(parts, ends)
         width = sequences.width if mask is None else mask.shape[1]
@@ -166,26 +173,12 @@ def prefill(
         cache.depend_on(first.once(later))
         cache.generated = first.changed(later)
         target = make_target(cache, cache.lengths, later)
-        found = Prefilled(target, logits, *_joined(parts, states))
+        found = Prefilled(target, logits, in_order(parts, states) if states else None, rows)
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]
     cache.padding = padding_before(columns, cache.host_lengths)
     found.target.reach = reach_of(found.target, input_ids.shape[1])
     return found
-
-
-def _rides(
-    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover,
-    first: PromptInputs,
-) -> bool:  # fmt: skip
-    """Whether we forward a prompt ourselves, together with probes: it is short, and the model's
-    attention takes masks."""
-    text = model.config.get_text_config(decoder=True)
-    return (
-        handover.sequences.width <= RIDING
-        and text._attn_implementation in TAKES_MASKS
-        and _of_tokens(model, config, model_kwargs, handover, first)
-    )
 
 
 def _of_tokens(
@@ -222,11 +215,7 @@ def _check_state_stays(
     model: Any, given: DynamicCache, input_ids: Tensor, config: GenerationConfig,
     mask: Tensor | None,
 ) -> None:  # fmt: skip
-    """Refuse prompts in which Transformers loses a recurrent state.
-
-    Raises:
-        ValueError: naming the argument that splits the conversation.
-    """
+    """Refuse prompts in which Transformers loses a recurrent state."""
     if not loses_state(model):
         return
     width = input_ids.shape[1]
@@ -250,15 +239,8 @@ def _check_state_stays(
 def _read(
     reads: Reads, chunks: list[Tensor], input_ids: Tensor, real: Tensor | None
 ) -> tuple[Tensor | None, list[list[int]]]:
-    """What is read of Transformers' forward of a prompt: ``hidden`` and ``following`` of
-    :class:`Prefilled`.
-
-    Args:
-        chunks: ``(batch, columns, features)`` states of its parts, if there are any.
-        input_ids: ``(batch, width)``; the last ones were forwarded, none if the prompt is given as
-            embeddings.
-        real: ``(batch, width)`` bool, False for padding; None if there is none.
-    """
+    """``hidden`` and ``following`` of :class:`Prefilled`, of the states ``(batch, columns,
+    features)`` that Transformers' forwards of a prompt have left; real: see :class:`Part`."""
     none: list[list[int]] = [[] for _ in range(len(input_ids))]
     if not chunks:
         return None, none
@@ -274,16 +256,3 @@ def _read(
     order = torch.argsort(~real, dim=-1, stable=True)[:, : int(real.sum(-1).max())]
     rows = [row[keep].tolist()[1:] for row, keep in zip(ids, real)]
     return states_at(hidden, order), rows
-
-
-def _joined(
-    parts: list[Part], states: list[tuple[Tensor | None, list[list[int]]]]
-) -> tuple[Tensor | None, list[list[int]]]:
-    """What :func:`_read` returned of each part, for the whole prompt."""
-    found = [hidden for hidden, _ in states if hidden is not None]
-    rows = {
-        row: tokens
-        for part, (_, following) in zip(parts, states)
-        for row, tokens in zip(range(len(following)) if part.rows is None else part.rows, following)
-    }
-    return in_order(parts, found) if found else None, [rows[row] for row in sorted(rows)]

@@ -86,7 +86,7 @@ class Scorer:
     def __call__(
         self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False
     ) -> Tensor:
-        """Scores after all processors.
+        """Scores ``(batch, vocab)`` float32 after all processors, on the logits' device.
 
         Args:
             logits: ``(batch, vocab)`` of the rows of the batch; if all processors are rowwise, of
@@ -95,9 +95,6 @@ class Scorer:
             active: rows to process; the others' scores are arbitrary.
             drafting: leave out processors that may keep a state: a draft's tokens are not yet the
                 text that they follow.
-
-        Returns:
-            ``(batch, vocab)`` float32 on the logits' device.
         """
         device, scores = logits.device, logits.float()
         whole_batch, rowwise = self._drafting if drafting else self._all

@@ -8,6 +8,7 @@ the middle of a call.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.graphs import tolerance
 from hf_spec.model.hidden_states import Reads, output_logits, taken
+from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.linear_attention import recurrent_rules
@@ -60,17 +62,14 @@ _NO_STATES = (
 def check_tree_forward(
     model: Any, name: str, drafter: Drafter | None = None, padded: bool = False
 ) -> None:
-    """Raise unless the model's tree forward equals plain generation; free for known models.
+    """Raise a ValueError unless the model's tree forward equals plain generation; free for known
+    models.
 
     Args:
-        model: a causal language model.
         name: name of the feature that needs it, for errors.
         drafter: a drafter whose changes to forwards are checked, too. None if final states are
             read instead.
         padded: whether a call may have padding; equal on all ranks that share the model.
-
-    Raises:
-        ValueError: naming the architecture and the error found.
     """
     if model.config.get_text_config(decoder=True).model_type in VERIFIED:
         return
@@ -79,11 +78,11 @@ def check_tree_forward(
     if kind in checked:
         return
     reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
-    trials = [(_Trial(model, padded), drafter, reads)]
+    trials = [(Trial(model, padded), drafter, reads)]
     if not checked and forgets_at(model) is None:
         # Trials that cross the end of a context, where rotary frequencies may change.
         ends = [end for end in context_ends(model) if end > _PROMPT]
-        trials = [(_Trial(model, False, end - _PROMPT - 1), None, False) for end in ends] + trials
+        trials = [(Trial(model, False, end - _PROMPT - 1), None, False) for end in ends] + trials
     for trial, tried, read in trials:
         try:
             problem, error = trial.run(tried, read)
@@ -118,45 +117,65 @@ class _Pruning:
         return likely, -tree.depths.float()
 
 
-class _Trial:
-    """Two prompts, one perhaps padded, from a given position, and a tree after each.
+class Trial:
+    """Random prompts from a given position, the last one perhaps padded, and a tree after each.
 
     Attributes:
         dtypes: what was computed in; known after :meth:`run`.
     """
 
-    def __init__(self, model: Any, padded: bool, start: int = 0):
-        self.model, self.padded, self.start = model, padded, start
-        self.dtypes = {model.dtype}
-        self.text_config = model.config.get_text_config(decoder=True)
+    def __init__(
+        self, model: Any, padded: bool = False, start: int = 0, rows: int = 2, width: int = _PROMPT
+    ):
+        self.model, self.padded, self.start, self.dtypes = model, padded, start, {model.dtype}
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
         # A separate generator, so that the caller's seeded generator is not advanced.
         generator = torch.Generator("cpu").manual_seed(0)
-        size, device = (2, _PROMPT + len(_TREE)), placement(model).device
-        ids = torch.randint(self.text_config.vocab_size, size, generator=generator, device="cpu")
-        self.prompt, self.nodes = ids.to(device).split([_PROMPT, len(_TREE)], dim=1)
+        vocab, nodes = model.config.get_text_config(decoder=True).vocab_size, len(_TREE)
+        ids = torch.randint(vocab, (rows, width + nodes), generator=generator, device="cpu")
+        self.prompt, self.nodes = ids.to(placement(model).device).split([width, nodes], dim=1)
         self.mask = torch.ones_like(self.prompt)
-        self.mask[1, : _PADDING * padded] = 0
+        self.mask[-1, : _PADDING * padded] = 0
+
+    def _inputs(self, copies: int = 1) -> dict[str, Any]:
+        """Inputs for so many copies of the prompts."""
+        mask = self.mask.repeat(copies, 1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0) + self.start
+        return {
+            "attention_mask": mask, CACHE: empty_cache(self.model), "use_cache": True,
+            **taken(self.model, position_ids=positions, logits_to_keep=1),
+        }  # fmt: skip
+
+    def _until(self, tokens: int) -> StoppingCriteriaList:
+        return StoppingCriteriaList([MaxLengthCriteria(self.prompt.shape[1] + tokens)])
+
+    def plain(
+        self, tokens: int, copies: int = 1, processors: Iterable[Callable[..., Tensor]] = ()
+    ) -> Any:
+        """The output of plain generation of so many tokens."""
+        return GenerationMixin._sample(
+            self.model, self.prompt.repeat(copies, 1), LogitsProcessorList(processors),
+            self._until(tokens), self.config, **self._inputs(copies),
+        )  # fmt: skip
+
+    def target(self, drafter: Drafter | None, reads: Reads, **options: Any) -> Target:
+        """The tree forward that continues the prompts; see :func:`prefill`."""
+        inputs = self._inputs()
+        sequences = Sequences(self.prompt, self.mask.bool(), self._until(self.prompt.shape[1]))
+        handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
+        return prefill(
+            self.model, self.prompt, self.config, inputs, handover, drafter, reads, **options
+        ).target
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
-        """What is wrong if the error, which is the largest relative one, is too large.
-
-        Args:
-            drafter: a drafter whose changes to forwards are applied.
-            reads: whether final states must be the inputs of the output embeddings.
-        """
+        """What is wrong if the error, which is the largest relative one, is too large; ``reads``:
+        whether final states must be the inputs of the output embeddings."""
         model, device = self.model, self.nodes.device
         tree = Tree.of_shapes([_TREE] * 2, device).with_tokens(self.nodes)
         (root, first, *_), (_, second, third, again) = self._plain()
-        inputs = self._inputs(1)
-        sequences = Sequences(self.prompt, self.mask.bool(), until(2 * _PROMPT))
-        handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(model))
         with as_before(model):
-            wanted = Reads("last" if reads else None)
-            target = prefill(
-                model, self.prompt, self.config, inputs, handover, drafter, wanted
-            ).target
+            target = self.target(drafter, Reads("last" if reads else None))
             if target.cache.max_length != _PROMPT:
                 raise ValueError(
                     f"{_PROMPT} tokens of a prompt left {target.cache.max_length} in the cache."
@@ -187,15 +206,6 @@ class _Trial:
             errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
-    def _inputs(self, copies: int) -> dict[str, Any]:
-        """Inputs for so many copies of both prompts."""
-        mask = self.mask.repeat(copies, 1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0) + self.start
-        return {
-            "attention_mask": mask, CACHE: empty_cache(self.model), "use_cache": True,
-            **taken(self.model, position_ids=positions, logits_to_keep=1),
-        }  # fmt: skip
-
     def _plain(self) -> list[list[Tensor]]:
         """Plain generation's logits ``(2, vocab)`` after each node of each of ``_FORCED``."""
         forced = torch.cat([self.nodes[:, path] for path in _FORCED])
@@ -207,11 +217,7 @@ class _Trial:
             return torch.full_like(scores, -torch.inf).scatter_(1, forced[:, step, None], 0.0)
 
         with as_before(self.model):
-            output = changes.run(
-                GenerationMixin._sample, self.model, self.prompt.repeat(len(_FORCED), 1),
-                LogitsProcessorList([force]), until(_PROMPT + forced.shape[1] + 1), self.config,
-                **self._inputs(len(_FORCED)),
-            )  # fmt: skip
+            output = changes.run(self.plain, forced.shape[1] + 1, len(_FORCED), [force])
         steps = [logits.split(2) for logits in output.logits[1:]]
         return [list(path) for path in zip(*steps)]
 
@@ -220,11 +226,6 @@ class _Trial:
         device = self.nodes.device.type
         if torch.is_autocast_enabled(device):
             self.dtypes.add(torch.get_autocast_dtype(device))
-
-
-def until(length: int) -> StoppingCriteriaList:
-    """Stops at this number of tokens."""
-    return StoppingCriteriaList([MaxLengthCriteria(length)])
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -164,15 +164,8 @@ class Sequences:
     def append(
         self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> list[int]:
-        """Append what a step emitted: to each row until a token stops it.
-
-        Args:
-            result: of each row of the batch; ignored for finished ones.
-            recorded: logits and scores ``(batch, vocab)`` of each emitted token, if recorded.
-
-        Returns:
-            How many tokens each row took.
-        """
+        """Append what a step emitted to each row, until a token stops it; returns how many tokens
+        each took. ``recorded``: logits and scores ``(batch, vocab)`` of each token, or nothing."""
         before = list(self.lengths)
         for place, (row, tokens) in enumerate(zip(self.rows, result.tokens)):
             for number, token in enumerate(tokens):
@@ -247,11 +240,12 @@ class Sequences:
             return
         unfinished = [own for row, own in enumerate(self.lengths) if self._takes(row)]
         end = min(unfinished, default=self._end())
-        new = self.ids[:, self._streamed : end].to("cpu", copy=True)
-        for row, own in enumerate(self.lengths):
-            new[row, max(own - self._streamed, 0) :] = self._pad
-        for values in new.unbind(1):
-            self.streamer.put(values)
+        for i in range(self._streamed - self.width, end - self.width):
+            values = [
+                own[i - count] if i < count else self._pad
+                for own, count in zip(self._tokens, self.emitted)
+            ]
+            self.streamer.put(torch.tensor(values, device="cpu"))
         self._streamed = max(end, self._streamed)
         if hasattr(self.streamer, "end_step"):
             self.streamer.end_step()

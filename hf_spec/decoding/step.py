@@ -26,15 +26,9 @@ from hf_spec.policy.step_policy import StepPolicy
 
 @dataclass
 class Steps:
-    """Takes a call's steps, one after the other.
+    """Takes a call's steps, one after the other, each of which changes the state.
 
     Attributes:
-        state: the state that drafters see; every step changes it.
-        strategy: the call's strategy.
-        acceptance: decides which draft tokens are accepted.
-        policy: decides how much is drafted.
-        sequences: the call's sequences, which grow.
-        watch: measures times.
         ends: given rows of the call, 1 for each whose last token must be cached once it finishes.
     """
 
@@ -121,16 +115,8 @@ class Steps:
         return found
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:
-        """Append and stream the accepted tokens and advance the state.
-
-        Args:
-            tree: what was forwarded.
-            host: the result.
-            kept: what pruning left of the tree.
-
-        Returns:
-            The result without what a stop cut off.
-        """
+        """Append and stream what was accepted of a tree, of which pruning left ``kept``, and
+        advance the state; returns the result without what a stop cut off."""
         state, noise, stats = self.state, self.state.noise, self.state.stats
         stats.num_steps += 1
         active, remaining = state.active, state.remaining

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,14 +30,13 @@ class Strategy:
     """The strategy that a generation config names, set up on a model for one call.
 
     Attributes:
-        method, options: named by the config.
-        drafter: the call's drafter.
         timed: whether the amount of drafting may depend on step times.
         lookup: whether lookups are merged into the draft.
         adapter: the method's adapter, if it is active.
+        samples: whether the call samples.
+        kind: what compiled code and what is learned are kept by.
         graphs: compiled code for its steps; None if they are not compiled.
         packed: copies of the model's weights for its forwards, if they use them.
-        samples: whether the call samples.
         draft_changes: let drafts compute with these copies, and with those of the modules that run
             beside the model.
         packed_bytes: memory of all these copies.
@@ -50,11 +49,12 @@ class Strategy:
     timed: bool
     lookup: bool
     adapter: ActiveAdapter | None
-    graphs: Graphs | None
     samples: bool
-    packed: PackedWeights | None = None
-    draft_changes: Changes = field(default_factory=Changes)
-    packed_bytes: int = 0
+    kind: tuple[str, str, str | None]
+    graphs: Graphs | None
+    packed: PackedWeights | None
+    draft_changes: Changes
+    packed_bytes: int
 
     @classmethod
     def of(
@@ -78,21 +78,19 @@ class Strategy:
         samples = bool(config.do_sample)
         timed, lookup = resolve(options, drafter, samples)
         adapter = _adapter(method, model)
-        found = cls(model, method, options, drafter, timed, lookup, adapter, None, samples)
-        found.graphs = graphs_for(model, config, drafter, found.kind)
-        found.packed = _packed(model, options, found.graphs)
-        if found.packed is not None:
+        kind = method.name, key_of(options), adapter and adapter.name
+        graphs = graphs_for(model, config, drafter, kind)
+        packed, changes, size = _packed(model, options, graphs), Changes(), 0
+        if packed is not None:
             unasked = options.pack_weights == AUTO
             beside = [packed_weights(module, unasked) for module in drafter.beside]
-            for packed in filter(None, [found.packed, *beside]):
-                packed.add_to(found.draft_changes)
-                found.packed_bytes += packed.num_bytes
-        return found
-
-    @property
-    def kind(self) -> tuple[str, str, str | None]:
-        """What compiled code and what is learned are kept by."""
-        return self.method.name, key_of(self.options), self.adapter and self.adapter.name
+            for copies in filter(None, [packed, *beside]):
+                copies.add_to(changes)
+                size += copies.num_bytes
+        return cls(
+            model, method, options, drafter, timed, lookup, adapter, samples, kind, graphs, packed,
+            changes, size,
+        )  # fmt: skip
 
     @property
     def strict(self) -> bool:
@@ -114,13 +112,10 @@ class Strategy:
 
 
 def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:
-    """What is chosen for a call where options leave it open.
-
-    Returns:
-        Whether the amount of drafting may depend on step times: not if the output depends on which
-        steps draft, as sampled draft tokens take random numbers of their own, and typical
-        acceptance is lossy in drafting steps. And whether lookups are merged into the draft.
-    """
+    """Whether the amount of drafting may depend on step times, and whether lookups are merged into
+    the draft, where options leave it open."""
+    # Sampled draft tokens take random numbers of their own, and typical acceptance is lossy in
+    # drafting steps: the output depends on which steps draft.
     exact = options.acceptance != "typical" and not samples_drafts(options, do_sample)
     timed = options.drafting == AUTO and exact
     if options.lookup == AUTO:
@@ -137,21 +132,16 @@ def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
 
 
 def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedWeights | None:
-    """The packed weights that a call's forwards use; None if they use the model's own.
-
-    Raises:
-        ValueError: they are asked for, and there are none, or compiled code has its own.
-    """
-    strict = options.exact == STRICT  # which tries each weight's product
-    if options.pack_weights == AUTO:
-        # Those of float32 hardly ever have the bits of the model's own.
-        strict_float32 = strict and placement(model).dtype == torch.float32
-        frozen = graphs is not None and graphs.frozen
-        unfit = strict_float32 or frozen
-        return None if unfit else packed_weights(model, unasked=True, together=not strict)
+    """The packed weights that a call's forwards use; None if they use the model's own."""
     if not options.pack_weights:
         return None
-    if graphs is not None and graphs.frozen:
+    strict = options.exact == STRICT  # which tries each weight's product
+    frozen = graphs is not None and graphs.frozen
+    if options.pack_weights == AUTO:
+        # Those of float32 hardly ever have the bits of the model's own.
+        unfit = frozen or (strict and placement(model).dtype == torch.float32)
+        return None if unfit else packed_weights(model, unasked=True, together=not strict)
+    if frozen:
         raise ValueError(
             "pack_weights=True with Inductor's option freezing, which packs the weights of each "
             "graph. Leave one of the two out."

@@ -37,25 +37,25 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     check_model(model)
     check_cache_stays(model)
 
-    def refuse(option: str, value: Any, why: str, remedy: str) -> None:
+    def refuse(
+        option: str, value: Any, why: str, remedy: str = "Leave one of the two out."
+    ) -> None:
         raise ValueError(f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}")
 
-    leave = "Leave one of the two out."
     for option in ("num_beams", "num_beam_groups"):
         value = getattr(config, option, None)
         if (value or 1) > 1:
-            refuse(option, value, "beam search keeps several hypotheses per row.", leave)
+            refuse(option, value, "beam search keeps several hypotheses per row.")
     for option in _OTHER_MODES:
         value = getattr(config, option, None)
         if value is not None and value is not False:
-            refuse(option, value, "it names another decoding method.", leave)
+            refuse(option, value, "it names another decoding method.")
     if method.needs_assistant or assistant is not None:
         method.make_drafter(model, options, assistant)
-    if mode_kwargs.get("assistant_tokenizer") is not None:
-        refuse(
-            "assistant_tokenizer", type(mode_kwargs["assistant_tokenizer"]).__name__,
-            "draft tokens are the model's own, so both have one tokenizer.", leave,
-        )  # fmt: skip
+    tokenizer = mode_kwargs.get("assistant_tokenizer")
+    if tokenizer is not None:
+        why = "draft tokens are the model's own, so both have one tokenizer."
+        refuse("assistant_tokenizer", type(tokenizer).__name__, why)
     if config.use_cache is False and model.generation_config.use_cache is not False:
         refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
     config.use_cache = True  # some models' own default is False (MPT)
@@ -72,16 +72,12 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
                 "Run the model on the finished sequence to get them.",
             )  # fmt: skip
     if (config.guidance_scale or 1) != 1:
-        refuse(
-            "guidance_scale", config.guidance_scale,
-            "classifier-free guidance runs the model token by token.", leave,
-        )  # fmt: skip
+        why = "classifier-free guidance runs the model token by token."
+        refuse("guidance_scale", config.guidance_scale, why)
     watermark = config.watermarking_config
     if watermark is not None and "SynthID" in type(watermark).__name__:
-        refuse(
-            "watermarking_config", type(watermark).__name__,
-            "its processor keeps a state per call.", leave,
-        )  # fmt: skip
+        why = "its processor keeps a state per call."
+        refuse("watermarking_config", type(watermark).__name__, why)
     if mode_kwargs.get("synced_gpus") and method.drafter.runs_modules:
         refuse(
             "synced_gpus", True,
@@ -104,11 +100,8 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
 
 
 def check_strategy(model: Any, config: GenerationConfig) -> None:
-    """Raise the errors that ``generate()`` would raise with this config, without generating.
-
-    Raises:
-        ValueError: if an option is refused, or an adapter is missing.
-    """
+    """Raise the ValueErrors that ``generate()`` would raise with this config, without
+    generating."""
     config = copy.copy(config)
     validate_call(model, config, {})
     method = get_method(config.assistant_strategy)

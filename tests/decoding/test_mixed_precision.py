@@ -133,7 +133,7 @@ def test_the_self_check_allows_for_rounding(
     monkeypatch.setattr(selfcheck, "VERIFIED", frozenset())
     if wrapped:
         model.forward = torch.autocast(**BF16)(model.forward)
-    trial = selfcheck._Trial(model, padded=True)
+    trial = selfcheck.Trial(model, padded=True)
     with torch.autocast(**BF16, enabled=not wrapped), torch.no_grad():
         problem, error = trial.run(None, True)
         assert selfcheck.tolerance(trial.dtypes) == 5e-2 and 1e-3 < error < 5e-2

@@ -24,7 +24,7 @@ import hf_spec
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.decoding import batch
+from hf_spec.decoding import loop
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
@@ -284,7 +284,7 @@ def test_steps_are_those_of_a_batch_that_stays(
     """Same drafts, same calls of processors: what is kept per row has followed its row."""
     model, spec, found = fresh("llama_tied"), retrieving(name, variant), []
     for share in (1 / 8, 2.0):
-        monkeypatch.setattr(batch, "SHARE", share)
+        monkeypatch.setattr(loop, "SHARE", share)
         forget(model)  # how far predictions can be trusted
         shown = Shown()
         with adapted(model, name, variant), forwards(model) as sizes:
