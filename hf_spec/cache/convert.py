@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_spec.cache.buffers import aligned
 from hf_spec.cache.tree_cache import TreeCache
@@ -61,26 +61,6 @@ def take_over(
             setattr(layer, name, None)
     if cache.recurrent is not None:
         cache.recurrent.take_over(source.layers, cache.host_lengths)
-
-
-def with_layers(cache: Any) -> Any:
-    """A prompt's cache that holds each recurrent state in a layer.
-
-    MiniMax's own class holds them beside its layers, of which those of recurrences are empty, and
-    the last ones missing.
-    """
-    states = getattr(cache, "linear_cache", None)
-    if states is None:
-        return cache
-    found = DynamicCache()
-    for index in range(len(cache)):
-        state = states[index] if index < len(states) else None
-        if isinstance(state, Tensor):
-            found.layers.append(LinearAttentionLayer())
-            found.layers[-1].update_recurrent_state(state)
-        else:
-            found.layers.append(cache.layers[index])
-    return found
 
 
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:

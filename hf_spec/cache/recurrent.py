@@ -286,22 +286,18 @@ class RecurrentStates:
         if not self.groups or lengths == have:
             return
         tensors, known = self.version.tensors, have
-        if last is not None and any(
-            old <= new < now for old, new, now in zip(last.before.lengths, lengths, have)
-        ):
-            known = [
-                new if new >= old else now
-                for old, new, now in zip(last.before.lengths, lengths, have)
-            ]
-            counts = [new - old for new, old in zip(known, last.before.lengths)]
-            tensors = self._advanced(last, counts)
+        if last is not None:
+            old = last.before.lengths
+            known = [new if new >= start else now for start, new, now in zip(old, lengths, have)]
+            if known != have:
+                counts = [new - start for new, start in zip(known, old)]
+                tensors = self._advanced(last, counts)
         rows = [row for row, (new, now) in enumerate(zip(lengths, known)) if new < now]
         if rows:
             tensors = [tensor.clone() for tensor in tensors]
         for row in rows:
             for index, tensor in enumerate(tensors):
-                given = prompt.tensors[index][:, row] if lengths[row] and prompt else 0
-                tensor[:, row] = given
+                tensor[:, row] = prompt.tensors[index][:, row] if lengths[row] and prompt else 0
         if prompt is not None:  # what comes after a shorter start is another prompt
             ends = [end if new >= end else 0 for new, end in zip(lengths, prompt.lengths)]
             self._prompt = Version(ends, prompt.tensors)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from hf_spec.cache.sequence_cache import sequence_cache, states_before
+from hf_spec.cache.stateful import sequence_cache, states_before
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs

@@ -1,19 +1,50 @@
-"""The attention mask of a block of tree nodes behind the tokens of a KV cache."""
+"""The nodes that one forward runs over, and their attention mask behind the tokens of a KV cache."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_spec.core import mask as masks
-from hf_spec.model.block import Block
+from hf_spec.core.tree import Tree
 from modeling_patches.attention_masks import Local
 
 if TYPE_CHECKING:
     from hf_spec.model.target import Target
+
+
+class Block(NamedTuple):
+    """Some nodes of a tree.
+
+    Attributes:
+        tree: the tree.
+        tokens: ``(batch, n)`` token ids, then indices of probes' embeddings.
+        depths: ``(batch, n)``
+        visible: ``(batch, n, nodes)`` bool, which of the tree's nodes each of them sees.
+    """
+
+    tree: Tree
+    tokens: Tensor
+    depths: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, tree: Tree, nodes: slice | Tensor = slice(None)) -> Block:
+        """These nodes, or ``(n,)`` indices of nodes, of a tree. Its probes must be among them."""
+        return cls(tree, tree.tokens[:, nodes], tree.depths[:, nodes], tree.ancestors[:, nodes])
+
+    @property
+    def ids(self) -> Tensor:
+        """``(batch, tokens)`` the nodes with token ids."""
+        return self.tokens[:, : self.tokens.shape[1] - self.tree.num_probes]
+
+    @property
+    def kinds(self) -> Tensor:
+        """``(batch, probes)`` the index of each probe's embedding."""
+        return self.tokens[:, self.tokens.shape[1] - self.tree.num_probes :]
 
 
 def tree_mask(target: Target, block: Block, keys: int, positions: Tensor) -> Any:
