@@ -1,4 +1,4 @@
-"""The nodes that one forward runs over, and their attention mask behind the tokens of a KV cache."""
+"""The nodes of a tree that one forward runs over, and their attention mask."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Block(NamedTuple):
 
 
 def tree_mask(target: Target, block: Block, keys: int, positions: Tensor) -> Any:
-    """The mask of a forward, as the model's attention takes it; probes see the front slots, too.
+    """The mask of a forward behind the tokens of a KV cache, as the model's attention takes it.
 
     Args:
         target: the model, and its KV cache with the open block.
-        block: the nodes that are run.
+        block: the nodes that are run; probes see the front slots, too.
         keys: number of slots that attention sees, without the front slots.
         positions: ``(batch, n)`` of the nodes.
     """
@@ -64,7 +64,7 @@ def tree_mask(target: Target, block: Block, keys: int, positions: Tensor) -> Any
     kinds = attention.locals
     narrow = {local for local in kinds.values() if local is not None and local.size < keys}
     made: dict[Local | None, Tensor] = {None: full}
-    front = cache.states.front if cache.block is not None and cache.block.front else 0
+    front = cache.states.front if cache.block and cache.block.front else 0
     if narrow or attention.wants_positions:
         # Counted from each row's first token, whatever positions the caller gave.
         at_queries = positions - target.position_shift
@@ -89,13 +89,7 @@ def slot_positions(
     lengths: Tensor, depths: Tensor, keys: int, last: Tensor | None = None
 ) -> Tensor:
     """Position of every slot, counted from each row's first token: ``(batch, keys)``. Slots after
-    the tree continue counting.
-
-    Args:
-        lengths: ``(batch,)`` tokens before the tree.
-        depths: ``(batch, nodes)`` of its nodes.
-        last: ``(batch, 1)`` larger positions of nodes are clamped to this one.
-    """
+    the tree continue counting; larger positions of nodes are clamped to ``last`` ``(batch, 1)``."""
     at_nodes = lengths[:, None] + depths
     if last is not None:
         at_nodes = torch.minimum(at_nodes, last)
