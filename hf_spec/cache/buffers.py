@@ -40,7 +40,7 @@ class AttentionStates:
         allocate: allocates buffers; their values must be finite.
 
     Attributes:
-        batch_size: rows in use; those that were dropped come after them.
+        batch_size: rows in use; those dropped come after them.
         capacity: slots allocated per row, without the front slots.
         front: number of front slots.
         traced: whether this is what a graph sees, see :meth:`traced_with`.
@@ -75,8 +75,8 @@ class AttentionStates:
             yield from zip(storage[:, : self.batch_size], members)
 
     def allocate(self, sources: dict[Member, Tensor], slots: int) -> None:
-        """Allocate one buffer per group of tensors of equal shape, dtype and device, for at least
-        so many slots per row."""
+        """Allocate a buffer for all sources of equal shape, dtype and device, of at least so many
+        slots per row."""
         self.capacity = rounded(slots)
         groups: dict[tuple, list[Member]] = {}
         for key, tensor in sources.items():
@@ -142,13 +142,8 @@ class AttentionStates:
     # -- slots -------------------------------------------------------------------------------
 
     def write(self, view: Tensor, slots: Tensor, states: Tensor) -> None:
-        """Write states into slots of a layer's keys or values, non-finite numbers as 0.
-
-        Args:
-            view: ``(batch, heads, front + capacity, dim)``
-            slots: ``(batch, n)``
-            states: ``(batch, heads, n, dim)``
-        """
+        """Write states ``(batch, heads, n, dim)`` into slots ``(batch, n)`` of a layer's keys or
+        values ``(batch, heads, front + capacity, dim)``, non-finite numbers as 0."""
         finite = states.nan_to_num(0.0, 0.0, 0.0).to(view.dtype)
         if self.traced:  # code writes in place only to what is indexed directly
             slots = slots.to(view.device) + self.front
@@ -197,7 +192,7 @@ class AttentionStates:
         return tuple(member for _, members in self._groups for member in members)
 
     def tensors(self) -> list[Tensor]:
-        """The layers' keys and values, ``(batch, kv_heads, front + capacity, head_dim)`` each."""
+        """The layers' keys and values, in the shape of :meth:`buffers`."""
         return [view for view, _ in self.buffers()]
 
     def traced_with(self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor]) -> Self:
@@ -251,12 +246,8 @@ class AttentionStates:
     # -- rows --------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int], length: int) -> None:
-        """Keep these rows in this order, in place: a row that keeps its index is not copied.
-
-        Args:
-            rows: the former index of each row; each at most once.
-            length: slots of the longest row.
-        """
+        """Keep these rows, each at most once, in this order, in place: ``length`` slots of those
+        that change their index are copied."""
         moved = [(index, row) for index, row in enumerate(rows) if index != row]
         for storage, _ in self._groups if moved else ():
             into, source = (torch.tensor(x, device=storage.device) for x in zip(*moved))
@@ -277,11 +268,8 @@ class AttentionStates:
     # -- copies ------------------------------------------------------------------------------
 
     def packed(self, length: int) -> dict[str, Any]:
-        """What pickles hold: the slots in use of each buffer, not the layers' views.
-
-        Pickled views would come back as tensors of their own, which do not see what is written
-        into the buffers.
-        """
+        """What pickles hold: the slots in use of each buffer, not the layers' views, which would
+        come back as tensors of their own."""
         used = self.front + length
         buffers = [
             (storage[:, : self.batch_size, :, :used].clone(), list(members))

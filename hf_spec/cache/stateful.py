@@ -15,35 +15,21 @@ from modeling_patches.support import one_token
 
 
 class OpenBlock(NamedTuple):
-    """The block of nodes that forwards are about to write.
+    """The block of nodes that forwards are about to write."""
 
-    Attributes:
-        start: the slot of its first node, if rows are equally long.
-        slots: ``(batch, n)`` slot of each node otherwise.
-        end: number of slots that attention sees, without the front slots.
-        front: whether attention sees the front slots, too.
-        tree: the nodes; None where plain generation appends tokens.
-        first: nodes of the tree that are written before this block.
-    """
-
-    start: int
-    slots: Tensor | None
-    end: int
-    front: bool = False
-    tree: Tree | None = None
-    first: int = 0
+    start: int  # slot of its first node, if rows are equally long
+    slots: Tensor | None  # (batch, n) slot of each node otherwise
+    end: int  # number of slots that attention sees, without the front slots
+    front: bool = False  # whether attention sees the front slots, too
+    tree: Tree | None = None  # the nodes; None where plain generation appends tokens
+    first: int = 0  # nodes of the tree that are written before this block
 
 
 class StatefulCache(Cache):
-    """A cache that may hold recurrent states.
+    """A cache that may hold recurrent states."""
 
-    Attributes:
-        recurrent: the states; None if no layer has any.
-        block: the open block of nodes, if one is open.
-    """
-
-    recurrent: RecurrentStates | None = None
-    block: OpenBlock | None = None
+    recurrent: RecurrentStates | None = None  # None if no layer has any
+    block: OpenBlock | None = None  # None if none is open
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of a convolution; None in a block, whose nodes run by other rules."""
@@ -96,11 +82,7 @@ class StatefulCache(Cache):
 
 class SequenceCache(StatefulCache):
     """Keys and values that a forward over whole sequences appends, for training, beside recurrent
-    states that are its own: nothing is committed, and gradients flow through what it holds.
-
-    Args:
-        states: those of the model's recurrent layers.
-    """
+    states that are its own: nothing is committed, and gradients flow through what it holds."""
 
     def __init__(self, states: RecurrentStates):
         super().__init__(layer_class_to_replicate=DynamicLayer)
