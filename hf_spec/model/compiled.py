@@ -56,8 +56,7 @@ class CompiledTarget(Target):
     def step(
         self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
     ) -> Output:
-        """By compiled code, where the accepted nodes of a ``match`` are then in the first slots
-        after each row's tokens."""
+        """By compiled code, which leaves the accepted nodes of a ``match`` in the first slots."""
         if first and self.cache.recurrent is not None:
             # What earlier forwards of the step have kept has no recurring size.
             return super().step(tree, first, keys, changes, match)
@@ -134,12 +133,8 @@ class CompiledTarget(Target):
         return Output(tree, logits, hidden, result)
 
     def variables(self) -> tuple[dict[tuple[str, str], Tensor], Hashable]:
-        """What forwards read besides the tree and the KV cache.
-
-        Returns:
-            The tensors by attribute and name, which :meth:`traced_with` replaces, and a key of
-            everything else.
-        """
+        """What forwards read besides the tree and the KV cache: tensors by attribute and name,
+        which :meth:`traced_with` replaces, and a key of everything else."""
         named: dict[tuple[str, str], Tensor] = {}
         others = []
         for attribute in _VARIABLES:

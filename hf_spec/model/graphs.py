@@ -177,8 +177,8 @@ class Graphs:
         self._tensors |= frozenset(map(self._identity, tensors))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of finite values. Reuses an earlier call's buffer if possible, as CUDA graphs
-        depend on memory addresses."""
+        """A buffer of finite values: an earlier call's if possible, as CUDA graphs depend on memory
+        addresses."""
         with _COMPILING:
             for index, one in enumerate(self._kept.spare):
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):

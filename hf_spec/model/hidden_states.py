@@ -35,8 +35,7 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     the order of draft tokens.
 
     Args:
-        hidden: ``(..., hidden)``. Autocast within the model's forward may give them another
-            floating-point dtype than that of its weights.
+        hidden: ``(..., hidden)``; autocast may have given them another dtype than the weights'.
         head: replaces the output embeddings.
     """
     # Flat: on CPUs, the matrix product of a slice (non-contiguous) is ten times slower.
@@ -52,8 +51,7 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def linear_logits(model: Any, hidden: Tensor) -> Tensor:
-    """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
-    have another floating-point type."""
+    """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``."""
     logits, bias = output_logits(model, hidden), output_bias(model)
     return logits if bias is None else logits - bias
 

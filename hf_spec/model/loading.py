@@ -28,12 +28,9 @@ class NamedAdapter(Protocol):
 
 
 def load_model(
-    path: str,
-    dtype: str,
-    device: str | None = None,
-    attn_implementation: str | None = None,
+    path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None,
     adapters: Iterable[NamedAdapter] = (),
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """A causal language model in evaluation mode on its device, and its tokenizer.
 
     Args:
@@ -51,9 +48,10 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    if is_path(path) and not Path(path).is_dir():
+    folder = Path(path)
+    if is_path(path) and not folder.is_dir():
         raise ValueError(f"cannot load model {path!r}: there is no such folder")
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in CONFIGS):
+    if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
 
     dtype, device = native_dtype(device) if dtype == NATIVE else dtype, chosen_device(device)
@@ -82,11 +80,7 @@ def chosen_device(device: str | None) -> str:
 
 
 def native_dtype(device: str | None) -> str:
-    """``bfloat16``; on a CPU without instructions for it ``float32``, as the log then says.
-
-    Args:
-        device: None for an accelerator if there is one.
-    """
+    """``bfloat16``; on a CPU without instructions for it ``float32``, as the log then says."""
     import torch
 
     from hf_spec.model.cpu_dtypes import has_instructions
