@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.memory import locked, memory
-from hf_spec.model.cpu_dtypes import has_instructions
+from hf_spec.model.loading import has_instructions
 from modeling_patches.bitwise import Arranged
 from modeling_patches.contents import contents
 from modeling_patches.per_call import Changes, plain
