@@ -21,6 +21,7 @@ from adapter_oracle import lent
 from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, prompt, ragged, shared
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
+from naive_cache import row_of
 from peft import PeftConfig
 from running import drafting, needed
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -287,7 +288,7 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
             # A sliding layer keeps the prompt's last window - 1 tokens only.
             dropped = 0 if window is None else max(width - (window - 1), 0)
             first = max(dropped - int((~mask).sum()), 0)
-            for ours, theirs in zip(cache.row(row, index), (layer.keys[0], layer.values[0])):
+            for ours, theirs in zip(row_of(cache, row, index), (layer.keys[0], layer.values[0])):
                 # fp32 with other reduction orders: a few ulps of values up to about 10.
                 torch.testing.assert_close(ours[:, first:], theirs[:, first:], rtol=1e-4, atol=2e-4)
 

@@ -362,11 +362,6 @@ class TreeCache(StatefulCache):
         self.shift, self.inputs = None, []
         self.set_lengths([0] * self.batch_size, [0] * self.batch_size)
 
-    def row(self, row: int, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
-        layer, length = self.layers[layer_idx], self.host_lengths[row]
-        return layer.keys[row, :, :length], layer.values[row, :, :length]
-
     def __getstate__(self) -> dict[str, Any]:
         self.count_appended()
         state = {name: value for name, value in vars(self).items() if name != "layers"}
