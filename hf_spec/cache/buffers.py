@@ -38,21 +38,16 @@ class AttentionStates:
     Args:
         layers: the layers, which get views of the buffers.
         allocate: allocates buffers; their values must be finite.
-
-    Attributes:
-        batch_size: rows in use; those dropped come after them.
-        capacity: slots allocated per row, without the front slots.
-        front: number of front slots.
-        traced: whether this is what a graph sees, see :meth:`traced_with`.
     """
 
     def __init__(
         self, layers: Sequence[AttentionLayer], batch_size: int, allocate: Allocate = zeros
     ):
         self.layers = list(layers)
-        self.batch_size = batch_size
-        self.capacity = self.front = 0
-        self.traced = False
+        self.batch_size = batch_size  # rows in use; those dropped come after them
+        self.capacity = 0  # slots allocated per row, without the front slots
+        self.front = 0  # number of front slots
+        self.traced = False  # whether this is what a graph sees, see traced_with
         self._new = allocate
         #: What :meth:`set_front` was given until layers have slots for it.
         self._learned: Sequence[tuple[Tensor, Tensor]] = ()
@@ -166,12 +161,8 @@ class AttentionStates:
         return made[key]
 
     def move(self, lengths: Tensor, path: Tensor) -> None:
-        """Copy the slots of an accepted path behind each row's tokens.
-
-        Args:
-            lengths: ``(batch,)``
-            path: ``(batch, depth)`` slots after each row's tokens, the root's first.
-        """
+        """Copy the slots ``path`` ``(batch, depth)`` after each row's ``lengths`` ``(batch,)``
+        tokens, the root's first, right behind these tokens."""
         accepted = lengths[:, None] + path.to(lengths.device)
         first = lengths[:, None] + torch.arange(path.shape[1], device=lengths.device)
         for storage, _ in self._groups:

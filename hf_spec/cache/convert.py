@@ -54,8 +54,6 @@ def take_over(
         cache.states.allocate(states, max(capacity, cache.max_length))
     states.clear()
     for own, layer in zip(cache.layers, source.layers):
-        if not own.is_initialized:
-            continue
         for name, tensor in _held(layer).items():
             _copy_in(getattr(own, name), tensor, order, seq, rows)
             setattr(layer, name, None)
@@ -111,11 +109,7 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
 
 
 def check_packable(cache: Cache) -> None:
-    """Raise unless :func:`take_over` can take over this cache.
-
-    Raises:
-        ValueError: naming the cache or layer type.
-    """
+    """Raise a ValueError, with the cache or layer type, unless :func:`take_over` can take it."""
     remedy = "Pass a DynamicCache, the TreeCache of an earlier call, or no cache."
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__

@@ -44,21 +44,17 @@ class RecurrentStates:
     Args:
         rules: the rule of each layer besides its convolution.
         batch_size: number of rows.
-
-    Attributes:
-        visible: which nodes each node of the last block sees.
-        plain: whether the running forward is one token per row, for which layers run their own
-            code on copies of the states.
-        beside_keys: whether any layer of the model has keys.
     """
 
-    beside_keys = True
+    beside_keys = True  # whether any layer of the model has keys
 
     def __init__(self, rules: dict[int, Rule], batch_size: int):
         self.rules = rules
         self.groups: list[list[Place]] = []
         self.version = Version([0] * batch_size, [])
-        self.visible = torch.empty(0, device="cpu")
+        self.visible = torch.empty(0, device="cpu")  # which nodes each node of the block sees
+        #: Whether the running forward is one token per row, for which layers run their own code on
+        #: copies of the states.
         self.plain = False
         self._steps: dict[torch.device, Step] = {}
         self._kept: dict[Place, list[Kept]] = {}

@@ -84,11 +84,6 @@ class Graphs:
         config: how to compile. ``fullgraph`` and ``dynamic`` have no effect: graphs are always
             whole and have static shapes.
         kind: what functions depend on besides the model and their own keys.
-
-    Attributes:
-        made: number of graphs that this call has compiled, or tried to.
-        frozen: whether code contains the values of weights.
-        tell: called with this number whenever it has grown.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -96,6 +91,7 @@ class Graphs:
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
         self._options, self._backend = _options(config), config.backend
+        #: Whether code contains the values of weights.
         self.frozen = config.backend == "inductor" and bool(
             self._options.get("freezing", torch._inductor.config.freezing)
         )
@@ -106,8 +102,8 @@ class Graphs:
         self._kind = kind, _state(model), config.backend, options, self.frozen
         # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
         self._shares_memory = placement(model).device.type != "cpu"
-        self.made = 0
-        self.tell: Callable[[int], Any] | None = None
+        self.made = 0  # graphs that this call has compiled, or tried to
+        self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model)
         if self.obstacle is not None:
             self._warn(self.obstacle)

@@ -69,14 +69,11 @@ class PackedWeights:
 
     Args:
         groups: modules that are :func:`packable`; those of a group have one copy.
-
-    Attributes:
-        packed: the contents of the weights that were packed.
     """
 
     def __init__(self, groups: list[list[nn.Linear]]):
         self.groups = groups
-        self.packed = _contents(groups)
+        self.packed = _contents(groups)  # of the weights that were packed
         self._copies: dict[tuple[int, ...], _Copy] = {}
         for group in groups:  # some may share their weights
             place = _place(group)

@@ -43,15 +43,10 @@ IGNORED = -100
 
 
 class ProbedSequences(NamedTuple):
-    """Outputs of a forward over sequences with probes.
+    """Final hidden states of a forward over sequences with probes."""
 
-    Attributes:
-        probe_hidden: ``(batch, anchors, group, hidden)`` final hidden states of the probes.
-        token_hidden: ``(batch, seq, hidden)`` final hidden states of the tokens.
-    """
-
-    probe_hidden: Tensor
-    token_hidden: Tensor
+    probe_hidden: Tensor  # (batch, anchors, group, hidden)
+    token_hidden: Tensor  # (batch, seq, hidden)
 
 
 def probe_sequences(
@@ -131,7 +126,7 @@ class _Run:
         return changes
 
     def _embeddings(self) -> Tensor:
-        """The probes' embeddings: (batch, anchors * group, hidden)."""
+        """The probes': (batch, anchors * group, hidden)."""
         learned = self.inputs.embeddings.to(self.device, self.dtype)
         if learned.ndim == 4:  # different ones under each anchor
             return learned.flatten(1, 2)

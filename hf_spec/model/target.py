@@ -189,7 +189,6 @@ class Target:
         """The whole forward over an open block, on tensors only, so that it can be traced.
 
         Args:
-            block: the nodes that are run.
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """

@@ -17,19 +17,12 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """Some nodes of a tree.
-
-    Attributes:
-        tree: the tree.
-        tokens: ``(batch, n)`` token ids, then indices of probes' embeddings.
-        depths: ``(batch, n)``
-        visible: ``(batch, n, nodes)`` bool, which of the tree's nodes each of them sees.
-    """
+    """Some nodes of a tree."""
 
     tree: Tree
-    tokens: Tensor
-    depths: Tensor
-    visible: Tensor
+    tokens: Tensor  # (batch, n) token ids, then indices of probes' embeddings
+    depths: Tensor  # (batch, n)
+    visible: Tensor  # (batch, n, nodes) bool, which of the tree's nodes each of them sees
 
     @classmethod
     def of(cls, tree: Tree, nodes: slice | Tensor = slice(None)) -> Block:
