@@ -23,6 +23,12 @@ SPECS: dict[str, list[Spec]] = {
 }
 
 
+def row_of(cache: TreeCache, row: int, layer: int) -> tuple[Tensor, Tensor]:
+    """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
+    own, length = cache.layers[layer], cache.host_lengths[row]
+    return own.keys[row, :, :length], own.values[row, :, :length]
+
+
 class NaiveCache:
     """``states[layer][row]``: (key, value) of each accepted token, and nothing else."""
 
@@ -129,7 +135,7 @@ class Pair:
         assert cache.block is None
         for layer in range(len(self.specs)):
             for row in range(cache.batch_size):
-                for own, wanted in zip(cache.row(row, layer), self.naive.row(layer, row)):
+                for own, wanted in zip(row_of(cache, row, layer), self.naive.row(layer, row)):
                     assert torch.equal(own, wanted)
 
 

@@ -28,6 +28,7 @@ from conftest import (
 )
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
+from naive_cache import row_of
 from peft import PeftConfig
 from running import drafting, needed
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -290,7 +291,7 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
             # A sliding layer keeps the prompt's last window - 1 tokens only.
             dropped = 0 if window is None else max(width - (window - 1), 0)
             first = max(dropped - int((~mask).sum()), 0)
-            for ours, theirs in zip(cache.row(row, index), (layer.keys[0], layer.values[0])):
+            for ours, theirs in zip(row_of(cache, row, index), (layer.keys[0], layer.values[0])):
                 torch.testing.assert_close(ours[:, first:], theirs[:, first:], **CLOSE)
 
 

@@ -33,7 +33,7 @@ class AttentionLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots for the first block of an empty cache."""
         self._allocate({"keys": key_states, "values": value_states})
-        self.cache.states.first_block_of(self)
+        self.cache.states.put_front(self)
 
     def _allocate(self, first: dict[str, Tensor]) -> None:
         cache, states = self.cache, self.cache.states
@@ -72,14 +72,8 @@ class AttentionLayer(CacheLayerMixin):
         return keys, self._write("values", value_states, block)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the index of the tokens whose keys were written last.
-
-        Args:
-            indexer_key_states: ``(batch, n, index_head_dim)``
-
-        Returns:
-            ``(batch, slots, index_head_dim)`` up to the last slot used.
-        """
+        """Write the index ``(batch, n, index_head_dim)`` of the tokens whose keys were written
+        last; return that of all slots up to the last one used."""
         states = indexer_key_states[:, None]
         if "indexer_keys" not in self.with_front:
             self._allocate({"indexer_keys": states})
@@ -91,25 +85,23 @@ class AttentionLayer(CacheLayerMixin):
     def _write(self, name: str, new: Tensor, block: Any) -> Tensor:
         """Write states ``(batch, heads, n, dim)`` into a block; see :meth:`update`."""
         states = self.cache.states
-        self._widen(name, new.dtype)
-        if block.slots is None:
-            stop = block.start + new.shape[2]
-            _write_finite(getattr(self, name)[:, :, block.start : stop], new)
-        else:
+        # What a model writes may change between calls, as with autocast. Like a DynamicCache, which
+        # concatenates them, the layer then holds all states in the wider dtype.
+        have = self.with_front[name].dtype
+        if have != new.dtype and (wider := torch.promote_types(have, new.dtype)) != have:
+            states.widen(self, name, wider)
+        if block.slots is not None:
             states.write(self.with_front[name], block.slots, new)
+        else:
+            target = getattr(self, name)[:, :, block.start : block.start + new.shape[2]]
+            # It does not trace a view as `out`, whose dtype must be that of the input.
+            if torch.compiler.is_compiling() or target.dtype != new.dtype:
+                target.copy_(new.nan_to_num(0.0, 0.0, 0.0))
+            else:  # in one pass, as cheap as the copy
+                torch.nan_to_num(new, 0.0, 0.0, 0.0, out=target)
         if block.front:
             return self.with_front[name][:, :, : states.front + block.end]
         return getattr(self, name)[:, :, : block.end]
-
-    def _widen(self, name: str, dtype: torch.dtype) -> None:
-        """Make sure that states of this dtype can be written without loss.
-
-        What a model writes may change between calls, as with autocast. Like a ``DynamicCache``,
-        which concatenates them, the layer then holds all states in the wider dtype.
-        """
-        have = self.with_front[name].dtype
-        if have != dtype and (wider := torch.promote_types(have, dtype)) != have:
-            self.cache.states.widen(self, name, wider)
 
     # Before Transformers 5.21, modules with recurrent states read these of a layer.
 
@@ -139,11 +131,3 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     # cache created under inference_mode can then be used outside it.
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _write_finite(target: Tensor, states: Tensor) -> None:
-    # It does not trace a view as `out`, whose dtype must be that of the input.
-    if torch.compiler.is_compiling() or target.dtype != states.dtype:
-        target.copy_(states.nan_to_num(0.0, 0.0, 0.0))
-    else:  # in one pass, as cheap as the copy
-        torch.nan_to_num(states, 0.0, 0.0, 0.0, out=target)

@@ -38,23 +38,18 @@ class AttentionStates:
     Args:
         layers: the layers, which get views of the buffers.
         allocate: allocates buffers; their values must be finite.
-
-    Attributes:
-        batch_size: rows in use; those that were dropped come after them.
-        capacity: slots allocated per row, without the front slots.
-        front: number of front slots.
-        traced: whether this is what a graph sees, see :meth:`traced_with`.
     """
 
     def __init__(
         self, layers: Sequence[AttentionLayer], batch_size: int, allocate: Allocate = zeros
     ):
         self.layers = list(layers)
-        self.batch_size = batch_size
-        self.capacity = self.front = 0
-        self.traced = False
+        self.batch_size = batch_size  # rows in use; those dropped come after them
+        self.capacity = 0  # slots allocated per row, without the front slots
+        self.front = 0  # number of front slots
+        self.traced = False  # whether this is what a graph sees, see traced_with
         self._new = allocate
-        #: Empty buffers only: states for the front slots, and the function that selects our heads.
+        #: What :meth:`set_front` was given until layers have slots for it.
         self._learned: Sequence[tuple[Tensor, Tensor]] = ()
         self._own: Share | None = None
         self._groups: list[tuple[Tensor, list[Member]]] = []
@@ -75,8 +70,8 @@ class AttentionStates:
             yield from zip(storage[:, : self.batch_size], members)
 
     def allocate(self, sources: dict[Member, Tensor], slots: int) -> None:
-        """Allocate one buffer per group of tensors of equal shape, dtype and device, for at least
-        so many slots per row."""
+        """Allocate a buffer for all sources of equal shape, dtype and device, of at least so many
+        slots per row."""
         self.capacity = rounded(slots)
         groups: dict[tuple, list[Member]] = {}
         for key, tensor in sources.items():
@@ -104,7 +99,7 @@ class AttentionStates:
         while made:
             (index, name), states = made.popitem()
             self.layers[index].with_front[name][:, :, : states.shape[2]] = states
-        self._learned, self._own = (), None
+        self._learned = ()
 
     def reserve(self, slots: int) -> None:
         """Make room for ``slots`` slots per row; grows by doubling, so that copies are rare."""
@@ -117,16 +112,13 @@ class AttentionStates:
         return buffers
 
     def _resize(self, front: int, capacity: int) -> None:
-        """Move everything to buffers with these numbers of front slots and token slots."""
-        kept = min(front, self.front)
+        """Move everything to buffers with these numbers of front slots and token slots, neither of
+        which is smaller than before."""
         groups = []
         for storage, members in self._groups:
-            shape = list(storage.shape)
-            shape[3] = front + capacity
-            grown = self._new(tuple(shape), storage.dtype, storage.device)
-            start = front - kept
-            stop = start + kept + self.capacity
-            grown[:, :, :, start:stop] = storage[:, :, :, self.front - kept :]
+            shape = (*storage.shape[:3], front + capacity, storage.shape[4])
+            grown = self._new(shape, storage.dtype, storage.device)
+            grown[:, :, :, front - self.front : front + self.capacity] = storage
             groups.append((grown, members))
         self._groups, self.front, self.capacity = groups, front, capacity
         self.attach()
@@ -136,25 +128,17 @@ class AttentionStates:
         if self.is_empty:  # the layer's first block, not yet in a shared buffer
             layer.attach(name, layer.with_front[name].to(dtype), self.front)
             return
-        member, groups = (self.layers.index(layer), name), []
-        for storage, members in self._groups:
-            if member in members:
-                wide = self._new(tuple(storage.shape), dtype, storage.device)
-                storage = wide.copy_(storage)
-            groups.append((storage, members))
-        self._groups = groups
+        for place, (storage, members) in enumerate(self._groups):
+            if (layer.index, name) in members:
+                wide = self._new(tuple(storage.shape), dtype, storage.device).copy_(storage)
+                self._groups[place] = wide, members
         self.attach()
 
     # -- slots -------------------------------------------------------------------------------
 
     def write(self, view: Tensor, slots: Tensor, states: Tensor) -> None:
-        """Write states into slots of a layer's keys or values, non-finite numbers as 0.
-
-        Args:
-            view: ``(batch, heads, front + capacity, dim)``
-            slots: ``(batch, n)``
-            states: ``(batch, heads, n, dim)``
-        """
+        """Write states ``(batch, heads, n, dim)`` into slots ``(batch, n)`` of a layer's keys or
+        values ``(batch, heads, front + capacity, dim)``, non-finite numbers as 0."""
         finite = states.nan_to_num(0.0, 0.0, 0.0).to(view.dtype)
         if self.traced:  # code writes in place only to what is indexed directly
             slots = slots.to(view.device) + self.front
@@ -164,18 +148,9 @@ class AttentionStates:
             view.view(-1, view.shape[3]).index_copy_(0, to, finite.flatten(0, 2))
 
     def _flat_slots(self, slots: Tensor, heads: int, size: int, device: torch.device) -> Tensor:
-        """Where slots are in a layer's keys or values, seen as ``(batch * heads * size, dim)``.
-
-        One index of whole vectors is several times as fast as one index per dimension.
-
-        Args:
-            slots: ``(batch, n)``
-            heads: of the layer.
-            size: slots of each row and head, those in front included.
-
-        Returns:
-            ``(batch * heads * n,)`` int64; made once for the same ``slots``.
-        """
+        """Where slots are in a layer's keys or values, seen as ``(batch * heads * size, dim)``:
+        ``(batch * heads * n,)``, made once for the same ``slots``."""
+        # One index of whole vectors is several times as fast as one index per dimension.
         if self._flat is None or self._flat[0] is not slots:
             self._flat = slots, {}
         made = self._flat[1]
@@ -186,12 +161,8 @@ class AttentionStates:
         return made[key]
 
     def move(self, lengths: Tensor, path: Tensor) -> None:
-        """Copy the slots of an accepted path behind each row's tokens.
-
-        Args:
-            lengths: ``(batch,)``
-            path: ``(batch, depth)`` slots after each row's tokens, the root's first.
-        """
+        """Copy the slots ``path`` ``(batch, depth)`` after each row's ``lengths`` ``(batch,)``
+        tokens, the root's first, right behind these tokens."""
         accepted = lengths[:, None] + path.to(lengths.device)
         first = lengths[:, None] + torch.arange(path.shape[1], device=lengths.device)
         for storage, _ in self._groups:
@@ -212,7 +183,7 @@ class AttentionStates:
         return tuple(member for _, members in self._groups for member in members)
 
     def tensors(self) -> list[Tensor]:
-        """The layers' keys and values, ``(batch, kv_heads, front + capacity, head_dim)`` each."""
+        """The layers' keys and values, in the shape of :meth:`buffers`."""
         return [view for view, _ in self.buffers()]
 
     def traced_with(self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor]) -> Self:
@@ -229,8 +200,6 @@ class AttentionStates:
     def set_front(self, states: Sequence[tuple[Tensor, Tensor]], own: Share | None = None) -> None:
         """Put learned keys and values into the last front slots.
 
-        Forwards whose block began with ``front=True`` see them where the mask allows it.
-
         Args:
             states: per layer, keys and values ``(kv_heads, slots, head_dim)``, the same number of
                 slots in every layer.
@@ -245,39 +214,31 @@ class AttentionStates:
             self._resize(aligned(count), self.capacity)
         if len(states) != len(self.layers):
             raise ValueError(f"{len(states)} layers of learned states for {len(self.layers)}.")
-        if self.is_empty:  # layers do not know their shapes yet
-            self._learned, self._own = states, own
-            return
-        for index, pair in enumerate(states):
-            self._put_front(index, pair, own)
+        self._learned, self._own = states, own
+        if not self.is_empty:  # else layers do not know their shapes yet
+            for layer in self.layers:
+                self.put_front(layer)
+            self._learned = ()
 
-    def first_block_of(self, layer: AttentionLayer) -> None:
-        """Put the learned states in front of a layer whose first slots were just allocated."""
-        index = self.layers.index(layer)
-        if self._learned:
-            self._put_front(index, self._learned[index], self._own)
-
-    def _put_front(self, index: int, pair: tuple[Tensor, Tensor], own: Share | None) -> None:
+    def put_front(self, layer: AttentionLayer) -> None:
+        """Put the states of :meth:`set_front` into the slots of a layer, which it has now."""
+        pair = self._learned[layer.index] if self._learned else ()
         for name, learned in zip(("keys", "values"), pair):
-            have = self.layers[index].with_front[name]
-            state = learned if own is None else own(learned, have.shape[1])
+            have = layer.with_front[name]
+            state = learned if self._own is None else self._own(learned, have.shape[1])
             place = have[:, :, self.front - state.shape[1] : self.front]
             if place.shape[1:] != state.shape:
                 raise ValueError(
-                    f"layer {index}: learned {name} of shape {tuple(state.shape)}, the model's "
-                    f"have {have.shape[1]} heads of dimension {have.shape[3]}."
+                    f"layer {layer.index}: learned {name} of shape {tuple(state.shape)}, the "
+                    f"model's have {have.shape[1]} heads of dimension {have.shape[3]}."
                 )
             place.copy_(bounded(state.to(place.dtype)))
 
     # -- rows --------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int], length: int) -> None:
-        """Keep these rows in this order, in place: a row that keeps its index is not copied.
-
-        Args:
-            rows: the former index of each row; each at most once.
-            length: slots of the longest row.
-        """
+        """Keep these rows, each at most once, in this order, in place: ``length`` slots of those
+        that change their index are copied."""
         moved = [(index, row) for index, row in enumerate(rows) if index != row]
         for storage, _ in self._groups if moved else ():
             into, source = (torch.tensor(x, device=storage.device) for x in zip(*moved))
@@ -298,11 +259,8 @@ class AttentionStates:
     # -- copies ------------------------------------------------------------------------------
 
     def packed(self, length: int) -> dict[str, Any]:
-        """What pickles hold: the slots in use of each buffer, not the layers' views.
-
-        Pickled views would come back as tensors of their own, which do not see what is written
-        into the buffers.
-        """
+        """What pickles hold: the slots in use of each buffer, not the layers' views, which would
+        come back as tensors of their own."""
         used = self.front + length
         buffers = [
             (storage[:, : self.batch_size, :, :used].clone(), list(members))
@@ -311,32 +269,24 @@ class AttentionStates:
         # The first block of an empty cache is not in shared buffers yet.
         first = [{} if buffers else layer.with_front for layer in self.layers]
         return {
-            "buffers": buffers, "first": first, "front": self.front, "capacity": self.capacity,
-            "learned": (self._learned, self._own),
+            "buffers": buffers, "capacity": length if buffers else self.capacity, "first": first,
+            "front": self.front, "learned": (self._learned, self._own),
         }  # fmt: skip
 
     def unpack(self, packed: dict[str, Any]) -> None:
         """Inverse of :meth:`packed`, for new states."""
-        self.front = packed["front"]
+        self._groups, self.front = packed["buffers"], packed["front"]
         self.capacity, (self._learned, self._own) = packed["capacity"], packed["learned"]
         for layer, states in zip(self.layers, packed["first"]):
             for name, with_front in states.items():
                 layer.attach(name, with_front.clone(), self.front)
-        for part, members in packed["buffers"]:
-            self.capacity = rounded(part.shape[3] - self.front)
-            shape = (*part.shape[:3], self.front + self.capacity, part.shape[4])
-            storage = zeros(shape, part.dtype, part.device)
-            storage[:, :, :, : part.shape[3]] = part
-            self._groups.append((storage, members))
-        self.attach()
+        if self._groups:
+            self._resize(self.front, rounded(self.capacity))
 
 
 def bounded(learned: Tensor) -> Tensor:
-    """Clamp learned values so that the product of any two is finite.
-
-    An adapter's values may be as large as its dtype allows. Attention computes scores for masked
-    slots too, and these scores must not overflow.
-    """
+    """Clamp learned values, which may be as large as their dtype allows, so that the product of any
+    two is finite: attention computes scores for masked slots too, which must not overflow."""
     most = torch.finfo(learned.dtype).max ** 0.5
     return learned.nan_to_num(0.0, 0.0, 0.0).clamp(-most, most)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_spec.cache.buffers import aligned
 from hf_spec.cache.tree_cache import TreeCache
@@ -54,33 +54,11 @@ def take_over(
         cache.states.allocate(states, max(capacity, cache.max_length))
     states.clear()
     for own, layer in zip(cache.layers, source.layers):
-        if not own.is_initialized:
-            continue
         for name, tensor in _held(layer).items():
             _copy_in(getattr(own, name), tensor, order, seq, rows)
             setattr(layer, name, None)
     if cache.recurrent is not None:
         cache.recurrent.take_over(source.layers, cache.host_lengths)
-
-
-def with_layers(cache: Any) -> Any:
-    """A prompt's cache that holds each recurrent state in a layer.
-
-    MiniMax's own class holds them beside its layers, of which those of recurrences are empty, and
-    the last ones missing.
-    """
-    states = getattr(cache, "linear_cache", None)
-    if states is None:
-        return cache
-    found = DynamicCache()
-    for index in range(len(cache)):
-        state = states[index] if index < len(states) else None
-        if isinstance(state, Tensor):
-            found.layers.append(LinearAttentionLayer())
-            found.layers[-1].update_recurrent_state(state)
-        else:
-            found.layers.append(cache.layers[index])
-    return found
 
 
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
@@ -131,11 +109,7 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
 
 
 def check_packable(cache: Cache) -> None:
-    """Raise unless :func:`take_over` can take over this cache.
-
-    Raises:
-        ValueError: naming the cache or layer type.
-    """
+    """Raise a ValueError, with the cache or layer type, unless :func:`take_over` can take it."""
     remedy = "Pass a DynamicCache, the TreeCache of an earlier call, or no cache."
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__

@@ -22,33 +22,20 @@ Place = tuple[str, int, int]
 
 
 class Version(NamedTuple):
-    """The states that belong to certain lengths of the rows.
-
-    Attributes:
-        lengths: of the rows.
-        tensors: for each group of equal states, ``(places, batch, ...)``.
-    """
+    """The states that belong to certain lengths of the rows."""
 
     lengths: list[int]
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # for each group of equal states, (places, batch, ...)
 
 
 class Committed(NamedTuple):
-    """The last step.
+    """The last step."""
 
-    Attributes:
-        before: the states that it began with.
-        kept: what it kept of its nodes.
-        path: ``(batch, depth)`` accepted nodes.
-        narrow: the states of layers that ran on some of the nodes only.
-        narrowed: the accepted nodes as these layers number them.
-    """
-
-    before: Version
-    kept: dict[Place, list[Kept]]
-    path: Tensor
-    narrow: set[Place]
-    narrowed: Tensor
+    before: Version  # the states that it began with
+    kept: dict[Place, list[Kept]]  # what it kept of its nodes
+    path: Tensor  # (batch, depth) accepted nodes
+    narrow: set[Place]  # the states of layers that ran on some of the nodes only
+    narrowed: Tensor  # the accepted nodes as these layers number them
 
 
 class RecurrentStates:
@@ -57,21 +44,17 @@ class RecurrentStates:
     Args:
         rules: the rule of each layer besides its convolution.
         batch_size: number of rows.
-
-    Attributes:
-        visible: which nodes each node of the last block sees.
-        plain: whether the running forward is one token per row, for which layers run their own
-            code on copies of the states.
-        beside_keys: whether any layer of the model has keys.
     """
 
-    beside_keys = True
+    beside_keys = True  # whether any layer of the model has keys
 
     def __init__(self, rules: dict[int, Rule], batch_size: int):
         self.rules = rules
         self.groups: list[list[Place]] = []
         self.version = Version([0] * batch_size, [])
-        self.visible = torch.empty(0, device="cpu")
+        self.visible = torch.empty(0, device="cpu")  # which nodes each node of the block sees
+        #: Whether the running forward is one token per row, for which layers run their own code on
+        #: copies of the states.
         self.plain = False
         self._steps: dict[torch.device, Step] = {}
         self._kept: dict[Place, list[Kept]] = {}
@@ -109,18 +92,12 @@ class RecurrentStates:
     # -- a block, as layers see it -------------------------------------------------------------
 
     def begin(self, visible: Tensor, first: int, plain: bool) -> None:
-        """Open a block.
-
-        Args:
-            visible: ``(batch, n, first + n)`` bool; see :class:`Step`.
-            first: nodes that were forwarded earlier in this step.
-            plain: see above.
-        """
+        """Open a block, ``visible`` as of :class:`Step`, ``first`` nodes of which were forwarded
+        earlier in this step."""
         self.visible, self._steps = visible, {}
-        self.plain, self._last = plain, None
+        self.plain, self._last, self._narrowed = plain, None, set()
         if not first:
             self._kept = {}
-        self._narrowed = set()
 
     @property
     def step(self) -> Step:
@@ -143,8 +120,8 @@ class RecurrentStates:
         self._running, self._calls = (layer, number), 0
 
     def copy(self, kind: str, layer: int, number: int) -> Tensor | None:
-        """A copy of a state, which the running layer's own code may change; None if the layer has
-        no such state, or runs by a rule instead."""
+        """A copy of a state for the running layer's own code; None if the layer has no such state,
+        or runs by a rule instead."""
         place = kind, layer, number
         if not self.plain or place not in self._index:
             return None
@@ -253,11 +230,7 @@ class RecurrentStates:
 
     def repair(self, lengths: list[int]) -> list[int]:
         """Make the states those of these lengths after an exception, which may have left the keys'
-        lengths behind.
-
-        Returns:
-            The lengths that keys and states have then.
-        """
+        lengths behind; return the lengths that both have then."""
         last = self._last
         if not self.groups or self.version.lengths == lengths:
             return lengths
@@ -286,22 +259,18 @@ class RecurrentStates:
         if not self.groups or lengths == have:
             return
         tensors, known = self.version.tensors, have
-        if last is not None and any(
-            old <= new < now for old, new, now in zip(last.before.lengths, lengths, have)
-        ):
-            known = [
-                new if new >= old else now
-                for old, new, now in zip(last.before.lengths, lengths, have)
-            ]
-            counts = [new - old for new, old in zip(known, last.before.lengths)]
-            tensors = self._advanced(last, counts)
+        if last is not None:
+            old = last.before.lengths
+            known = [new if new >= start else now for start, new, now in zip(old, lengths, have)]
+            if known != have:
+                counts = [new - start for new, start in zip(known, old)]
+                tensors = self._advanced(last, counts)
         rows = [row for row, (new, now) in enumerate(zip(lengths, known)) if new < now]
         if rows:
             tensors = [tensor.clone() for tensor in tensors]
         for row in rows:
             for index, tensor in enumerate(tensors):
-                given = prompt.tensors[index][:, row] if lengths[row] and prompt else 0
-                tensor[:, row] = given
+                tensor[:, row] = prompt.tensors[index][:, row] if lengths[row] and prompt else 0
         if prompt is not None:  # what comes after a shorter start is another prompt
             ends = [end if new >= end else 0 for new, end in zip(lengths, prompt.lengths)]
             self._prompt = Version(ends, prompt.tensors)

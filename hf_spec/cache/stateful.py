@@ -1,46 +1,35 @@
-"""What recurrent layers of Transformers' models ask of their cache."""
+"""What recurrent layers of Transformers' models ask of their cache, also in training."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.core.tree import Tree
+from modeling_patches.linear_attention import recurrent_rules
+from modeling_patches.support import one_token
 
 
 class OpenBlock(NamedTuple):
-    """The block of nodes that forwards are about to write.
+    """The block of nodes that forwards are about to write."""
 
-    Attributes:
-        start: the slot of its first node, if rows are equally long.
-        slots: ``(batch, n)`` slot of each node otherwise.
-        end: number of slots that attention sees, without the front slots.
-        front: whether attention sees the front slots, too.
-        tree: the nodes; None where plain generation appends tokens.
-        first: nodes of the tree that are written before this block.
-    """
-
-    start: int
-    slots: Tensor | None
-    end: int
-    front: bool = False
-    tree: Tree | None = None
-    first: int = 0
+    start: int  # slot of its first node, if rows are equally long
+    slots: Tensor | None  # (batch, n) slot of each node otherwise
+    end: int  # number of slots that attention sees, without the front slots
+    front: bool = False  # whether attention sees the front slots, too
+    tree: Tree | None = None  # the nodes; None where plain generation appends tokens
+    first: int = 0  # nodes of the tree that are written before this block
 
 
 class StatefulCache(Cache):
-    """A cache that may hold recurrent states.
+    """A cache that may hold recurrent states."""
 
-    Attributes:
-        recurrent: the states; None if no layer has any.
-        block: the open block of nodes, if one is open.
-    """
-
-    recurrent: RecurrentStates | None = None
-    block: OpenBlock | None = None
+    recurrent: RecurrentStates | None = None  # None if no layer has any
+    block: OpenBlock | None = None  # None if none is open
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of a convolution; None in a block, whose nodes run by other rules."""
@@ -89,3 +78,52 @@ class StatefulCache(Cache):
                 "returned, and only in another such call. Elsewhere start without a cache."
             )
         return self.recurrent
+
+
+class SequenceCache(StatefulCache):
+    """Keys and values that a forward over whole sequences appends, for training, beside recurrent
+    states that are its own: nothing is committed, and gradients flow through what it holds."""
+
+    def __init__(self, states: RecurrentStates):
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.recurrent, self.block = states, OpenBlock(0, None, 0)
+
+
+def sequence_cache(states: RecurrentStates | None) -> Cache:
+    """An empty cache; ``states`` as of :func:`states_before`."""
+    return DynamicCache() if states is None else SequenceCache(states)
+
+
+@torch.no_grad()
+def states_before(model: Any, batch_size: int) -> RecurrentStates | None:
+    """The recurrent states before the first token of sequences; None if the model has none."""
+    rules = recurrent_rules(model)
+    if not rules:
+        return None
+    states = RecurrentStates(rules, 1)
+    # The model's own code makes states of its shapes.
+    states.take_over(with_layers(one_token(model)).layers, [0])
+    for tensor in states.version.tensors:
+        tensor.zero_()
+    states.select([0] * batch_size)
+    return states
+
+
+def with_layers(cache: Any) -> Any:
+    """A prompt's cache that holds each recurrent state in a layer.
+
+    MiniMax's own class holds them beside its layers, of which those of recurrences are empty, and
+    the last ones missing.
+    """
+    states = getattr(cache, "linear_cache", None)
+    if states is None:
+        return cache
+    found = DynamicCache()
+    for index in range(len(cache)):
+        state = states[index] if index < len(states) else None
+        if isinstance(state, Tensor):
+            found.layers.append(LinearAttentionLayer())
+            found.layers[-1].update_recurrent_state(state)
+        else:
+            found.layers.append(cache.layers[index])
+    return found

@@ -51,8 +51,6 @@ class TreeCache(StatefulCache):
             where it is not that of the prompt's last one.
         padding: columns before each row's first token, which some models count as positions; None
             if they are not known.
-        block: the open block, if one is open.
-        recurrent: what its recurrent layers hold; None if there are none.
 
     Args:
         allocate: allocates its buffers, whose values must be finite.
@@ -102,11 +100,8 @@ class TreeCache(StatefulCache):
         return min(self.host_lengths) == self.max_length
 
     def uniform_length(self) -> int:
-        """The length that all rows share.
-
-        Raises:
-            ValueError: if rows differ, which ordinary (unmasked) use of a cache cannot express.
-        """
+        """The length that all rows share; ValueError if they differ, which ordinary (unmasked) use
+        of a cache cannot express."""
         if not self.is_uniform:
             raise ValueError(
                 f"TreeCache holds rows of different lengths {self.host_lengths}: outside "
@@ -116,11 +111,8 @@ class TreeCache(StatefulCache):
         return self.max_length
 
     def set_lengths(self, lengths: list[int], floor: list[int] | None = None) -> None:
-        """Set the accepted tokens per row.
-
-        Args:
-            floor: shortest nonzero lengths that rows can be cut to; None for the known ones.
-        """
+        """Set the accepted tokens per row, and the shortest nonzero lengths that rows can be cut
+        to; None for those already known."""
         if self.tokens is not None:
             pairs = zip(self.tokens, lengths)
             self.tokens = [row if len(row) <= n else row[:n] for row, n in pairs]
@@ -129,8 +121,7 @@ class TreeCache(StatefulCache):
         self._floor = self._floor if floor is None else floor
 
     def depend_on(self, inputs: list[str]) -> None:
-        """Note that the states of all tokens so far depend on these inputs, too: rows cannot be cut
-        among them."""
+        """Note that all states so far depend on these inputs, too: none can be cut off alone."""
         if inputs:
             self.inputs = list(dict.fromkeys(self.inputs + inputs))
             self._floor = self.host_lengths
@@ -179,8 +170,7 @@ class TreeCache(StatefulCache):
         return end
 
     def appending(self, appended: int, count: int) -> OpenBlock:
-        """Where a layer writes ``count`` tokens outside a block, after so many of this forward or
-        earlier ones."""
+        """Where a layer writes ``count`` tokens outside a block, after those already appended."""
         start = self.uniform_length() + appended
         self.states.reserve(start + count)
         return OpenBlock(start, None, start + count)
@@ -188,10 +178,9 @@ class TreeCache(StatefulCache):
     def narrow(self, rows: Tensor) -> None:
         """Keep only some query tokens of the open block for the layers that have yet to write.
 
-        Each query token keeps its slot, so an accepted token has the same slot in every layer.
-
         Args:
-            rows: ``(batch, n)`` indices of the kept query tokens in the block.
+            rows: ``(batch, n)`` indices of the kept query tokens in the block. Each keeps its slot,
+                so an accepted token has the same slot in every layer.
         """
         assert self.block is not None
         slots = self.lengths[:, None] + self.block.first + rows.to(self.lengths.device)
@@ -215,8 +204,8 @@ class TreeCache(StatefulCache):
         if self.states.is_empty and any(layer.is_initialized for layer in self.layers):
             self.states.join()
         if path is None and self.recurrent is not None:
-            moved, path = True, torch.arange(max(*counts, 1), device=self.lengths.device)
-            path = path.expand(self.batch_size, -1)
+            steps = torch.arange(max(*counts, 1), device=self.lengths.device)
+            moved, path = True, steps.expand(self.batch_size, -1)
         if path is not None:
             places = path if slots is None else slots.gather(1, path.to(slots.device))
             if self.recurrent is not None:
@@ -249,7 +238,7 @@ class TreeCache(StatefulCache):
         return len(self.layers), self.states.members, self.states.front, front, states
 
     def tensors(self) -> list[Tensor]:
-        """The buffers of its layers, whose sizes recur. Graphs write into them."""
+        """The buffers of its layers, whose sizes recur and into which graphs write."""
         return self.states.tensors() + (self.recurrent.tensors() if self.recurrent else [])
 
     def traced_with(
@@ -279,11 +268,7 @@ class TreeCache(StatefulCache):
     # -- rows --------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows in this order and drop the others, in place.
-
-        Args:
-            rows: the former index of each row; each at most once.
-        """
+        """Keep these rows, each at most once, in this order and drop the others, in place."""
         self.count_appended()
         self.states.select(rows, self.max_length)
         self._keep_rows(rows)
@@ -299,7 +284,7 @@ class TreeCache(StatefulCache):
         self.padding = None if self.padding is None else [self.padding[row] for row in rows]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows in this order; rows may repeat."""
+        """Keep these rows in this order; they may repeat."""
         self.count_appended()
         self.states.repeat(indices)
         self._keep_rows(indices.tolist())
@@ -314,7 +299,7 @@ class TreeCache(StatefulCache):
     # -- the rest of a Transformers cache ----------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens in the longest row, even if the layer was skipped."""
+        """The length of the longest row, even if the layer was skipped."""
         return self.max_length + self._appended
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -346,12 +331,7 @@ class TreeCache(StatefulCache):
         self.truncate(lengths)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep at most ``lengths[row]`` tokens of each row.
-
-        A row becomes empty where a sliding window would need tokens that it has dropped, or among
-        tokens whose states depend on other :attr:`inputs`, and as short as the last of its lengths
-        of which a recurrent state is known.
-        """
+        """Keep at most ``lengths[row]`` tokens of each row, as far as :meth:`reachable`."""
         self.count_appended()
         kept = self.reachable(lengths)
         if self.recurrent is not None:
@@ -361,7 +341,12 @@ class TreeCache(StatefulCache):
         self.set_lengths(kept)
 
     def reachable(self, lengths: Sequence[int]) -> list[int]:
-        """The lengths that :meth:`truncate` makes of these."""
+        """The lengths that :meth:`truncate` makes of these.
+
+        A row becomes empty where a sliding window would need tokens that it has dropped, or among
+        tokens whose states depend on other :attr:`inputs`, and as short as the last of its lengths
+        of which a recurrent state is known.
+        """
         kept = [min(have, keep) for have, keep in zip(self.host_lengths, lengths)]
         if self.recurrent is not None:
             kept = self.recurrent.reachable(kept)
@@ -376,11 +361,6 @@ class TreeCache(StatefulCache):
             layer.appended = 0
         self.shift, self.inputs = None, []
         self.set_lengths([0] * self.batch_size, [0] * self.batch_size)
-
-    def row(self, row: int, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
-        layer, length = self.layers[layer_idx], self.host_lengths[row]
-        return layer.keys[row, :, :length], layer.values[row, :, :length]
 
     def __getstate__(self) -> dict[str, Any]:
         self.count_appended()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
-from hf_spec.cache.convert import check_packable, with_layers
+from hf_spec.cache.convert import check_packable
+from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.continued import extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover

@@ -16,8 +16,8 @@ from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import AUTO, STRICT, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
-from hf_spec.model.cpu_dtypes import warn_if_slow
 from hf_spec.model.graphs import Graphs
+from hf_spec.model.loading import warn_if_slow
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for

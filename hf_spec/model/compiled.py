@@ -16,9 +16,9 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Output, Pass, Target
+from hf_spec.model.tree_mask import Block
 from modeling_patches.per_call import Changes
 
 #: Attributes of a target that differ between calls: tensors, or values by name.
@@ -56,8 +56,7 @@ class CompiledTarget(Target):
     def step(
         self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
     ) -> Output:
-        """By compiled code, where the accepted nodes of a ``match`` are then in the first slots
-        after each row's tokens."""
+        """By compiled code, which leaves the accepted nodes of a ``match`` in the first slots."""
         if first and self.cache.recurrent is not None:
             # What earlier forwards of the step have kept has no recurring size.
             return super().step(tree, first, keys, changes, match)
@@ -134,12 +133,8 @@ class CompiledTarget(Target):
         return Output(tree, logits, hidden, result)
 
     def variables(self) -> tuple[dict[tuple[str, str], Tensor], Hashable]:
-        """What forwards read besides the tree and the KV cache.
-
-        Returns:
-            The tensors by attribute and name, which :meth:`traced_with` replaces, and a key of
-            everything else.
-        """
+        """What forwards read besides the tree and the KV cache: tensors by attribute and name,
+        which :meth:`traced_with` replaces, and a key of everything else."""
         named: dict[tuple[str, str], Tensor] = {}
         others = []
         for attribute in _VARIABLES:

@@ -54,17 +54,11 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 @dataclass
 class Graph:
-    """Compiled code for one key.
-
-    Attributes:
-        code: the compiled function.
-        baked: the model's tensors that it contains.
-        tolerance: largest relative error that rounding explains.
-    """
+    """Compiled code for one key."""
 
     code: Function
-    baked: frozenset[Hashable]
-    tolerance: float
+    baked: frozenset[Hashable]  # the model's tensors that it contains
+    tolerance: float  # largest relative error that rounding explains
 
 
 class _Kept:
@@ -90,11 +84,6 @@ class Graphs:
         config: how to compile. ``fullgraph`` and ``dynamic`` have no effect: graphs are always
             whole and have static shapes.
         kind: what functions depend on besides the model and their own keys.
-
-    Attributes:
-        made: number of graphs that this call has compiled, or tried to.
-        frozen: whether code contains the values of weights.
-        tell: called with this number whenever it has grown.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -102,17 +91,19 @@ class Graphs:
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
         self._options, self._backend = _options(config), config.backend
+        #: Whether code contains the values of weights.
         self.frozen = config.backend == "inductor" and bool(
             self._options.get("freezing", torch._inductor.config.freezing)
         )
         self._identity = _content if self.frozen else _identity
-        self._tensors = frozenset(map(self._identity, _tensors(model)))
+        tensors = _plain(chain(model.parameters(), model.buffers()))
+        self._tensors = frozenset(map(self._identity, tensors))
         options = repr(sorted(self._options.items(), key=repr))
         self._kind = kind, _state(model), config.backend, options, self.frozen
         # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
         self._shares_memory = placement(model).device.type != "cpu"
-        self.made = 0
-        self.tell: Callable[[int], Any] | None = None
+        self.made = 0  # graphs that this call has compiled, or tried to
+        self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model)
         if self.obstacle is not None:
             self._warn(self.obstacle)
@@ -182,8 +173,8 @@ class Graphs:
         self._tensors |= frozenset(map(self._identity, tensors))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of finite values. Reuses an earlier call's buffer if possible, as CUDA graphs
-        depend on memory addresses."""
+        """A buffer of finite values: an earlier call's if possible, as CUDA graphs depend on memory
+        addresses."""
         with _COMPILING:
             for index, one in enumerate(self._kept.spare):
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
@@ -198,8 +189,8 @@ class Graphs:
             self._kept.spare = [*like, *buffers][-SPARE:]
 
     def details(self) -> dict[str, Any]:
-        """Entries for ``SpecStats.details``: graphs compiled by this call, graphs kept for the
-        model, and why some steps were not compiled."""
+        """Graphs compiled by this call, graphs kept for the model, and why some steps were not
+        compiled: entries for ``SpecStats.details``."""
         kept = self._kept
         return {"made": self.made, "kept": len(kept.graphs), "refused": sorted(kept.warned)}
 
@@ -219,16 +210,11 @@ class Graphs:
         with _capturing():
             tracer = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
             captured: Any = tracer(*inputs)
-        constants = {
-            node.target: getattr(captured, node.target)
-            for node in captured.graph.nodes
-            if node.op == "get_attr"
-        }
-        tensors = [x for x in constants.values() if isinstance(x, Tensor)]
-        baked = {self._identity(x) for x in tensors}
-        for x in tensors:
-            known = self._identity(x) in self._tensors
-            if x.is_floating_point() and x.numel() > SMALL and not known:
+        names = dict.fromkeys(node.target for node in captured.graph.find_nodes(op="get_attr"))
+        constants = [getattr(captured, name) for name in names]
+        tensors = [(self._identity(x), x) for x in constants if isinstance(x, Tensor)]
+        for identity, x in tensors:
+            if x.is_floating_point() and x.numel() > SMALL and identity not in self._tensors:
                 raise ValueError(
                     f"it reads numbers {tuple(x.shape)} that are neither its inputs nor the "
                     "model's, and may change"
@@ -239,7 +225,8 @@ class Graphs:
         if self.in_parts:  # by a function without the model, which kept code must not hold
             code = compile_once(captured, partial(_compile_part, self._backend, self._options))
         code = code or self._whole(captured, inputs[:static])
-        return Graph(code, frozenset(baked & self._tensors), tolerance(dtypes))
+        baked = self._tensors.intersection(identity for identity, _ in tensors)
+        return Graph(code, baked, tolerance(dtypes))
 
     def _whole(self, captured: torch.fx.GraphModule, static: Sequence[Tensor]) -> Function:
         if self._backend == "eager":  # runs the captured graph as it is
@@ -278,12 +265,10 @@ def _compile_part(
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    """Silence torch's log of operations that cannot be captured, as the error reports them.
-
-    Weights that autocast has cast must not get into captured code, nor out of it.
-    """
+    """Silence torch's log of operations that cannot be captured, as the error reports them."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
+    # Weights that autocast has cast must not get into captured code, nor out of it.
     torch.clear_autocast_cache()
     try:
         yield
@@ -298,18 +283,13 @@ def _shape(tensor: Tensor) -> Hashable:
     return tensor.shape, strides, tensor.dtype, tensor.device
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    for tensor in chain(model.parameters(), model.buffers()):
-        yield from _parts(tensor)
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a quantized weight consists of, as capturing sees them."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    else:
-        yield tensor
+def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """These, and of quantized weights the tensors that they consist of, as capturing sees them."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
 
 
 def _identity(tensor: Tensor) -> Hashable:
@@ -352,9 +332,7 @@ def _obstacle(model: Any) -> str | None:
         return "some of its weights are offloaded"
     hooks = foreign_hooks(model)
     if hooks:
-        return (
-            f"its modules have hooks ({', '.join(sorted(hooks))}), which compiled code leaves out"
-        )
+        return f"its modules have hooks ({', '.join(sorted(hooks))}), which compiled code omits"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return "its quantization cannot be compiled"

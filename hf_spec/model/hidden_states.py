@@ -35,17 +35,14 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     the order of draft tokens.
 
     Args:
-        hidden: ``(..., hidden)``. Autocast within the model's forward may give them another
-            floating-point dtype than that of its weights.
+        hidden: ``(..., hidden)``; autocast may have given them another dtype than the weights'.
         head: replaces the output embeddings.
     """
     # Flat: on CPUs, the matrix product of a slice (non-contiguous) is ten times slower.
-    flat, module = hidden.flatten(0, -2), model.get_output_embeddings()
-    if head is not None:
-        flat = head(flat)
-    else:
-        flat = module(flat.to(output_dtype(model) or flat.dtype))
-    return flat.unflatten(0, hidden.shape[:-1])
+    flat = hidden.flatten(0, -2)
+    if head is None:
+        head, flat = model.get_output_embeddings(), flat.to(output_dtype(model) or flat.dtype)
+    return head(flat).unflatten(0, hidden.shape[:-1])
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -54,8 +51,7 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def linear_logits(model: Any, hidden: Tensor) -> Tensor:
-    """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
-    have another floating-point type."""
+    """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``."""
     logits, bias = output_logits(model, hidden), output_bias(model)
     return logits if bias is None else logits - bias
 
@@ -90,9 +86,7 @@ def model_logits(
     """
     # Slices take a slow path of the matrix product on CPUs; see output_logits.
     made = _DecoderOutput(last_hidden_state=hidden.contiguous())
-    own = Changes()
-    if changes is not None:
-        own.update(changes)
+    own = Changes() if changes is None else Changes().update(changes)
     own.instead(decoder_of(model), "forward", lambda *args, **kwargs: made)
     if head is not None:
         own.instead(model.get_output_embeddings(), "forward", head)
@@ -106,7 +100,7 @@ def model_logits(
 def shapes_logits(model: Any) -> bool:
     """Whether the model scales, caps or cuts off its logits, unlike :func:`output_logits`.
 
-    Determined once per model, on a constant state whose largest logit is large enough for caps.
+    Determined once per model, on a constant state with the largest logit of a confident model.
     """
     known = memory(model)
     if "shapes logits" not in known:
@@ -114,17 +108,13 @@ def shapes_logits(model: Any) -> bool:
         width, _ = features(in_use(model.get_output_embeddings())) or input_features(model)[::-1]
         device, dtype = placement(model)
         state = torch.ones(1, 1, width, dtype=dtype, device=device)
-        state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
+        state *= 30.0 / output_logits(model, state).abs().max().clamp(min=1e-3)
         plain, own = output_logits(model, state), model_logits(model, state)
         # Logits that differ by one rounding of bfloat16 count as equal.
         same = plain.shape == own.shape
         same = same and torch.allclose(plain.to(own), own, rtol=0.01, atol=1e-3)
         known["shapes logits"] = not same
     return bool(known["shapes logits"])
-
-
-#: A logit that a confident model gives to its token.
-LARGE_LOGIT = 30.0
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:
@@ -177,11 +167,9 @@ NO_STATES = Reads()
 
 
 def captured(
-    model: Any,
-    changes: Changes,
-    layers: Sequence[int] = (),
+    model: Any, changes: Changes, layers: Sequence[int] = (),
     wanted: Callable[[Tensor], Tensor] | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """A list to which each forward of ``model`` with these changes appends its hidden states.
 
     Args:

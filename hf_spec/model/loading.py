@@ -1,14 +1,18 @@
-"""Loads a model by its name, and adapters into it."""
+"""Loads a model by its name and adapters into it, in a dtype that its device computes fast in."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_spec.core.checks import first_line
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +20,10 @@ logger = logging.getLogger(__name__)
 NATIVE = "native"
 #: A model's folder has one of these, the second one if it is an adapter of PEFT.
 CONFIGS = ("config.json", "adapter_config.json")
+#: Operators that say whether oneDNN has products in a dtype on this CPU.
+_SUPPORTED = {
+    "torch.bfloat16": "_is_mkldnn_bf16_supported", "torch.float16": "_is_mkldnn_fp16_supported",
+}  # fmt: skip
 
 
 class NamedAdapter(Protocol):
@@ -28,12 +36,9 @@ class NamedAdapter(Protocol):
 
 
 def load_model(
-    path: str,
-    dtype: str,
-    device: str | None = None,
-    attn_implementation: str | None = None,
+    path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None,
     adapters: Iterable[NamedAdapter] = (),
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """A causal language model in evaluation mode on its device, and its tokenizer.
 
     Args:
@@ -51,9 +56,10 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    if is_path(path) and not Path(path).is_dir():
+    folder = Path(path)
+    if is_path(path) and not folder.is_dir():
         raise ValueError(f"cannot load model {path!r}: there is no such folder")
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in CONFIGS):
+    if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
 
     dtype, device = native_dtype(device) if dtype == NATIVE else dtype, chosen_device(device)
@@ -82,14 +88,8 @@ def chosen_device(device: str | None) -> str:
 
 
 def native_dtype(device: str | None) -> str:
-    """``bfloat16``; on a CPU without instructions for it ``float32``, as the log then says.
-
-    Args:
-        device: None for an accelerator if there is one.
-    """
+    """``bfloat16``; on a CPU without instructions for it ``float32``, as the log then says."""
     import torch
-
-    from hf_spec.model.cpu_dtypes import has_instructions
 
     on_cpu = chosen_device(device).startswith("cpu")
     if not on_cpu or has_instructions(torch.bfloat16) is not False:
@@ -100,6 +100,36 @@ def native_dtype(device: str | None) -> str:
         "--dtype bfloat16 forces the other."
     )
     return "float32"
+
+
+def has_instructions(dtype: torch.dtype) -> bool | None:
+    """Whether the CPU multiplies in this 16-bit dtype; None where this PyTorch does not say."""
+    import torch
+
+    supported = getattr(torch.ops.mkldnn, _SUPPORTED[str(dtype)], None)
+    if supported is None or not torch.backends.mkldnn.is_available():
+        return None
+    return bool(supported())
+
+
+def warn_if_slow(model: Any) -> None:
+    """Log a warning, once per dtype, if a model computes in one that its CPU has no instructions
+    for."""
+    from modeling_patches.weights import placement
+
+    at = placement(model)
+    if at.device.type == "cpu" and not getattr(model, "is_quantized", False):
+        _warn(at.dtype)
+
+
+@functools.cache
+def _warn(dtype: torch.dtype) -> None:
+    if str(dtype) in _SUPPORTED and has_instructions(dtype) is False:
+        logger.warning(
+            f"This CPU has no instructions for {str(dtype).removeprefix('torch.')}, in which steps "
+            "of several tokens take several times as long as in float32: load the model with "
+            "dtype=torch.float32."
+        )
 
 
 def load_adapters(model: Any, adapters: Iterable[NamedAdapter]) -> None:

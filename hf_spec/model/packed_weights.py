@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.memory import locked, memory
-from hf_spec.model.cpu_dtypes import has_instructions
+from hf_spec.model.loading import has_instructions
 from modeling_patches.bitwise import Arranged
 from modeling_patches.contents import contents
 from modeling_patches.per_call import Changes, plain
@@ -37,8 +37,6 @@ MOST_TOKENS = 64
 MOST_OF_MEMORY = 0.25
 #: Number of tokens that weights are arranged for.
 _TOKENS = 8
-#: Where a model's copies are kept.
-_KEPT = "packed weights"
 
 
 class _Copy:
@@ -46,7 +44,7 @@ class _Copy:
 
     def __init__(self, *weights: Tensor):
         self.weights = [weight.detach() for weight in weights]
-        whole = self.weights[0] if len(weights) == 1 else torch.cat(self.weights)
+        whole = _joined(self.weights)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _TOKENS)
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,14 +69,11 @@ class PackedWeights:
 
     Args:
         groups: modules that are :func:`packable`; those of a group have one copy.
-
-    Attributes:
-        packed: the contents of the weights that were packed.
     """
 
     def __init__(self, groups: list[list[nn.Linear]]):
         self.groups = groups
-        self.packed = _contents(groups)
+        self.packed = _contents(groups)  # of the weights that were packed
         self._copies: dict[tuple[int, ...], _Copy] = {}
         for group in groups:  # some may share their weights
             place = _place(group)
@@ -152,11 +147,16 @@ def packed_weights(
     Returns:
         None if there are none that oneDNN packs on this machine.
     """
-    kept, groups, key = memory(model), _groups(model, together), (_KEPT, together)
+    kept, groups, key = memory(model), _groups(model, together), ("packed weights", together)
     found: PackedWeights | None = kept.get(key)
-    linears = list(chain.from_iterable(groups))
-    if unasked and not (linears and _pays(linears) and (found or _fits(linears))):
-        return None
+    if unasked:
+        weights = [linear.weight for linear in chain.from_iterable(groups)]
+        fast = torch.backends.cpu.get_cpu_capability().startswith("AVX")  # where it was measured
+        if not weights or not fast or any(weight.dtype == torch.float16 for weight in weights):
+            return None
+        size = sum({weight.data_ptr(): weight.nbytes for weight in weights}.values())
+        if found is None and size > MOST_OF_MEMORY * psutil.virtual_memory().available:
+            return None
     if found is None or found.groups != groups or found.packed != _contents(groups):
         kept[key] = found = None  # frees the memory first
         if groups:
@@ -173,21 +173,15 @@ def _groups(model: nn.Module, together: bool) -> list[list[nn.Linear]]:
         children = {name: one for name, one in known.items() if packable(one)}
         seen |= set(children.values())
         group = [children[name] for name in TOGETHER if name in children]
-        if together and len(group) == len(TOGETHER) and _fit_together(group):
+        kinds = {(one.in_features, one.weight.dtype, one.bias is None) for one in group}
+        if together and len(group) == len(TOGETHER) and len(kinds) == 1:
             groups.append(group)
             children = {name: one for name, one in children.items() if name not in TOGETHER}
         groups += [[one] for one in children.values()]
-    return [group for group in groups if _is_large(group)]
-
-
-def _fit_together(group: list[nn.Linear]) -> bool:
-    kinds = {(one.in_features, one.weight.dtype, one.bias is None) for one in group}
-    return len(kinds) == 1
-
-
-def _is_large(group: list[nn.Linear]) -> bool:
-    weights = [one.weight for one in group]
-    return sum(weight.numel() for weight in weights) >= SMALLEST[weights[0].dtype]
+    return [
+        group for group in groups
+        if sum(one.weight.numel() for one in group) >= SMALLEST[group[0].weight.dtype]
+    ]  # fmt: skip
 
 
 def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -209,18 +203,8 @@ def _contents(groups: list[list[nn.Linear]]) -> Any:
     return contents([linear.weight for linear in chain.from_iterable(groups)])
 
 
-def _joined(biases: Sequence[Tensor]) -> Tensor | None:
-    return torch.cat(list(biases)) if len(biases) > 1 else biases[0] if biases else None
-
-
-def _pays(linears: list[nn.Linear]) -> bool:
-    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX")  # where it was measured
-    return fast and all(linear.weight.dtype != torch.float16 for linear in linears)
-
-
-def _fits(linears: list[nn.Linear]) -> bool:
-    each = {linear.weight.data_ptr(): linear.weight.nbytes for linear in linears}
-    return sum(each.values()) <= MOST_OF_MEMORY * psutil.virtual_memory().available
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0] if parts else None
 
 
 def _packed_linear(inputs: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:

@@ -30,11 +30,7 @@ Compile = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
 
 
 def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..., Any] | None:
-    """Code for a graph, in which parts that recur are compiled once.
-
-    Args:
-        captured: a function of tensors.
-        compile_part: is called when the code first runs, for each different part.
+    """Code for a graph of tensors, in which parts that recur are compiled once, as they first run.
 
     Returns:
         A function of the graph's inputs; None if nothing recurs, if parts would read what they
@@ -42,7 +38,8 @@ def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..
     """
     captured = fx.GraphModule(captured, copy.deepcopy(captured.graph))
     for node in captured.graph.nodes:
-        if _returns_its_first(node):  # so that no part gets both
+        # Its result is its first argument, which it may have written into: no part must get both.
+        if re.fullmatch(r"aten\.(alias|\w+_)\.\w+", str(node.target)):
             node.replace_all_uses_with(node.args[0])
     operations = [node for node in captured.graph.nodes if node.op == "call_function"]
     first, period, count = _recurring([_signature(node) for node in operations])
@@ -107,11 +104,6 @@ def _recurring(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
                     best = start, period, count
                 start = index + 1
     return best
-
-
-def _returns_its_first(node: fx.Node) -> bool:
-    """Whether an operation's result is its first argument, which it may have written into."""
-    return re.fullmatch(r"aten\.(alias|\w+_)\.\w+", str(node.target)) is not None
 
 
 def _signature(node: fx.Node) -> Hashable:

@@ -1,4 +1,4 @@
-"""A model's input embeddings as the rows of their matrix, without what its module does to them."""
+"""A model's input embeddings as the rows of their matrix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from modeling_patches.weights import in_use
 
 
 class RowEmbeddings:
-    """Looks up rows. Gemma's module scales them and Muse's norms them, but drafters that others
-    have trained take them as they are.
-
-    Args:
-        model: a causal language model.
+    """Looks up rows as they are, as drafters that others have trained take them. Gemma's module
+    scales them and Muse's norms them.
 
     Attributes:
         plain: whether the model itself takes them as they are.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from hf_spec.cache.sequence_cache import sequence_cache, states_before
+from hf_spec.cache.stateful import sequence_cache, states_before
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -43,15 +43,10 @@ IGNORED = -100
 
 
 class ProbedSequences(NamedTuple):
-    """Outputs of a forward over sequences with probes.
+    """Final hidden states of a forward over sequences with probes."""
 
-    Attributes:
-        probe_hidden: ``(batch, anchors, group, hidden)`` final hidden states of the probes.
-        token_hidden: ``(batch, seq, hidden)`` final hidden states of the tokens.
-    """
-
-    probe_hidden: Tensor
-    token_hidden: Tensor
+    probe_hidden: Tensor  # (batch, anchors, group, hidden)
+    token_hidden: Tensor  # (batch, seq, hidden)
 
 
 def probe_sequences(
@@ -103,17 +98,10 @@ class _Run:
     """One forward over sequences with probes."""
 
     def __init__(
-        self,
-        model: Any,
-        attention: TreeAttention,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        anchors: Tensor,
-        group: ProbeGroup,
-        inputs: ProbeInputs,
-    ):
+        self, model: Any, attention: TreeAttention, input_ids: Tensor, mask: Tensor | None,
+        anchors: Tensor, group: ProbeGroup, inputs: ProbeInputs,
+    ):  # fmt: skip
         self.model, self.attention, self.inputs = model, attention, inputs
-        self.embed = model.get_input_embeddings()
         self.device, self.dtype = placement(model)
         self.input_ids = input_ids.to(self.device)
         self.real = (torch.ones_like(input_ids) if mask is None else mask).to(self.device).bool()
@@ -127,12 +115,8 @@ class _Run:
         self.states = states_before(model, self.batch)
 
     def _changes(self, visible: Tensor, first: int = 0) -> Changes:
-        """The changes with which tokens or probes run.
-
-        Args:
-            visible: ``(batch, n, first + n)`` bool, what each of them sees.
-            first: tokens that have run before.
-        """
+        """The changes with which tokens or probes run, after ``first`` tokens that have run;
+        ``visible`` ``(batch, n, first + n)`` bool is what each of them sees."""
         changes = Changes().update(self.attention.changes)
         if self.states is not None:
             running = Running()
@@ -142,12 +126,11 @@ class _Run:
         return changes
 
     def _embeddings(self) -> Tensor:
-        """The probes' embeddings: (batch, anchors * group, hidden)."""
-        count = self.anchors.shape[1]
+        """The probes': (batch, anchors * group, hidden)."""
         learned = self.inputs.embeddings.to(self.device, self.dtype)
         if learned.ndim == 4:  # different ones under each anchor
             return learned.flatten(1, 2)
-        return learned.repeat(count, 1).expand(self.batch, -1, -1)
+        return learned.repeat(self.anchors.shape[1], 1).expand(self.batch, -1, -1)
 
     def _token_rows(self) -> Tensor:
         """What tokens see of tokens, padding itself at least: (batch, seq, seq) bool."""
@@ -196,22 +179,16 @@ class _Run:
                 use_cache=takes_any_cache(self.model), **{CACHE: cache},
                 **self._given(self.positions),
             )  # fmt: skip
-            token_hidden = seen[0]
-        front, ranks = self.inputs.num_front, Ranks(self.model)
+        token_hidden, front, ranks = seen[0], self.inputs.num_front, Ranks(self.model)
         full = sequence_cache(self.states)
         for index, layer in enumerate(cache.layers):
             if not layer.is_initialized:  # one with recurrent states only
                 continue
             states = [layer.keys, layer.values]
-            if front:
-                heads = states[0].shape[1]
-                learned = [
-                    ranks.own_heads(part.to(states[0]), heads) for part in self.inputs.front[index]
-                ]
-                states = [
-                    torch.cat([part.expand(self.batch, -1, -1, -1), state], dim=2)
-                    for part, state in zip(learned, states)
-                ]
+            for place, learned in enumerate(self.inputs.front[index] if front else ()):
+                own = ranks.own_heads(learned.to(states[0]), states[0].shape[1])
+                own = own.expand(self.batch, -1, -1, -1)
+                states[place] = torch.cat([own, states[place]], dim=2)
             full.update(*states, index)
         visible = self._probe_rows()
         changes = self._changes(visible, self.seq)
@@ -237,7 +214,9 @@ class _Run:
         unseen = tokens.new_zeros(self.batch, self.seq, self.probe_positions.shape[1])
         visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
         positions = torch.cat([self.positions, self.probe_positions], dim=1)
-        embeddings = torch.cat([self.embed(self.input_ids), self._embeddings()], dim=1)
+        embeddings = torch.cat(
+            [self.model.get_input_embeddings()(self.input_ids), self._embeddings()], dim=1
+        )
         changes = self._changes(visible)
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
         seen = captured(self.model, changes)
@@ -269,9 +248,8 @@ def token_hidden(
 
     Args:
         model: the base model.
-        input_ids: ``(batch, seq)``.
-        attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
-        layers: see :class:`Reads`; their states are concatenated along the features.
+        input_ids, attention_mask: as of :func:`probe_sequences`.
+        layers: see :class:`Reads`.
     """
     device = placement(model).device
     input_ids = input_ids.to(device)

@@ -19,12 +19,11 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.tree_mask import tree_mask
+from hf_spec.model.tree_mask import Block, tree_mask
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
@@ -59,22 +58,15 @@ class Output(NamedTuple):
 
 @dataclass
 class Pass:
-    """The running forward, as changes to the model see it.
+    """The running forward, as changes to the model see it."""
 
-    Attributes:
-        tokens: number of nodes with tokens, which come first.
-        probes: number of probes, which follow.
-        logits_at: ``(batch, n)`` nodes to compute logits for; None for all with tokens.
-        choose: chooses which nodes to keep; None to keep all.
-    """
-
-    tokens: int = 0
-    probes: int = 0
-    logits_at: Tensor | None = None
-    choose: Choose | None = None
+    tokens: int = 0  # nodes with tokens, which come first
+    probes: int = 0  # which follow
+    logits_at: Tensor | None = None  # (batch, n) nodes to compute logits for; None for all tokens
+    choose: Choose | None = None  # chooses which nodes to keep; None to keep all
 
     def wanted(self, hidden: Tensor) -> Tensor:
-        """Select the states that logits are computed from."""
+        """The states that logits are computed from."""
         if self.logits_at is None:
             # PyTorch's product copies the whole weight for each row of a part of a tensor.
             return hidden[:, : self.tokens].contiguous()
@@ -187,11 +179,7 @@ class Target:
     def step(
         self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
     ) -> Output:
-        """:meth:`forward` of a tree's nodes ``first ..``.
-
-        Args:
-            match: see :meth:`__call__`.
-        """
+        """:meth:`forward` of a tree's nodes ``first ..``; the arguments as of :meth:`__call__`."""
         return self.forward(Block.of(tree, slice(first, None)), keys, changes)
 
     def forward(
@@ -201,7 +189,6 @@ class Target:
         """The whole forward over an open block, on tensors only, so that it can be traced.
 
         Args:
-            block: the nodes that are run.
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
@@ -213,7 +200,8 @@ class Target:
             return Output(tree, self._changes.run(call, **inputs).logits)
         watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
         logits = watching.run(call, **inputs).logits
-        return Output(tree, logits, self._hidden(seen.pop()))
+        running = self._pass
+        return Output(tree, logits, seen.pop()[:, : running.tokens + running.probes])
 
     def reads_hidden(self, tree: Tree) -> bool:
         """Whether hidden states of a tree are returned."""
@@ -233,7 +221,6 @@ class Target:
         return {}
 
     def _inputs(self, block: Block, keys: int) -> dict[str, Any]:
-        """Inputs of the model's forward, which runs next."""
         lengths, recurrent = self.cache.lengths, self.cache.recurrent
         if recurrent is not None:
             self._running.states = recurrent
@@ -262,10 +249,6 @@ class Target:
         assert self.probe_embeddings is not None
         learned = self.probe_embeddings[block.kinds.to(self.device)]
         return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
-
-    def _hidden(self, hidden: Tensor) -> Tensor:
-        """The states of the nodes without those of padding."""
-        return hidden[:, : self._pass.tokens + self._pass.probes]
 
     def _reaching(self, block: Block) -> Callable[..., Any]:
         """The model's call, with the nodes' reach if its rotary frequencies depend on it."""
@@ -299,11 +282,9 @@ class Target:
             self.axes = own(self.axes.transpose(0, 1)).transpose(0, 1)
 
     def _pruned(self, tree: Tree, keys: int, pruning: Pruning) -> Output:
-        """The forward with early pruning."""
         if self.reads.layers:
             raise ValueError("a drafter that reads the states of layers cannot prune nodes.")
-        smaller = tree
-        cache, running = self.cache, self._pass
+        smaller, running = tree, self._pass
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal smaller
@@ -312,7 +293,7 @@ class Target:
             if found is None:
                 return None
             smaller, rows = found
-            cache.narrow(rows)
+            self.cache.narrow(rows)
             running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
             return rows
 
@@ -329,7 +310,7 @@ class Target:
         running.choose = choose
         logits = changes.run(call, **inputs).logits
         running.choose = None  # break the reference cycle
-        return Output(smaller, logits, self._hidden(seen.pop()))
+        return Output(smaller, logits, seen.pop()[:, : running.tokens + running.probes])
 
     def _watched(
         self, tokens: int, probes: int, logits_at: Tensor | None = None

@@ -1,27 +1,51 @@
-"""The attention mask of a block of tree nodes behind the tokens of a KV cache."""
+"""The nodes of a tree that one forward runs over, and their attention mask."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_spec.core import mask as masks
-from hf_spec.model.block import Block
+from hf_spec.core.tree import Tree
 from modeling_patches.attention_masks import Local
 
 if TYPE_CHECKING:
     from hf_spec.model.target import Target
 
 
+class Block(NamedTuple):
+    """Some nodes of a tree."""
+
+    tree: Tree
+    tokens: Tensor  # (batch, n) token ids, then indices of probes' embeddings
+    depths: Tensor  # (batch, n)
+    visible: Tensor  # (batch, n, nodes) bool, which of the tree's nodes each of them sees
+
+    @classmethod
+    def of(cls, tree: Tree, nodes: slice | Tensor = slice(None)) -> Block:
+        """These nodes, or ``(n,)`` indices of nodes, of a tree. Its probes must be among them."""
+        return cls(tree, tree.tokens[:, nodes], tree.depths[:, nodes], tree.ancestors[:, nodes])
+
+    @property
+    def ids(self) -> Tensor:
+        """``(batch, tokens)`` the nodes with token ids."""
+        return self.tokens[:, : self.tokens.shape[1] - self.tree.num_probes]
+
+    @property
+    def kinds(self) -> Tensor:
+        """``(batch, probes)`` the index of each probe's embedding."""
+        return self.tokens[:, self.tokens.shape[1] - self.tree.num_probes :]
+
+
 def tree_mask(target: Target, block: Block, keys: int, positions: Tensor) -> Any:
-    """The mask of a forward, as the model's attention takes it; probes see the front slots, too.
+    """The mask of a forward behind the tokens of a KV cache, as the model's attention takes it.
 
     Args:
         target: the model, and its KV cache with the open block.
-        block: the nodes that are run.
+        block: the nodes that are run; probes see the front slots, too.
         keys: number of slots that attention sees, without the front slots.
         positions: ``(batch, n)`` of the nodes.
     """
@@ -33,7 +57,7 @@ def tree_mask(target: Target, block: Block, keys: int, positions: Tensor) -> Any
     kinds = attention.locals
     narrow = {local for local in kinds.values() if local is not None and local.size < keys}
     made: dict[Local | None, Tensor] = {None: full}
-    front = cache.states.front if cache.block is not None and cache.block.front else 0
+    front = cache.states.front if cache.block and cache.block.front else 0
     if narrow or attention.wants_positions:
         # Counted from each row's first token, whatever positions the caller gave.
         at_queries = positions - target.position_shift
@@ -58,13 +82,7 @@ def slot_positions(
     lengths: Tensor, depths: Tensor, keys: int, last: Tensor | None = None
 ) -> Tensor:
     """Position of every slot, counted from each row's first token: ``(batch, keys)``. Slots after
-    the tree continue counting.
-
-    Args:
-        lengths: ``(batch,)`` tokens before the tree.
-        depths: ``(batch, nodes)`` of its nodes.
-        last: ``(batch, 1)`` larger positions of nodes are clamped to this one.
-    """
+    the tree continue counting; larger positions of nodes are clamped to ``last`` ``(batch, 1)``."""
     at_nodes = lengths[:, None] + depths
     if last is not None:
         at_nodes = torch.minimum(at_nodes, last)

@@ -18,6 +18,7 @@ from naive_cache import (
     dynamic,
     pack,
     random_states,
+    row_of,
     uniform,
 )  # fmt: skip
 from torch import Tensor
@@ -128,7 +129,7 @@ def test_pack_drops_padding_wherever_it_stands(specs: str, padding: str) -> None
         for layer, both in enumerate(states):
             held = torch.arange(6) >= 6 - ((windows[layer] or 99) - 1)
             for row in range(2):
-                for own, full in zip(cache.row(row, layer), both):
+                for own, full in zip(row_of(cache, row, layer), both):
                     wanted = full[row] * held[:, None]
                     assert torch.equal(own, wanted[:, mask[row].bool()])
         assert all(layer.keys is None and layer.values is None for layer in source.layers)
@@ -140,8 +141,8 @@ def test_a_layer_without_keys_stays_without_and_others_keep_their_dtype() -> Non
         source = dynamic(states)
         source.layers.append(DynamicLayer())
         cache = pack(source, None, 16)
-        assert cache.row(0, 0)[0].dtype == dtype and torch.equal(
-            cache.row(0, 0)[0], states[0][0][0]
+        assert row_of(cache, 0, 0)[0].dtype == dtype and torch.equal(
+            row_of(cache, 0, 0)[0], states[0][0][0]
         )
         with pytest.raises(RuntimeError, match="this layer had no keys when the cache was packed"):
             cache.update(*states[0], 1)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import CLOSE, PAD, Tiny, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
+from naive_cache import row_of
 from running import drafting, fingerprint
 from test_method_contract import FIRST, adapted, asks_for, strategy
 from test_shrinking import StopRowAt
@@ -114,7 +115,7 @@ class Turn:
                 if isinstance(cache, TreeCache):
                     # The first turn's prompt left no more of its tokens than a window shows.
                     start = max(LENGTHS[row] - self.windows[index] + 1, 0)
-                    held = [part[:, start:] for part in cache.row(row, index)]
+                    held = [part[:, start:] for part in row_of(cache, row, index)]
                 elif seq == 0:
                     continue
                 else:

@@ -22,8 +22,8 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_spec
 from hf_spec.cache import recurrent as recurrent_module
-from hf_spec.cache.convert import with_layers
 from hf_spec.cache.recurrent import stock_states
+from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import StepPolicy

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import check_same
+from naive_cache import row_of
 from peft import get_peft_model
 from running import drafting
 from safetensors.torch import load_file
@@ -116,7 +117,7 @@ def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
         tokens, logits = chain(drafter, fixture.ids[:, end : end + 1])
         assert tokens.tolist() == fixture.io[f"step{step}.chain_tokens"].tolist()
         torch.testing.assert_close(logits, fixture.io[f"step{step}.chain_logits"], **NEAR)
-        keys, _ = drafter.cache.row(0, 0)
+        keys, _ = row_of(drafter.cache, 0, 0)
         torch.testing.assert_close(keys, fixture.io[f"step{step}.cache_keys"][0], **NEAR)
         done = end
 

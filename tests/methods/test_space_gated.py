@@ -6,7 +6,7 @@ import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import Tiny, prompt, ragged
-from naive_cache import pack
+from naive_cache import pack, row_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -82,7 +82,7 @@ def test_rows_of_tokens_are_those_of_the_base(fresh: Tiny, architecture: str) ->
     assert torch.equal(ours.logits, plain.logits)
     assert (ours.hidden - plain.hidden)[:, 5:].abs().max() > 0.1
     for layer in range(len(our_cache.layers)):
-        for one, two in zip(our_cache.row(0, layer), plain_cache.row(0, layer)):
+        for one, two in zip(row_of(our_cache, 0, layer), row_of(plain_cache, 0, layer)):
             assert torch.equal(one, two)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import prompt
 
-from hf_spec.model import cpu_dtypes, loading
+from hf_spec.model import loading
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     for known in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, known, lambda: False)
-    cpu_dtypes._warn.cache_clear()
+    loading._warn.cache_clear()
     model = fresh("llama")
 
     def warnings(dtype: torch.dtype) -> list[str]:
@@ -49,6 +49,6 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     (line,) = warnings(torch.float16)
     assert "no instructions for float16" in line
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    cpu_dtypes._warn.cache_clear()
+    loading._warn.cache_clear()
     assert warnings(torch.bfloat16) == []
-    cpu_dtypes._warn.cache_clear()
+    loading._warn.cache_clear()
