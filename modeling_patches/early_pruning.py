@@ -28,8 +28,6 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
     The kept tokens come first in the final hidden states, followed by zeros.
 
     Args:
-        model: a causal language model.
-        changes: the changes that this is added to.
         layer: the first layer that runs on fewer tokens, so the number of layers that run on all.
         choose: called with the hidden states before that layer, once per forward.
 
@@ -78,10 +76,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
 
 
 def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
-    """A list that each forward fills with the hidden states before a layer.
-
-    `(batch, tokens, hidden)`: the input of an early prediction head.
-    """
+    """A list that forwards fill with the hidden states `(batch, tokens, hidden)` before a layer."""
     seen: list[Tensor] = []
 
     def note(args: tuple, kwargs: dict) -> None:
@@ -92,12 +87,7 @@ def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
 
 
 class _Narrowing:
-    """Narrows inputs with one entry per query token; those that all layers share only once.
-
-    Args:
-        hidden: ``(batch, tokens, hidden)`` hidden states of all query tokens.
-        kept: ``(batch, kept)`` indices of the tokens to keep.
-    """
+    """Narrows inputs with one entry per query token; those that all layers share only once."""
 
     def __init__(self, hidden: Tensor, kept: Tensor) -> None:
         self._batch, self._tokens = hidden.shape[:2]
@@ -121,7 +111,7 @@ class _Narrowing:
         return self._made[id(value)][1]
 
     def widened(self, hidden: Tensor) -> Tensor:
-        """Hidden states (batch, kept, hidden), padded with zeros to the original length."""
+        """Padded with zeros to the original length."""
         return torch.nn.functional.pad(hidden, (0, 0, 0, self._tokens - hidden.shape[1]))
 
     def _pick(self, value: Tensor, dim: int) -> Tensor:

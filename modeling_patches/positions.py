@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ def tree_positions(model: PreTrainedModel, positions: Positions, changes: Change
     patch(_decoder(model), positions, changes)
 
 
-_Patch = Callable[[Any, "Positions", Changes], None]
+_Patch = Callable[[Any, Positions, Changes], None]
 
 
 def _patch(model: PreTrainedModel) -> _Patch | None:
@@ -95,29 +96,24 @@ def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
     def before_local_block(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs if band is None else kwargs | {"attention_mask": band}
 
-    def without_triangle(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        stock = plain(attention, "_attn")
-
-        def _attn(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any) -> Any:
-            if band is None:
-                return stock(query, key, value, attention_mask)
-            # The mask replaces the triangle over slots: one that hides nothing.
-            size = key.shape[-2]
-            triangle = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-            own = SimpleNamespace(
-                bias=triangle.expand(1, 1, size, size), attn_dropout=attention.attn_dropout
-            )
-            attention_mask = attention_mask.to(query.device)  # made where the first layer is
-            return type(attention)._attn(own, query, key, value, attention_mask)
-
-        return _attn
+    def attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
+        if band is None:
+            return plain(attention, "_attn")(query, key, value, mask)
+        # The mask replaces the triangle over slots: one that hides nothing.
+        size = key.shape[-2]
+        triangle = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
+        own = SimpleNamespace(
+            bias=triangle.expand(1, 1, size, size), attn_dropout=attention.attn_dropout
+        )
+        mask = mask.to(query.device)  # made where the first layer is
+        return type(attention)._attn(own, query, key, value, mask)
 
     changes.before(decoder, before_model)
     for block in decoder.h:
         attention = block.attn.attention
         if attention.attention_type == "local":
             changes.before(block, before_local_block)
-        changes.instead(attention, "_attn", without_triangle(attention))
+        changes.instead(attention, "_attn", partial(attend, attention))
 
 
 # -- columns of the batch ------------------------------------------------------------------------
@@ -193,29 +189,23 @@ def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
         scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
         if scaled:
             _rescale(attention.q_norm, found, scale, changes)
-        bias = _relative_bias(
-            attention.rel_logits_proj, found, positions, scale if scaled else None
-        )
-        changes.instead(attention.rel_logits_proj, "forward", bias)
+        module = attention.rel_logits_proj
+        bias = partial(_relative_bias, module, found, positions, scale if scaled else None)
+        changes.instead(module, "forward", bias)
 
 
 def _relative_bias(
     module: Any, found: dict[str, Tensor], positions: Positions,
-    scale: Callable[[Tensor], Tensor] | None,
-) -> Callable[..., Tensor]:  # fmt: skip
-    stock = plain(module, "forward")
-
-    def forward(relative_states: Tensor, *args: Any) -> Tensor:
-        device = relative_states.device
-        queries, keys = found["tree"].to(device), positions.key_columns.to(device)
-        rows = zip(relative_states.split(1), queries, keys)
-        bias = torch.cat([stock(states, query, key) for states, query, key in rows])
-        if scale is None:
-            return bias
-        ratio = (scale(found["tree"]) / scale(found["stock"])).to(device)
-        return (bias * ratio[:, None, :, None]).to(bias.dtype)  # (batch, heads, query, key)
-
-    return forward
+    scale: Callable[[Tensor], Tensor] | None, relative_states: Tensor, *args: Any,
+) -> Tensor:  # fmt: skip
+    stock, device = plain(module, "forward"), relative_states.device
+    queries, keys = found["tree"].to(device), positions.key_columns.to(device)
+    rows = zip(relative_states.split(1), queries, keys)
+    bias = torch.cat([stock(states, query, key) for states, query, key in rows])
+    if scale is None:
+        return bias
+    ratio = (scale(found["tree"]) / scale(found["stock"])).to(device)
+    return (bias * ratio[:, None, :, None]).to(bias.dtype)  # (batch, heads, query, key)
 
 
 def _roformer(decoder: Any, positions: Positions, changes: Changes) -> None:
@@ -230,11 +220,10 @@ def _roformer(decoder: Any, positions: Positions, changes: Changes) -> None:
 
 def _table(decoder: Any, positions: Positions, changes: Changes) -> None:
     table = decoder.embed_positions
-    stock = plain(table, "forward")
 
     def forward(given: Any, *args: Any, **kwargs: Any) -> Tensor:
         columns = positions.columns.to(table.weight.device)
-        found: Tensor = stock(given, 0, position_ids=columns)
+        found: Tensor = plain(table, "forward")(given, 0, position_ids=columns)
         return found.view(*columns.shape, -1)  # some add a dimension to position_ids
 
     changes.instead(table, "forward", forward)
