@@ -67,9 +67,6 @@ class Reach:
         """How much deeper than the next token the draft tokens of each sequence may be.
 
         Negative if the sequence must be recomputed before its next token.
-
-        Args:
-            lengths: number of tokens of each sequence.
         """
         return [end - reach for end, reach in zip(self._ends, self.next(lengths))]
 
@@ -85,7 +82,6 @@ class Reach:
         """Run a forward with the reach of each token.
 
         Args:
-            function: the forward, called with ``inputs``.
             lengths: number of tokens of each sequence before the forward.
             depths: ``(batch, tokens)`` depth of each token below the next one.
             deepest: the largest depth.
@@ -111,11 +107,7 @@ class Reach:
 
 
 class _Frozen:
-    """A copy of a rotary module in its original state.
-
-    Attributes:
-        names: names of its inputs.
-    """
+    """A copy of a rotary module in its original state."""
 
     def __init__(self, module: nn.Module, device: Any = None):
         self._module = _copy(module, device)
@@ -134,10 +126,7 @@ class _Frozen:
 
     def last_of_each(self, low: int, high: int, kind: str | None) -> list[int]:
         """For each set of frequencies, the largest reach in ``low .. high`` that has it, ascending.
-
-        Args:
-            kind: the type of layer, if the module has several.
-        """
+        ``kind`` is the type of layer, if the module has several."""
         # Frequencies change monotonically, so equal ends imply equal values in between.
         if low == high or self.same(low, high, kind):
             return [high]

@@ -85,7 +85,6 @@ class LowRank:
         """Update the modules' calls that run with `changes`.
 
         Args:
-            changes: the changes that this is added to.
             gate: determines the updated tokens of a forward, called in every forward of a module;
                 None for all. Factors are then read once, unless gradients are computed.
         """

@@ -118,9 +118,7 @@ class Step:
         return torch.where(self._like(own), between, -torch.inf).exp2()
 
     def _like(self, logs: Tensor) -> Tensor:
-        return self.visible.view(
-            len(self.visible), *[1] * (logs.ndim - 2), self.new, self.all
-        )  # fmt: skip
+        return self.visible.view(len(self.visible), *[1] * (logs.ndim - 2), self.new, self.all)
 
 
 def joined(earlier: Kept | None, name: str, new: Tensor, dim: int) -> Tensor:
@@ -128,11 +126,9 @@ def joined(earlier: Kept | None, name: str, new: Tensor, dim: int) -> Tensor:
 
 
 def entries(tensor: Tensor, path: Tensor, dim: int) -> Tensor:
-    """Entries ``path`` (batch, depth) along a dimension."""
+    """Entries ``path`` (batch, depth) along a dimension; both batches may also be 1."""
     index = path.view(len(path), *[1] * (dim - 1), -1, *[1] * (tensor.ndim - dim - 1))
-    shape = list(tensor.shape)
-    shape[dim] = path.shape[1]
-    return tensor.gather(dim, index.expand(shape))
+    return tensor.take_along_dim(index, dim)
 
 
 def at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,10 +125,6 @@ def _logits_of_likely(head: Any, hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits of the tokens in the likeliest clusters; those of all others are 1 below the least.
 
     As the module does it, but for this: the least is each row's own and stays on the device.
-
-    Args:
-        hidden: ``(batch, n, hidden)``
-        weight: ``(vocab, hidden)``
     """
     clusters = head.centroids(hidden).topk(head.centroid_intermediate_top_k).indices
     tokens = head.token_ordering.long().view(head.num_centroids, -1)[clusters].flatten(2)
