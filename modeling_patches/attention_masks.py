@@ -24,15 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def grouped_sdpa(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``sdpa`` for masked grouped-query attention without copying the KV per query head.
 
     With a mask and several queries, the stock function repeats the KV of a layer for each query

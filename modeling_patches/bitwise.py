@@ -46,16 +46,13 @@ _PER_THREAD = 32768
 
 
 class Nodes(NamedTuple):
-    """The nodes of a forward.
+    """The nodes of a forward."""
 
-    Attributes:
-        starts: slot of each row's root, front slots not counted.
-        parents: of each row, the parent of each node with a token, before it; -1 for the root.
-        front: number of learned slots before the first one.
-    """
-
+    #: Slot of each row's root, front slots not counted.
     starts: Sequence[int]
+    #: Of each row, the parent of each node with a token, before it; -1 for the root.
     parents: Sequence[Sequence[int]]
+    #: Number of learned slots before the first one.
     front: int = 0
 
 
@@ -64,7 +61,6 @@ class Bitwise:
 
     Args:
         model: a causal language model without an :func:`obstacle`.
-        changes: the changes that these are added to.
         arranged: products of linear modules with arranged weights.
         arrange: what has made these.
 
@@ -197,12 +193,9 @@ def paths(parents: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 
 
 class _Behind:
-    """The slots behind a row's prefix, which hold the keys and values of one path at a time.
+    """The slots behind a row's prefix, which hold the keys and values of one path at a time."""
 
-    ``views`` (1, heads, nodes, dim) of the KV cache have each node in its slot.
-    """
-
-    def __init__(self, *views: Tensor):
+    def __init__(self, *views: Tensor):  # (1, heads, nodes, dim), with each node in its slot
         self.views, self.held = views, list(range(views[0].shape[2]))
         self.states: list[Tensor] = []
 

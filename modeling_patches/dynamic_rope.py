@@ -64,10 +64,8 @@ class Reach:
         return [max(length + lead, self.least) for length, lead in zip(lengths, self.lead)]
 
     def room(self, lengths: Sequence[int]) -> list[int]:
-        """How much deeper than the next token the draft tokens of each sequence may be.
-
-        Negative if the sequence must be recomputed before its next token.
-        """
+        """How much deeper than the next token the draft tokens of each sequence may be; negative
+        if it must be recomputed before its next token."""
         return [end - reach for end, reach in zip(self._ends, self.next(lengths))]
 
     def renewed(self, lengths: Sequence[int]) -> None:
@@ -210,10 +208,8 @@ def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
 
 
 def forgets_at(model: Any) -> int | None:
-    """The length past which plain generation recomputes the whole sequence, if it does.
-
-    The Phi models do, when their frequencies change.
-    """
+    """The length past which plain generation recomputes the whole sequence, if it does: the Phi
+    models do, when their frequencies change."""
     text = model.config.get_text_config(decoder=True)
     length = getattr(text, "original_max_position_embeddings", None)
     if length is None or not followers(model):

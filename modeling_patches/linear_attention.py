@@ -67,32 +67,20 @@ class Running:
 
 class Inline(NamedTuple):
     """A forward for trees of a module that updates its states by code of its own; a step of one
-    token runs the module's.
+    token runs the module's."""
 
-    Attributes:
-        rule: its rule, a convolution aside.
-        forward: takes the module, the states, and the arguments of the module's forward.
-        pair: whether it returns something beside the hidden states.
-    """
-
-    rule: Rule
-    forward: Callable[..., Any]
-    pair: bool
+    rule: Rule  # a convolution aside
+    forward: Callable[..., Any]  # of the module, the states, and the module's own arguments
+    pair: bool  # whether it returns something beside the hidden states
 
 
 class RecurrentModule(NamedTuple):
-    """A module that keeps states.
-
-    Attributes:
-        owner: the Python module in which its class looks functions up.
-        functions: the names of the functions.
-        inline: its forward for trees, if it uses none of them.
-    """
+    """A module that keeps states."""
 
     module: nn.Module
-    owner: ModuleType
+    owner: ModuleType  # in which its class looks up functions of these names
     functions: frozenset[str]
-    inline: Inline | None = None
+    inline: Inline | None = None  # its forward for trees, if it uses none of them
 
 
 def keeps_states(module: nn.Module) -> bool:

@@ -63,10 +63,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def decoder_of(model: Any) -> Any:
-    """The module whose output the model computes its logits from.
-
-    Some models call their head "decoder" (ModernBERT), or do not define one (Mllama).
-    """
+    """The module whose output the model computes its logits from."""
+    # Some models call their head "decoder" (ModernBERT), or do not define one (Mllama).
     found = model.get_decoder()
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if found is model or not any(module is embeddings for module in found.modules()):
@@ -154,9 +152,7 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
     """The last linear module of each decoder layer, which writes to the residual stream, by name.
 
     That of its MLP; of its attention or recurrence where the MLP has none, as with routed experts.
-
-    Raises:
-        ValueError: there is none.
+    Raises a ValueError if there is none.
     """
     width = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
     names = {id(module): name for name, module in walk(model)}
@@ -182,11 +178,7 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled(pattern: str) -> regex.Pattern[str]:
-    """Compile a regular expression of module names.
-
-    Raises:
-        ValueError: it is invalid or too long.
-    """
+    """A regular expression of module names; raises a ValueError if it is invalid or too long."""
     shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}...")
     if len(pattern) > PATTERN_LENGTH:
         raise ValueError(

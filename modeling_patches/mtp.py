@@ -244,7 +244,6 @@ class MtpLayers(nn.Module):
         """Forward of a layer; see :meth:`MtpLayer.forward`.
 
         Args:
-            index: number of the layer.
             positions: ``(batch, n)`` of the rows.
             seen: ``(batch, 1, n, slots)`` bool, True where a row sees a slot, but for windows.
             key_positions: ``(batch or 1, slots)`` position of every slot; anything of this shape
@@ -269,11 +268,8 @@ class MtpLayers(nn.Module):
 
 
 def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A block's tensors as the model's class wants them, with experts stacked, say.
-
-    Args:
-        tensors: by their names in checkpoints, without the layer's prefix.
-    """
+    """A block's tensors, by their names in checkpoints without the layer's prefix, as the model's
+    class wants them: with experts stacked, say."""
     known = get_model_conversion_mapping(model)
     for one in known:
         one.scope_prefix = None  # also of a part of a multimodal model

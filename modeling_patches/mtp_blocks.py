@@ -23,9 +23,6 @@ ATTENTION, RECURRENCE = {"full_attention", "attention"}, {"linear_attention", "m
 class Recipe:
     """How blocks are made: each is a decoder layer.
 
-    Args:
-        model: a causal language model.
-
     Attributes:
         norm_name: name of a norm in decoder layers.
         rotates: whether they are given rotations.

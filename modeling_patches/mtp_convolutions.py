@@ -25,9 +25,7 @@ Taps = tuple[Tensor, Tensor]
 class Convolved(nn.Module):
     """The parts of a decoder layer, run by the positions of rows and slots.
 
-    Args:
-        layer: the decoder layer.
-        index: of the first of :attr:`num_caches` sublayers in the cache.
+    ``index`` is that of the first of its :attr:`num_caches` sublayers in the cache.
     """
 
     #: Attention's keys and values; inputs of the convolutions over keys and over values; of that
@@ -46,10 +44,9 @@ class Convolved(nn.Module):
         self, hidden: Tensor, *, attention_mask: Tensor, position_ids: Tensor, seen: Tensor,
         key_positions: Tensor, **inputs: Any,
     ) -> Tensor:  # fmt: skip
-        """``(batch, n, hidden)``
+        """``(batch, n, hidden)`` like its input.
 
         Args:
-            hidden: ``(batch, n, hidden)``
             attention_mask: ``(batch, 1, n, slots)`` bool, what attention sees.
             position_ids: ``(batch, n)``
             seen: as ``attention_mask``, without a window.

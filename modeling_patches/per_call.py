@@ -113,12 +113,7 @@ def replaced(owner: Any, name: str) -> Callable[..., Any] | None:
 
 
 class Replaceable:
-    """A function, other than a method, that runs the call's own one instead, if there is one.
-
-    Args:
-        owner, name: as for :meth:`Changes.replace_function`.
-        plain: the function.
-    """
+    """A function, other than a method, that runs the call's own one instead, if there is one."""
 
     def __init__(self, owner: Any, name: str, plain: Callable[..., Any]):
         self.owner, self.name, self.plain = owner, name, plain
@@ -185,11 +180,8 @@ def _uncompiled(function: Any) -> Callable[..., Any] | None:
 
 
 def foreign_hooks(model: nn.Module) -> set[str]:
-    """Names of the forward hooks on a model's modules that do not belong to this package.
-
-    Those by which Transformers collects ``output_hidden_states`` stay on a model after the first
-    such call, and do nothing in others.
-    """
+    """Names of the forward hooks on a model's modules that do not belong to this package."""
+    # Those by which Transformers collects `output_hidden_states` stay, and do nothing otherwise.
     ours = (__name__.partition(".")[0], "transformers.utils.output_capturing")
     return {
         getattr(hook, "__name__", type(hook).__name__)

@@ -22,15 +22,10 @@ from modeling_patches.weights import input_features
 
 
 class Source(NamedTuple):
-    """Where an assistant's layers of one type get their keys and values.
+    """Where an assistant's layers of one type get their keys and values."""
 
-    Attributes:
-        layer: index of the model's layer.
-        window: as of sliding-window attention; None if all tokens are seen.
-    """
-
-    layer: int
-    window: int | None
+    layer: int  # index of the model's layer
+    window: int | None  # as of sliding-window attention; None if all tokens are seen
 
 
 def takes_shared_kv(assistant: Any) -> bool:

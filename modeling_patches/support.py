@@ -36,10 +36,8 @@ _OTHER_ADAPTERS = (
 
 
 def context_ends(model: Any) -> list[int]:
-    """Positions after which a model may compute differently: context lengths in its config.
-
-    The end of a table of positions is not among them, as no token can follow it.
-    """
+    """Positions after which a model may compute differently: context lengths in its config, but for
+    ends of tables of positions, which no token can follow."""
 
     def lengths(config: dict[Any, Any]) -> Iterator[int]:
         for key, value in config.items():
