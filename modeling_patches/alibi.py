@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling_patches.cache_name import cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.given_positions import Positions, is_tree
 from modeling_patches.per_call import Changes, plain
 
@@ -53,7 +53,7 @@ def falcon(transformer: Any, positions: Positions, changes: Changes) -> None:
         alibi = _per_head(slopes, keys).to(mask.dtype)  # (batch, heads, 1, key)
         tree["alibi"] = alibi
         tree["attention_mask"] = (alibi / scale).masked_fill(mask < 0, torch.finfo(mask.dtype).min)
-        cache = cache_in(kwargs)
+        cache = kwargs.get(CACHE)
         length = mask.shape[-2] + (0 if cache is None else cache.get_seq_length())
         return args, kwargs | {"attention_mask": keys.new_ones(keys.shape[0], length)}
 
@@ -99,7 +99,7 @@ def _mpt_attention(
         qkv = qkv.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
     split = (attention.n_heads, attention.head_dim)
     query, key, value = (x.unflatten(-1, split).transpose(1, 2) for x in qkv.chunk(3, dim=-1))
-    cache = cache_in(kwargs)
+    cache = kwargs.get(CACHE)
     if cache is not None:
         key, value = cache.update(key, value, attention.layer_idx)
 

@@ -6,14 +6,7 @@ outputs, and of the entry of ``model_kwargs``.
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers.generation import GenerateDecoderOnlyOutput
 
 #: The newest name that this Transformers knows; older ones are deprecated there.
 CACHE = "cache" if hasattr(GenerateDecoderOnlyOutput, "cache") else "past_key_values"
-
-
-def cache_in(values: Any) -> Any:
-    """The KV cache in a model's output or keyword arguments; None if there is none."""
-    return values.get(CACHE)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.per_call import Changes
 
 #: A length that no sequence has.
@@ -221,4 +221,4 @@ def forgets_at(model: Any) -> int | None:
         ids, attention_mask=torch.ones_like(ids), next_sequence_length=1,
         position_ids=torch.arange(length + 1, device="cpu")[None], **{CACHE: cache},
     )  # fmt: skip
-    return length if cache_in(inputs) is None else None
+    return length if inputs.get(CACHE) is None else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from modeling_patches.cache_name import cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.positions import inkling_scale
 
 #: Slots ``(batch, n, taps - 1)`` of the rows before each row, oldest first, and whether they exist.
@@ -53,7 +53,7 @@ class Convolved(nn.Module):
             key_positions: ``(batch or 1, slots)`` position of every slot.
             **inputs: the cache, and nothing else that is used.
         """
-        cache = cache_in(inputs)
+        cache = inputs.get(CACHE)
         distances = position_ids[:, :, None] - key_positions[:, None]
         taps = _taps(seen[:, 0], distances, self.attn_sconv.conv1d.weight.shape[-1])
         made = self.input_layernorm(hidden)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modeling_patches import alibi
-from modeling_patches.cache_name import cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.given_positions import Positions, is_tree
 from modeling_patches.per_call import Changes, plain
 
@@ -136,7 +136,7 @@ def _columns_in(attention: Any, changes: Changes) -> dict[str, Tensor]:
 
     def before(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         columns = kwargs[_COLUMNS]
-        cache = cache_in(kwargs)
+        cache = kwargs.get(CACHE)
         start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
         stock = torch.arange(columns.shape[1], device=columns.device) + start
         found.update(tree=columns, stock=stock)

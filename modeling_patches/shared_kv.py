@@ -79,12 +79,8 @@ def shared_kv_sources(model: Any, assistant: Any) -> dict[str, Source]:
         if theirs[1:] != theirs[:1]:
             wrong.append(f"it reads keys {_named(theirs[:1])} of type {kind!r}, and these have "
                          f"{_named(theirs[1:])}")  # fmt: skip
-        windows = [
-            size
-            for one in (attention, caches[index])
-            if (size := getattr(one, "sliding_window", None)) is not None
-        ]
-        found[kind] = Source(index, min(windows, default=None))
+        windows = (getattr(one, "sliding_window", None) for one in (attention, caches[index]))
+        found[kind] = Source(index, min(filter(None, windows), default=None))
     if wrong:
         raise ValueError(
             f"assistant_model={name} is not one for this {own}: "

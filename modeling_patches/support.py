@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
@@ -163,7 +163,7 @@ def one_token(model: Any) -> DynamicCache:
     cache = empty_cache(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=placement(model).device)
     output = model(input_ids=token, use_cache=True, **{CACHE: cache})
-    return cache_in(output) if cache is None else cache
+    return output.get(CACHE) if cache is None else cache
 
 
 @torch.no_grad()

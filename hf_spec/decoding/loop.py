@@ -29,7 +29,7 @@ from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
@@ -71,7 +71,7 @@ def decode(
     if strategy.strict:
         count = len(sequences.tokens)
         check_strict_call(
-            model, model_kwargs.get("attention_mask"), cache_in(model_kwargs),
+            model, model_kwargs.get("attention_mask"), model_kwargs.get(CACHE),
             synced_gpus=synced_gpus, compiled=graphs is not None,
             sampled=strategy.samples and count > 1,
         )  # fmt: skip
@@ -81,7 +81,7 @@ def decode(
     watch = Stopwatch(stats, model.device, ranks.same)
 
     allocate, rules = graphs.allocate if graphs else zeros, recurrent_rules(model)
-    handover = Handover(cache_in(model_kwargs), sequences, returns_dict, allocate, rules)
+    handover = Handover(model_kwargs.get(CACHE), sequences, returns_dict, allocate, rules)
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
         with watch.phase("forward"):
