@@ -54,7 +54,7 @@ from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.mtp import MtpLayers
 
 #: Hidden size, layers, heads, key-value heads, intermediate size, vocabulary.
@@ -157,7 +157,7 @@ class Bench:
     @torch.no_grad()
     def forwards(self) -> Iterator[Row]:
         """L(n): the tree forward over chains of n tokens."""
-        past = cache_in(self.model(input_ids=self.ids, use_cache=True, logits_to_keep=1))
+        past = self.model(input_ids=self.ids, use_cache=True, logits_to_keep=1).get(CACHE)
         batch, context = self.ids.shape
         most = max(self.args.tokens)
         cache = TreeCache(len(past.layers), batch, self.device)

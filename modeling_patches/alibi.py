@@ -7,13 +7,13 @@ position``. Bloom and Falcon raise an error for a 4-D mask, MPT takes slots for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modeling_patches.cache_name import cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.given_positions import Positions, is_tree
 from modeling_patches.per_call import Changes, plain
 
@@ -53,7 +53,7 @@ def falcon(transformer: Any, positions: Positions, changes: Changes) -> None:
         alibi = _per_head(slopes, keys).to(mask.dtype)  # (batch, heads, 1, key)
         tree["alibi"] = alibi
         tree["attention_mask"] = (alibi / scale).masked_fill(mask < 0, torch.finfo(mask.dtype).min)
-        cache = cache_in(kwargs)
+        cache = kwargs.get(CACHE)
         length = mask.shape[-2] + (0 if cache is None else cache.get_seq_length())
         return args, kwargs | {"attention_mask": keys.new_ones(keys.shape[0], length)}
 
@@ -83,38 +83,32 @@ def mpt(transformer: Any, positions: Positions, changes: Changes) -> None:
     changes.before(transformer, before_model)
     changes.instead(transformer, "build_mpt_alibi_tensor", build_mpt_alibi_tensor)
     for block in transformer.blocks:
-        changes.instead(block.attn, "forward", _mpt_attention(block.attn))
+        changes.instead(block.attn, "forward", partial(_mpt_attention, block.attn))
 
 
-def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def _mpt_attention(
+    attention: Any, hidden_states: Tensor, position_bias: Tensor,
+    attention_mask: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`MptAttention.forward` that also takes a 4-D bias, which differs between sequences."""
-    stock = plain(attention, "forward")
+    if position_bias.dim() != 4 or attention_mask is None:
+        stock = plain(attention, "forward")
+        return stock(hidden_states, position_bias, attention_mask=attention_mask, **kwargs)
+    qkv = attention.Wqkv(hidden_states)  # (batch, query, 3 * hidden)
+    if attention.clip_qkv:
+        qkv = qkv.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
+    split = (attention.n_heads, attention.head_dim)
+    query, key, value = (x.unflatten(-1, split).transpose(1, 2) for x in qkv.chunk(3, dim=-1))
+    cache = kwargs.get(CACHE)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
 
-    def forward(
-        hidden_states: Tensor,
-        position_bias: Tensor,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        if position_bias.dim() != 4 or attention_mask is None:
-            return stock(hidden_states, position_bias, attention_mask=attention_mask, **kwargs)
-        qkv = attention.Wqkv(hidden_states)  # (batch, query, 3 * hidden)
-        if attention.clip_qkv:
-            qkv = qkv.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
-        split = (attention.n_heads, attention.head_dim)
-        query, key, value = (x.unflatten(-1, split).transpose(1, 2) for x in qkv.chunk(3, dim=-1))
-        cache = cache_in(kwargs)
-        if cache is not None:
-            key, value = cache.update(key, value, attention.layer_idx)
-
-        scores = query @ key.transpose(-1, -2) * attention.softmax_scale + position_bias
-        scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
-        weights = scores.float().softmax(dim=-1).to(value.dtype)  # (batch, heads, query, key)
-        weights = nn.functional.dropout(weights, attention.attn_dropout_p, attention.training)
-        output = (weights @ value).transpose(1, 2).flatten(2)  # (batch, query, hidden)
-        return attention.out_proj(output), weights
-
-    return forward
+    scores = query @ key.transpose(-1, -2) * attention.softmax_scale + position_bias
+    scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
+    weights = scores.float().softmax(dim=-1).to(value.dtype)  # (batch, heads, query, key)
+    weights = nn.functional.dropout(weights, attention.attn_dropout_p, attention.training)
+    output = (weights @ value).transpose(1, 2).flatten(2)  # (batch, query, hidden)
+    return attention.out_proj(output), weights
 
 
 def _two_tokens(transformer: Any) -> Tensor:

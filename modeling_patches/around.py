@@ -8,13 +8,9 @@ from typing import Any
 
 
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace a method by a function that gets the original one as its first argument.
+    """Replace a method, of a class or inherited, by a function that gets the original one first.
 
-    A method that is wrapped already stays as it is, as modules may be loaded again.
-
-    Args:
-        owner: a class that has the method, or inherits it.
-        name: the method's name; it may be a class method.
+    One that is wrapped already stays as it is, as modules may be loaded again.
     """
     owner = next(cls for cls in owner.__mro__ if name in vars(cls))
     found = vars(owner)[name]

@@ -24,15 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def grouped_sdpa(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``sdpa`` for masked grouped-query attention without copying the KV per query head.
 
     With a mask and several queries, the stock function repeats the KV of a layer for each query
@@ -70,20 +64,13 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
 
 #: Kinds of layers with a recurrent state and no attention, as configs name them.
 RECURRENT = ("linear_attention", "conv", "mamba")
-
-
 #: Attention beside a recurrent state, and what some models call its masks.
 BESIDE_STATES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
 class Local(NamedTuple):
-    """What a layer of local attention sees.
-
-    Attributes:
-        size: number of positions.
-        chunked: whether they are the query's own chunk of a sequence that is cut into such chunks;
-            otherwise the query's own and those right before it, a sliding window.
-    """
+    """What a layer of local attention sees: the query's position and those right before it, a
+    sliding window; or its own chunk of a sequence that is cut into chunks of this size."""
 
     size: int
     chunked: bool = False
@@ -96,7 +83,6 @@ class TreeAttention:
     the model looks attention up by name, and so does, with one warning, anything else (flash).
 
     Args:
-        model: the model.
         checkpointing: whether forwards are recomputed for their gradients, which rules out changes;
             ``sdpa`` then stays, too.
 

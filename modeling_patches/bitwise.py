@@ -46,16 +46,13 @@ _PER_THREAD = 32768
 
 
 class Nodes(NamedTuple):
-    """The nodes of a forward.
+    """The nodes of a forward."""
 
-    Attributes:
-        starts: slot of each row's root, front slots not counted.
-        parents: of each row, the parent of each node with a token, before it; -1 for the root.
-        front: number of learned slots before the first one.
-    """
-
+    #: Slot of each row's root, front slots not counted.
     starts: Sequence[int]
+    #: Of each row, the parent of each node with a token, before it; -1 for the root.
     parents: Sequence[Sequence[int]]
+    #: Number of learned slots before the first one.
     front: int = 0
 
 
@@ -64,7 +61,6 @@ class Bitwise:
 
     Args:
         model: a causal language model without an :func:`obstacle`.
-        changes: the changes that these are added to.
         arranged: products of linear modules with arranged weights.
         arrange: what has made these.
 
@@ -96,17 +92,23 @@ class Bitwise:
 
     def _product(self, module: Any, kind: Product, inputs: Tensor) -> Tensor:
         """The output of a linear module for ``(batch, nodes, features)``."""
-        batch = len(self.nodes.starts)
-        if inputs.ndim == 2 and len(inputs) % batch == 0:
-            made = self._product(module, kind, inputs.unflatten(0, (batch, -1)))
-            return made.flatten(0, 1)
-        if inputs.ndim != 3 or len(inputs) != batch:
+        apart = self._apart(inputs)
+        if apart is None:
             shape = tuple(inputs.shape)
             raise ValueError(f"nodes cannot be told apart in an input {shape} of its linear layers")
-        found = self._found.get((module, inputs.shape[1]))
+        nodes = apart.shape[1]
+        found = self._found.get((module, nodes))
         if found is None:
-            found = self._found[module, inputs.shape[1]] = self._way(module, kind, inputs.shape[1])
-        return found(inputs.contiguous())
+            found = self._found[module, nodes] = self._way(module, kind, nodes)
+        made = found(apart.contiguous())
+        return made.flatten(0, 1) if inputs.ndim == 2 else made
+
+    def _apart(self, inputs: Tensor) -> Tensor | None:
+        """``(batch, nodes, features)`` of inputs that may be flat; None for other shapes."""
+        batch = len(self.nodes.starts)
+        if inputs.ndim == 2 and len(inputs) % batch == 0:
+            return inputs.unflatten(0, (batch, -1))
+        return inputs if inputs.ndim == 3 and len(inputs) == batch else None
 
     def _way(self, module: Any, kind: Product, nodes: int) -> Callable[[Tensor], Tensor]:
         """The fastest way to the output of a linear module for so many nodes."""
@@ -127,15 +129,14 @@ class Bitwise:
 
     def _activation(self, module: Any, inputs: Tensor) -> Tensor:
         """The output of an activation for ``(batch, nodes, features)``."""
-        run, batch = plain(module, "forward"), len(self.nodes.starts)
-        if inputs.ndim == 2 and len(inputs) % batch == 0:
-            return self._activation(module, inputs.unflatten(0, (batch, -1))).flatten(0, 1)
-        if inputs.ndim != 3 or len(inputs) != batch or inputs.shape[1] == 1:
+        run, apart = plain(module, "forward"), self._apart(inputs)
+        if apart is None or apart.shape[1] == 1:
             return run(inputs)
-        alone, together = inputs[:, 0].numel(), inputs.numel()
+        alone, together = apart[:, 0].numel(), apart.numel()
         if all(in_whole_vectors(count, inputs.device) for count in (alone, together)):
             return run(inputs)
-        return torch.cat([run(node.contiguous()) for node in inputs.split(1, 1)], 1)
+        made = torch.cat([run(node.contiguous()) for node in apart.split(1, 1)], 1)
+        return made.flatten(0, 1) if inputs.ndim == 2 else made
 
     def _attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
@@ -192,13 +193,9 @@ def paths(parents: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 
 
 class _Behind:
-    """The slots behind a row's prefix, which hold the keys and values of one path at a time.
+    """The slots behind a row's prefix, which hold the keys and values of one path at a time."""
 
-    Args:
-        views: ``(1, heads, nodes, dim)`` views of the KV cache, with each node in its slot.
-    """
-
-    def __init__(self, *views: Tensor):
+    def __init__(self, *views: Tensor):  # (1, heads, nodes, dim), with each node in its slot
         self.views, self.held = views, list(range(views[0].shape[2]))
         self.states: list[Tensor] = []
 
@@ -277,8 +274,6 @@ def product(
 
     Args:
         shape: of the weight.
-        bias: whether there is one.
-        batch, nodes: sizes of the input.
         threads: those that products run in, on which their order may depend.
         arrange: arranges a weight, to try the product with it first.
 

@@ -6,19 +6,7 @@ outputs, and of the entry of ``model_kwargs``.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
 from transformers.generation import GenerateDecoderOnlyOutput
 
 #: The newest name that this Transformers knows; older ones are deprecated there.
-CACHE = next(
-    name
-    for name in ("cache", "past_key_values")
-    if name in {field.name for field in fields(GenerateDecoderOnlyOutput)}
-)
-
-
-def cache_in(values: Any) -> Any:
-    """The KV cache in a model's output or keyword arguments; None if there is none."""
-    return values.get(CACHE)
+CACHE = "cache" if hasattr(GenerateDecoderOnlyOutput, "cache") else "past_key_values"

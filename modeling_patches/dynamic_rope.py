@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.per_call import Changes
 
 #: A length that no sequence has.
@@ -64,13 +64,8 @@ class Reach:
         return [max(length + lead, self.least) for length, lead in zip(lengths, self.lead)]
 
     def room(self, lengths: Sequence[int]) -> list[int]:
-        """How much deeper than the next token the draft tokens of each sequence may be.
-
-        Negative if the sequence must be recomputed before its next token.
-
-        Args:
-            lengths: number of tokens of each sequence.
-        """
+        """How much deeper than the next token the draft tokens of each sequence may be; negative
+        if it must be recomputed before its next token."""
         return [end - reach for end, reach in zip(self._ends, self.next(lengths))]
 
     def renewed(self, lengths: Sequence[int]) -> None:
@@ -85,7 +80,6 @@ class Reach:
         """Run a forward with the reach of each token.
 
         Args:
-            function: the forward, called with ``inputs``.
             lengths: number of tokens of each sequence before the forward.
             depths: ``(batch, tokens)`` depth of each token below the next one.
             deepest: the largest depth.
@@ -111,11 +105,7 @@ class Reach:
 
 
 class _Frozen:
-    """A copy of a rotary module in its original state.
-
-    Attributes:
-        names: names of its inputs.
-    """
+    """A copy of a rotary module in its original state."""
 
     def __init__(self, module: nn.Module, device: Any = None):
         self._module = _copy(module, device)
@@ -134,10 +124,7 @@ class _Frozen:
 
     def last_of_each(self, low: int, high: int, kind: str | None) -> list[int]:
         """For each set of frequencies, the largest reach in ``low .. high`` that has it, ascending.
-
-        Args:
-            kind: the type of layer, if the module has several.
-        """
+        ``kind`` is the type of layer, if the module has several."""
         # Frequencies change monotonically, so equal ends imply equal values in between.
         if low == high or self.same(low, high, kind):
             return [high]
@@ -221,10 +208,8 @@ def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
 
 
 def forgets_at(model: Any) -> int | None:
-    """The length past which plain generation recomputes the whole sequence, if it does.
-
-    The Phi models do, when their frequencies change.
-    """
+    """The length past which plain generation recomputes the whole sequence, if it does: the Phi
+    models do, when their frequencies change."""
     text = model.config.get_text_config(decoder=True)
     length = getattr(text, "original_max_position_embeddings", None)
     if length is None or not followers(model):
@@ -236,4 +221,4 @@ def forgets_at(model: Any) -> int | None:
         ids, attention_mask=torch.ones_like(ids), next_sequence_length=1,
         position_ids=torch.arange(length + 1, device="cpu")[None], **{CACHE: cache},
     )  # fmt: skip
-    return length if cache_in(inputs) is None else None
+    return length if inputs.get(CACHE) is None else None

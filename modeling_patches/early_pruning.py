@@ -17,6 +17,7 @@ from torch import Tensor
 from modeling_patches.attention_masks import block_mask
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
+from modeling_patches.recurrences import entries
 
 #: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.
 Choose = Callable[[Tensor], Tensor | None]
@@ -28,8 +29,6 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
     The kept tokens come first in the final hidden states, followed by zeros.
 
     Args:
-        model: a causal language model.
-        changes: the changes that this is added to.
         layer: the first layer that runs on fewer tokens, so the number of layers that run on all.
         choose: called with the hidden states before that layer, once per forward.
 
@@ -78,10 +77,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
 
 
 def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
-    """A list that each forward fills with the hidden states before a layer.
-
-    `(batch, tokens, hidden)`: the input of an early prediction head.
-    """
+    """A list that forwards fill with the hidden states `(batch, tokens, hidden)` before a layer."""
     seen: list[Tensor] = []
 
     def note(args: tuple, kwargs: dict) -> None:
@@ -92,12 +88,7 @@ def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
 
 
 class _Narrowing:
-    """Narrows inputs with one entry per query token; those that all layers share only once.
-
-    Args:
-        hidden: ``(batch, tokens, hidden)`` hidden states of all query tokens.
-        kept: ``(batch, kept)`` indices of the tokens to keep.
-    """
+    """Narrows inputs with one entry per query token; those that all layers share only once."""
 
     def __init__(self, hidden: Tensor, kept: Tensor) -> None:
         self._batch, self._tokens = hidden.shape[:2]
@@ -110,23 +101,17 @@ class _Narrowing:
             return tuple(map(self, value))
         if id(value) not in self._made:
             if hasattr(value, "tree_mask"):
-                narrowed = block_mask(self._pick(value.tree_mask, 2))
+                mask = value.tree_mask
+                narrowed = block_mask(entries(mask, self._kept.to(mask.device), 2))
             elif isinstance(value, Tensor) and value.ndim in (2, 3, 4):
                 dim = 2 if value.ndim == 4 else 1
                 per_token = value.shape[0] in (1, self._batch) and value.shape[dim] == self._tokens
-                narrowed = self._pick(value, dim) if per_token else value
+                narrowed = entries(value, self._kept.to(value.device), dim) if per_token else value
             else:
                 return value
             self._made[id(value)] = value, narrowed
         return self._made[id(value)][1]
 
     def widened(self, hidden: Tensor) -> Tensor:
-        """Hidden states (batch, kept, hidden), padded with zeros to the original length."""
+        """Padded with zeros to the original length."""
         return torch.nn.functional.pad(hidden, (0, 0, 0, self._tokens - hidden.shape[1]))
-
-    def _pick(self, value: Tensor, dim: int) -> Tensor:
-        """Select the kept tokens along `dim`; a batch dimension of 1 is expanded."""
-        kept = self._kept.to(value.device)
-        value = value.expand(len(kept), *value.shape[1:])
-        index = kept.view(len(kept), *[1] * (dim - 1), -1, *[1] * (value.ndim - dim - 1))
-        return value.take_along_dim(index, dim)

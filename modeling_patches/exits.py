@@ -20,11 +20,7 @@ def averaged_exits(
 ) -> None:
     """Replace the output of query tokens from `first` on by the mean of the last `count` layers.
 
-    Args:
-        model: a causal language model.
-        changes: the changes that this is added to.
-        count: number of layers; 1 changes nothing.
-        first: index of the first averaged query token; called in the last layers.
+    `first` is called in these layers; with a `count` of 1 nothing changes.
     """
     if count == 1:
         return

@@ -19,10 +19,8 @@ def dequantized(name: str, weight: Tensor, scales: Tensor, dtype: torch.dtype) -
     """The numbers of a weight: its values times the scales of their blocks.
 
     Args:
-        name: for the message.
         weight: ``(rows, columns)`` float8_e4m3fn
         scales: ``(rows / 128, columns / 128)``, rounded up.
-        dtype: of the result.
 
     Raises:
         ValueError: there is not one scale per block.

@@ -20,9 +20,6 @@ from modeling_patches.around import around
 
 logger = logging.getLogger(__name__)
 
-#: Called as ``validate(model, generation_config, mode_kwargs)`` before inputs are prepared.
-Validate = Callable[[Any, GenerationConfig, dict[str, Any]], None]
-
 
 @functools.cache
 def _warn_of_unused(option: str, switch: str) -> None:
@@ -33,7 +30,7 @@ def register(
     name: str,
     attributes: tuple[str, ...],
     decode: Callable[..., Any],
-    validate: Validate,
+    validate: Callable[[Any, GenerationConfig, dict[str, Any]], None],
     loaded: Callable[[GenerationConfig, str], None],
 ) -> None:
     """Let ``generate()`` call ``decode`` whenever the first attribute is set. Idempotent.
@@ -43,8 +40,8 @@ def register(
         attributes: names of new generation options, None by default; the first one selects the
             mode.
         decode: called like ``GenerationMixin._sample``, with the model as first argument.
-        validate: raises an error if ``decode`` does not support a call; runs before inputs are
-            prepared.
+        validate: ``validate(model, generation_config, mode_kwargs)``, before inputs are prepared,
+            raises an error if ``decode`` does not support the call.
         loaded: called with each loaded configuration that has the first attribute set, and its
             folder or repository.
     """

@@ -43,8 +43,7 @@ class LayerSkipper:
 
     Args:
         model: a decoder-only model of Transformers, or a `PeftModel` around one.
-        skip_attention: indices of the layers whose attention or recurrence is skipped.
-        skip_mlp: indices of the layers whose MLP is skipped.
+        skip_attention, skip_mlp: indices of the layers in which these are skipped.
 
     Attributes:
         changes: the changes for forwards without these sublayers.
@@ -61,8 +60,14 @@ class LayerSkipper:
         layers = decoder_layers(model)
         for name, indices in (("skip_attention", skip_attention), ("skip_mlp", skip_mlp)):
             _check(name, indices, len(layers))
-        if skip_attention:
-            _refuse_shared_cache(unwrapped(model))
+        base = unwrapped(model)
+        shared = getattr(base.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
+        if skip_attention and shared:  # layers that read another one's KV (gemma3n)
+            raise ValueError(
+                f"{type(base).__name__} shares the KV of earlier layers with its last {shared} "
+                "layers, so no attention can be skipped. Leave skip_attention empty; skip_mlp "
+                "works."
+            )
         stubs: dict[nn.Module, Callable[..., Any]] = {}
         for index in skip_attention:
             stubs |= _attention(layers[index], index)
@@ -71,7 +76,7 @@ class LayerSkipper:
         self.replaced = list(stubs)
         for index in {*skip_attention} & {*skip_mlp}:
             stubs[layers[index]] = _EmptyLayer(layers[index])
-        step_aside(unwrapped(model))
+        step_aside(base)
         self.changes = Changes()
         for module, stub in stubs.items():
             self.changes.instead(module, "forward", stub)
@@ -84,17 +89,6 @@ def _check(name: str, indices: Sequence[int], count: int) -> None:
                 f"{name} must list distinct layer indices from 0 to {count - 1} (the model has "
                 f"{count} layers), got {index!r} in {list(indices)}. Remove or correct it."
             )
-
-
-def _refuse_shared_cache(model: Any) -> None:
-    """Refuse models with layers that read another layer's KV (gemma3n), which may be skipped."""
-    config = model.config.get_text_config(decoder=True)
-    shared = getattr(config, "num_kv_shared_layers", 0) or 0
-    if shared:
-        raise ValueError(
-            f"{type(model).__name__} shares the KV of earlier layers with its last {shared} "
-            "layers, so no attention can be skipped. Leave skip_attention empty; skip_mlp works."
-        )
 
 
 # -- stubs ---------------------------------------------------------------------------------------
@@ -132,12 +126,7 @@ def _hidden_states(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _nothing(sublayer: nn.Module, pair: bool = False) -> Callable[..., Any]:
-    """A forward that contributes nothing: zeros, or the residual if the sublayer adds that itself.
-
-    Args:
-        sublayer: the sublayer.
-        pair: whether it returns something beside the hidden states.
-    """
+    """A forward that adds nothing: zeros, or the residual if the sublayer adds that itself."""
     names = list(inspect.signature(type(sublayer).forward).parameters)[1:]
     place = names.index("residual") if "residual" in names else None
 
@@ -152,12 +141,8 @@ def _nothing(sublayer: nn.Module, pair: bool = False) -> Callable[..., Any]:
 
 
 class _EmptyLayer:
-    """The forward of a decoder layer without attention and MLP, which is left out if nothing else
-    is in it: if the first forward of the emptied layer returns its input.
-
-    Norms in the residual stream, cross-attention, Mamba branches and scales are examples of what
-    else may be in it.
-    """
+    """The forward of a decoder layer without attention and MLP, which is left out if its first run
+    returns its input: if it has no norm in the residual stream, cross-attention, scale, ..."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer

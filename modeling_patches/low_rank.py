@@ -28,17 +28,11 @@ Gate = Callable[[], tuple[int, int]]
 
 
 class Factors(NamedTuple):
-    """A low-rank update.
+    """A low-rank update."""
 
-    Attributes:
-        down: A, ``(rank, in_features)``.
-        up: B, ``(out_features, rank)``.
-        scale: factor of their product.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float
+    down: Tensor  # A, (rank, in_features)
+    up: Tensor  # B, (out_features, rank)
+    scale: float  # of their product
 
 
 class LowRank:
@@ -85,7 +79,6 @@ class LowRank:
         """Update the modules' calls that run with `changes`.
 
         Args:
-            changes: the changes that this is added to.
             gate: determines the updated tokens of a forward, called in every forward of a module;
                 None for all. Factors are then read once, unless gradients are computed.
         """
@@ -102,13 +95,9 @@ class LowRank:
     def merge(self, model: nn.Module, check_finite: bool = False) -> None:
         """Add the updates to the modules' weights, and keep the original ones for `unmerge`.
 
-        Args:
-            model: the model that the modules belong to.
-            check_finite: whether to refuse results that are not finite.
-
         Raises:
-            ValueError: a module is quantized, offloaded or shares its weight with another one, or a
-                result is not finite. No weight is changed then.
+            ValueError: a module is quantized, offloaded or shares its weight with another one of
+                the model, or a result is to be finite and is not. No weight is changed then.
         """
         if self.merged:
             return

@@ -104,7 +104,7 @@ def _doubled(kept: Kept, state: Tensor, step: Step) -> Tensor:
     """
     scale = (kept["d"][..., None] * kept["a"][:, None]).exp()
     shift = kept["x"][..., None] * kept["b"][:, :, None]
-    for above in step.jumps():
+    for above in step.jumps:
         has, index = (above >= 0)[..., None, None], above.clamp(min=0)
         upper_scale, upper_shift = entries(scale, index, 1), entries(shift, index, 1)
         shift = torch.where(has, scale * upper_shift + shift, shift)

@@ -23,10 +23,6 @@ class MergedCopies:
     The modules keep their weights. If a module has no plain one, as it is quantized, offloaded or
     split over ranks, its output is updated instead. Copies are made when they are first needed; all
     calls share them until a weight or a factor changes or the update is deleted.
-
-    Args:
-        update: the update.
-        changes: the changes that this is added to.
     """
 
     def __init__(self, update: LowRank, changes: Changes) -> None:

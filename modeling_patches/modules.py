@@ -15,14 +15,13 @@ from torch import nn
 
 from modeling_patches.weights import features, in_use
 
-#: PEFT's name for the linear modules of all decoder layers.
-ALL_LINEAR = "all-linear"
 #: Most characters of a pattern of names, and most seconds for matching all names of a model.
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
 #: Names of a layer's attention or recurrence, and of its MLP. ``mixer`` is either. Several in one
 #: layer (Mamba beside attention, shared experts beside routed ones) form one sublayer.
-ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
-MIXER_NAMES = (*ATTENTION_NAMES, "linear_attn", "mamba", "conv", "mixer")
+MIXER_NAMES = (
+    "self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "mixer",
+)  # fmt: skip
 MLP_NAMES = ("mlp", "mlps", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "mixer")
 #: Layers without an MLP module: the calls it consists of, in order. OPT's family.
 INLINE_MLP = ("fc1", "fc2")
@@ -64,10 +63,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def decoder_of(model: Any) -> Any:
-    """The module whose output the model computes its logits from.
-
-    Some models call their head "decoder" (ModernBERT), or do not define one (Mllama).
-    """
+    """The module whose output the model computes its logits from."""
+    # Some models call their head "decoder" (ModernBERT), or do not define one (Mllama).
     found = model.get_decoder()
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if found is model or not any(module is embeddings for module in found.modules()):
@@ -131,7 +128,7 @@ def linear_modules(
     roots = decoder_of(model), model.get_output_embeddings()  # type: ignore[operator]
     text = {id(module) for root in roots if root is not None for _, module in walk(root)}
     everything = {name: m for name, m in walk(model) if _is_linear(m) and id(m) in text}
-    if targets is None or targets == ALL_LINEAR:
+    if targets is None or targets == "all-linear":
         inside = {id(module) for module in decoder_layers(model).modules()}
         matches = {"the decoder layers": [n for n, m in everything.items() if id(m) in inside]}
     elif isinstance(targets, str):
@@ -152,18 +149,10 @@ def linear_modules(
 
 
 def output_projections(model: nn.Module) -> dict[str, nn.Module]:
-    """The last linear module of each decoder layer, which writes to the residual stream.
+    """The last linear module of each decoder layer, which writes to the residual stream, by name.
 
     That of its MLP; of its attention or recurrence where the MLP has none, as with routed experts.
-
-    Args:
-        model: a causal language model.
-
-    Returns:
-        The modules by name.
-
-    Raises:
-        ValueError: there is none.
+    Raises a ValueError if there is none.
     """
     width = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
     names = {id(module): name for name, module in walk(model)}
@@ -189,11 +178,7 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled(pattern: str) -> regex.Pattern[str]:
-    """Compile a regular expression of module names.
-
-    Raises:
-        ValueError: it is invalid or too long.
-    """
+    """A regular expression of module names; raises a ValueError if it is invalid or too long."""
     shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}...")
     if len(pattern) > PATTERN_LENGTH:
         raise ValueError(
@@ -224,8 +209,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module has features and returns only their product; routers of experts return
-    more."""
+    """Whether a module returns only a product; routers of experts return more."""
     returns = str(inspect.signature(type(module).forward).return_annotation)
     return features(module) is not None and "tuple" not in returns.lower()
 

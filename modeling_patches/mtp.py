@@ -32,8 +32,6 @@ from modeling_patches.mtp_blocks import Recipe, config_of, recipe_of
 
 #: Prefix of the block's tensors in :class:`MtpLayer`.
 BLOCK = "mtp_block."
-#: What configs call layers with a window.
-SLIDING = "sliding_attention", "hybrid_sliding"
 
 # -- names in checkpoints ------------------------------------------------------------------------
 
@@ -57,12 +55,7 @@ class Layout:
     def parse(
         self, name: str, num_layers: int, num_parts: int = 1
     ) -> tuple[int | None, str | None] | None:
-        """Which tensor a name means.
-
-        Args:
-            name: the name in a checkpoint.
-            num_layers: of the model.
-            num_parts: see :class:`Recipe`.
+        """Which tensor a name in a checkpoint means, of a model with so many layers.
 
         Returns:
             The number of its layer, from 0, or None for all of them; and its name in
@@ -145,11 +138,7 @@ _LAYOUTS = (
 
 
 def is_mtp(name: str, num_layers: int) -> bool:
-    """Whether a checkpoint's tensor of this name belongs to such layers, of a known layout or not.
-
-    Args:
-        num_layers: of the model.
-    """
+    """Whether a name in a checkpoint is one of such layers, of a known layout or not."""
     known = any(layout.parse(name, num_layers) is not None for layout in _LAYOUTS)
     return known or re.search(r"(?:^|[._])mtp[._]", name) is not None
 
@@ -158,9 +147,8 @@ def layout_of(names: Iterable[str], num_layers: int) -> Layout | None:
     """The layout of a checkpoint; None if it is none of those known."""
     names = list(names)
     for layout in _LAYOUTS:
-        if any(
-            (layout.parse(name, num_layers) or (0, ""))[1] == "eh_proj.weight" for name in names
-        ):
+        parsed = (layout.parse(name, num_layers) for name in names)
+        if any(one is not None and one[1] == "eh_proj.weight" for one in parsed):
             return layout
     return None
 
@@ -169,13 +157,7 @@ def layout_of(names: Iterable[str], num_layers: int) -> Layout | None:
 
 
 class MtpLayer(nn.Module):
-    """One of these layers.
-
-    Args:
-        config: of the block.
-        recipe: how this is made.
-        index: number of the layer, from 0.
-    """
+    """One of these layers."""
 
     def __init__(self, config: Any, recipe: Recipe, index: int):
         super().__init__()
@@ -190,13 +172,7 @@ class MtpLayer(nn.Module):
 
     def forward(self, embeddings: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
         """``(batch, n, hidden)``, of which the output embeddings make logits and which the next row
-        takes.
-
-        Args:
-            embeddings: ``(batch, n, hidden)`` of each row's token.
-            hidden: ``(batch, n, hidden)`` final states of the token before.
-            **inputs: further ones of the block.
-        """
+        takes, by the embeddings of each row's token and the final states of the token before."""
         joined = [self.enorm(embeddings), self.hnorm(hidden)]
         if self.hidden_first:
             joined.reverse()
@@ -212,6 +188,10 @@ class MtpLayers(nn.Module):
         model: a causal language model.
         count: number of layers.
         sparse: whether their MLPs are mixtures of experts, where the model has both kinds.
+
+    Attributes:
+        num_caches: sublayers with keys and values of their own, of all layers.
+        kinds: kind of attention of each layer; None if the model has but one.
 
     Raises:
         ValueError: the model's decoder layers cannot be used so; the message names its class.
@@ -233,11 +213,8 @@ class MtpLayers(nn.Module):
                 f"multi-token prediction ({type(error).__name__}: {error}). Choose another "
                 "strategy."
             ) from error
-        #: Sublayers with keys and values of their own, of all layers.
         self.num_caches = count * recipe.num_caches
-        #: See `sparse`.
         self.sparse = sparse
-        #: Kind of attention of each layer; None if the model has but one.
         kinds = getattr(self.config, "layer_types", None)
         self.kinds: list[str | None] = list(kinds[:: recipe.num_parts]) if kinds else [None] * count
         self.layers = nn.ModuleList(made)
@@ -251,7 +228,7 @@ class MtpLayers(nn.Module):
 
     def window(self, index: int) -> int | None:
         """Number of positions that a layer sees; None for all."""
-        if self.kinds[index] not in SLIDING:
+        if self.kinds[index] not in ("sliding_attention", "hybrid_sliding"):
             return None
         size: int = self.config.sliding_window
         return size
@@ -267,7 +244,6 @@ class MtpLayers(nn.Module):
         """Forward of a layer; see :meth:`MtpLayer.forward`.
 
         Args:
-            index: number of the layer.
             positions: ``(batch, n)`` of the rows.
             seen: ``(batch, 1, n, slots)`` bool, True where a row sees a slot, but for windows.
             key_positions: ``(batch or 1, slots)`` position of every slot; anything of this shape
@@ -292,12 +268,8 @@ class MtpLayers(nn.Module):
 
 
 def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A block's tensors as the model's class wants them, with experts stacked, say.
-
-    Args:
-        model: the model, whose conversions Transformers knows.
-        tensors: by their names in checkpoints, without the layer's prefix.
-    """
+    """A block's tensors, by their names in checkpoints without the layer's prefix, as the model's
+    class wants them: with experts stacked, say."""
     known = get_model_conversion_mapping(model)
     for one in known:
         one.scope_prefix = None  # also of a part of a multimodal model
@@ -320,11 +292,8 @@ def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dtypes(model: Any, num_parts: int = 1) -> dict[str, torch.dtype]:
-    """In which dtype the model keeps the floating-point tensors of its decoder layers, by name.
-
-    Args:
-        num_parts: see :class:`Recipe`; with several, names begin with the number of one.
-    """
+    """In which dtype the model keeps the floating-point tensors of its decoder layers, by name;
+    names begin with the number of a part if there are several (:class:`Recipe`)."""
     found: dict[str, torch.dtype] = {}
     for layer in decoder_layers(model):
         for name, tensor in layer.state_dict().items():

@@ -23,10 +23,9 @@ ATTENTION, RECURRENCE = {"full_attention", "attention"}, {"linear_attention", "m
 class Recipe:
     """How blocks are made: each is a decoder layer.
 
-    Args:
-        model: a causal language model.
-
     Attributes:
+        norm_name: name of a norm in decoder layers.
+        rotates: whether they are given rotations.
         num_parts: layers that checkpoints number of one block.
         num_caches: sublayers of one block with keys and values of their own.
         norm: a norm of the model, whose class the others are of.
@@ -36,41 +35,34 @@ class Recipe:
         ValueError: the model's decoder layers cannot be used so; the message names their class.
     """
 
-    needs: ClassVar[str] = "input_layernorm and the position_embeddings"
+    norm_name: ClassVar[str] = "input_layernorm"
+    rotates: ClassVar[bool] = True
     num_parts: int = 1
     num_caches: int = 1
 
     def __init__(self, model: Any):
-        self.name, self.like = type(model).__name__, in_use(decoder_layers(model)[-1])
-        self.kind: Any = type(self.like)
-        self.norm: Any = in_use(self._norm())
-        self.rotary: Any = getattr(decoder_of(model), "rotary_emb", None)
-        if self.norm is None or not self._fits():
+        self.name, layer = type(model).__name__, in_use(decoder_layers(model)[-1])
+        self.kind: Any = type(layer)
+        norm = getattr(layer, self.norm_name, None)
+        self.norm: Any = in_use(norm[0] if isinstance(norm, nn.ModuleList) else norm)
+        self.rotary: Any = getattr(decoder_of(model), "rotary_emb", None) if self.rotates else None
+        takes_rotations = "position_embeddings" in inspect.signature(self.kind.forward).parameters
+        if norm is None or self.rotates and not (takes_rotations and self.rotary is not None):
+            needs = self.norm_name + " and the position_embeddings" * self.rotates
             raise ValueError(
                 f"{self.name}: its decoder layers ({self.kind.__name__}) do not have the "
-                f"{self.needs} that layers for multi-token prediction are built with. Choose "
-                "another strategy."
+                f"{needs} that layers for multi-token prediction are built with. Choose another "
+                "strategy."
             )
-
-    def _norm(self) -> Any:
-        return getattr(self.like, "input_layernorm", None)
-
-    def _fits(self) -> bool:
-        given = inspect.signature(self.kind.forward).parameters
-        return "position_embeddings" in given and self.rotary is not None
 
     def adapt(self, config: Any, count: int) -> None:
         """Set what a config says of the parts of this number of blocks."""
 
     def make(self, config: Any, index: int) -> nn.Module:
-        """A block, whose forward takes hidden states ``(batch, n, hidden)``, and ``position_ids``,
-        ``attention_mask``, the cache and, if there is a rotary module, ``position_embeddings`` by
-        name. One that names them gets ``seen`` and ``key_positions``, too: see
-        :class:`~modeling_patches.mtp_convolutions.Convolved`.
-
-        Args:
-            config: of the decoder layer.
-            index: number of the block, from 0.
+        """Block ``index``, whose forward takes hidden states ``(batch, n, hidden)``, and
+        ``position_ids``, ``attention_mask``, the cache and, if there is a rotary module,
+        ``position_embeddings`` by name. One that names them gets ``seen`` and ``key_positions``,
+        too: see :class:`~modeling_patches.mtp_convolutions.Convolved`.
         """
         made: nn.Module = self.kind(config, index)
         return made
@@ -89,7 +81,8 @@ class PartsRecipe(Recipe):
     """Nemotron-H: a few of its layers, which are an attention without rotations, an MLP or experts
     each. Its config tells their kinds."""
 
-    needs = "norm"
+    norm_name = "norm"
+    rotates = False
 
     def __init__(self, model: Any):
         super().__init__(model)
@@ -105,13 +98,6 @@ class PartsRecipe(Recipe):
                 "attention without rotations here, and no recurrent states. Choose another "
                 "strategy."
             )
-        self.rotary = None
-
-    def _norm(self) -> Any:
-        return getattr(self.like, "norm", None)
-
-    def _fits(self) -> bool:
-        return True
 
     def adapt(self, config: Any, count: int) -> None:
         config.layers_block_type = self.pattern * count
@@ -125,11 +111,7 @@ class PartsRecipe(Recipe):
 
 
 class Dense(nn.Module):
-    """Attention and MLP, each behind a norm: the first ones of a layer that has lists of them.
-
-    Args:
-        layer: the layer.
-    """
+    """Attention and MLP, each behind a norm: the first ones of a layer that has lists of them."""
 
     def __init__(self, layer: Any):
         super().__init__()
@@ -146,9 +128,6 @@ class Dense(nn.Module):
 class DenseRecipe(Recipe):
     """LongCat-Flash: one attention and one MLP where its layers have two of each, and experts."""
 
-    def _norm(self) -> Any:
-        return super()._norm()[0]
-
     def make(self, config: Any, index: int) -> nn.Module:
         made = Dense(super().make(config, index))
         made.self_attn.layer_idx = index
@@ -158,11 +137,8 @@ class DenseRecipe(Recipe):
 class ConvolvedRecipe(Recipe):
     """Inkling: its decoder layer, without the states that its convolutions keep elsewhere."""
 
-    needs = "input_layernorm"
+    rotates = False
     num_caches = Convolved.num_caches
-
-    def _fits(self) -> bool:
-        return True
 
     def make(self, config: Any, index: int) -> nn.Module:
         return Convolved(super().make(config, index), index * self.num_caches)
@@ -181,12 +157,8 @@ def recipe_of(model: Any) -> Recipe:
 
 
 def config_of(model: Any, recipe: Recipe, count: int, sparse: bool) -> Any:
-    """The model's config with what it says of single layers replaced by what holds for blocks.
-
-    Args:
-        count: number of blocks.
-        sparse: whether their MLPs are mixtures of experts, where the model has both kinds.
-    """
+    """The model's config with what it says of single layers replaced by what holds for ``count``
+    blocks; ``sparse`` as in :class:`~modeling_patches.mtp.MtpLayers`."""
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
 
     def of_each(name: str, default: str) -> list[str]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from modeling_patches.cache_name import cache_in
+from modeling_patches.cache_name import CACHE
+from modeling_patches.positions import inkling_scale
 
 #: Slots ``(batch, n, taps - 1)`` of the rows before each row, oldest first, and whether they exist.
 Taps = tuple[Tensor, Tensor]
@@ -24,9 +25,7 @@ Taps = tuple[Tensor, Tensor]
 class Convolved(nn.Module):
     """The parts of a decoder layer, run by the positions of rows and slots.
 
-    Args:
-        layer: the decoder layer.
-        index: of the first of :attr:`num_caches` sublayers in the cache.
+    ``index`` is that of the first of its :attr:`num_caches` sublayers in the cache.
     """
 
     #: Attention's keys and values; inputs of the convolutions over keys and over values; of that
@@ -45,17 +44,16 @@ class Convolved(nn.Module):
         self, hidden: Tensor, *, attention_mask: Tensor, position_ids: Tensor, seen: Tensor,
         key_positions: Tensor, **inputs: Any,
     ) -> Tensor:  # fmt: skip
-        """``(batch, n, hidden)``
+        """``(batch, n, hidden)`` like its input.
 
         Args:
-            hidden: ``(batch, n, hidden)``
             attention_mask: ``(batch, 1, n, slots)`` bool, what attention sees.
             position_ids: ``(batch, n)``
             seen: as ``attention_mask``, without a window.
             key_positions: ``(batch or 1, slots)`` position of every slot.
             **inputs: the cache, and nothing else that is used.
         """
-        cache = cache_in(inputs)
+        cache = inputs.get(CACHE)
         distances = position_ids[:, :, None] - key_positions[:, None]
         taps = _taps(seen[:, 0], distances, self.attn_sconv.conv1d.weight.shape[-1])
         made = self.input_layernorm(hidden)
@@ -83,9 +81,7 @@ class Convolved(nn.Module):
         bias = _bias(own.rel_logits_proj, relative, distances)
         if not own.is_sliding and own.config.log_scaling_n_floor is not None:
             # The length of the text up to a row's token, which is that of the next position.
-            length = (positions + 2).float() / own.config.log_scaling_n_floor
-            scale = 1.0 + own.config.log_scaling_alpha * torch.log(length.clamp(min=1.0))
-            scale = scale[:, None, :, None]
+            scale = inkling_scale(own.config, positions + 2)[:, None, :, None]
             queries, bias = ((one.float() * scale).to(one.dtype) for one in (queries, bias))
         out = scaled_dot_product_attention(
             queries, keys, values, bias.masked_fill(~mask, torch.finfo(bias.dtype).min),
@@ -104,14 +100,8 @@ class Convolved(nn.Module):
         self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], taps: Taps, cache: Any,
         place: int,
     ) -> list[Tensor]:  # fmt: skip
-        """Two convolutions, each with what it adds to its input.
-
-        Args:
-            inputs: ``(batch, n, width)`` each.
-            weights: ``(width, 1, taps)`` each, oldest first.
-            taps: see :func:`_taps`.
-            place: of the sublayer in the cache that keeps the inputs.
-        """
+        """Two convolutions of ``(batch, n, width)`` by weights ``(width, 1, taps)``, oldest first,
+        plus their inputs, which the cache's sublayer ``place`` keeps."""
         kept = cache.update(*(one[:, None] for one in inputs), self.index + place)
         slots, known = taps
         found = []
@@ -127,25 +117,16 @@ class Convolved(nn.Module):
 
 
 def _taps(seen: Tensor, distances: Tensor, width: int) -> Taps:
-    """Where the inputs of a convolution are.
-
-    Args:
-        seen: ``(batch, n, slots)`` bool
-        distances: ``(batch, n, slots)`` position of each row minus that of each slot.
-        width: number of taps, that of the row itself included.
-    """
+    """Where the inputs of a convolution with ``width`` taps are, by ``(batch, n, slots)`` which
+    slots rows see, and how far behind a row's position theirs are."""
     steps = [seen & (distances == step) for step in range(width - 1, 0, -1)]
     found = torch.stack(steps, 2)  # (batch, n, taps - 1, slots), one slot at the most
     return found.byte().argmax(-1), found.any(-1)
 
 
 def _bias(module: Any, relative: Tensor, distances: Tensor) -> Tensor:
-    """``(batch, heads, n, slots)`` what attention adds to its scores: 0 from ``rel_extent`` on.
-
-    Args:
-        relative: ``(batch, n, heads, d_rel)`` how each row mixes the module's profiles.
-        distances: see :func:`_taps`.
-    """
+    """``(batch, heads, n, slots)`` what attention adds to its scores: 0 from ``rel_extent`` on;
+    ``relative`` (batch, n, heads, d_rel) is how rows mix the module's profiles."""
     by_distance = (relative @ module.proj).transpose(1, 2)
     distances = distances[:, None]
     index = distances.clamp(0, module.rel_extent - 1).expand(-1, by_distance.shape[1], -1, -1)

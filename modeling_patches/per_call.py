@@ -33,10 +33,7 @@ _installing = threading.Lock()
 
 
 class Changes:
-    """What the modules of a model do differently within :meth:`run`.
-
-    One object serves all forwards of a call; additions take effect from the next forward on.
-    """
+    """What modules do differently within :meth:`run`; additions count from the next forward on."""
 
     def __init__(self) -> None:
         self._before: dict[nn.Module, list[Before]] = {}
@@ -116,12 +113,7 @@ def replaced(owner: Any, name: str) -> Callable[..., Any] | None:
 
 
 class Replaceable:
-    """A function, other than a method, that runs the call's own one instead, if there is one.
-
-    Args:
-        owner, name: as for :meth:`Changes.replace_function`.
-        plain: the function.
-    """
+    """A function, other than a method, that runs the call's own one instead, if there is one."""
 
     def __init__(self, owner: Any, name: str, plain: Callable[..., Any]):
         self.owner, self.name, self.plain = owner, name, plain
@@ -175,8 +167,7 @@ def step_aside(model: nn.Module) -> None:
 
 
 def _uncompiled(function: Any) -> Callable[..., Any] | None:
-    """What a compiled function was made of; the function itself if it is only wrapped around
-    compiled code, and None if there is none."""
+    """What a function was compiled from; itself if it wraps compiled code; else None."""
     wrapped = function
     while wrapped is not None:
         if getattr(wrapped, "_torchdynamo_orig_callable", None) is not None:
@@ -189,20 +180,13 @@ def _uncompiled(function: Any) -> Callable[..., Any] | None:
 
 
 def foreign_hooks(model: nn.Module) -> set[str]:
-    """Names of the forward hooks on a model's modules that do not belong to this package.
-
-    Those by which Transformers collects ``output_hidden_states`` stay on a model after the first
-    such call, and do nothing in others.
-    """
-    hooks = [
-        hook
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    ]
+    """Names of the forward hooks on a model's modules that do not belong to this package."""
+    # Those by which Transformers collects `output_hidden_states` stay, and do nothing otherwise.
     ours = (__name__.partition(".")[0], "transformers.utils.output_capturing")
     return {
         getattr(hook, "__name__", type(hook).__name__)
-        for hook in hooks
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if not (getattr(hook, "__module__", None) or "").startswith(ours)
     }
 
@@ -240,15 +224,7 @@ def _dispatcher(module: nn.Module, name: str) -> _Method:
 
 
 class _Method:
-    """A module's method that runs the call's function instead, if there is one.
-
-    Args:
-        module: the module, held by a weak reference.
-        name: name of the method.
-        own: the instance's replacement of its class's method, such as a hook of accelerate; None if
-            there is none.
-        eager: what ``own`` was made of if it is compiled, which runs in calls with changes.
-    """
+    """A module's method that runs the call's function instead, if there is one."""
 
     def __init__(
         self,
@@ -257,8 +233,9 @@ class _Method:
         own: Callable[..., Any] | None,
         eager: Callable[..., Any] | None = None,
     ):
-        self._module = ref(module)
-        self.name, self.own, self.eager = name, own, eager
+        self._module, self.name = ref(module), name
+        self.own = own  # the instance's replacement of its class's method: accelerate's hooks, say
+        self.eager = eager  # what `own` was compiled from, which runs in calls with changes
 
     def __reduce__(self) -> Any:
         return _Method, (self.module, self.name, self.own, self.eager)

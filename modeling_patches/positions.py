@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modeling_patches import alibi
-from modeling_patches.cache_name import cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.given_positions import Positions, is_tree
 from modeling_patches.per_call import Changes, plain
 
@@ -48,7 +49,7 @@ def tree_positions(model: PreTrainedModel, positions: Positions, changes: Change
     patch(_decoder(model), positions, changes)
 
 
-_Patch = Callable[[Any, "Positions", Changes], None]
+_Patch = Callable[[Any, Positions, Changes], None]
 
 
 def _patch(model: PreTrainedModel) -> _Patch | None:
@@ -95,29 +96,24 @@ def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
     def before_local_block(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs if band is None else kwargs | {"attention_mask": band}
 
-    def without_triangle(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        stock = plain(attention, "_attn")
-
-        def _attn(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any) -> Any:
-            if band is None:
-                return stock(query, key, value, attention_mask)
-            # The mask replaces the triangle over slots: one that hides nothing.
-            size = key.shape[-2]
-            triangle = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-            own = SimpleNamespace(
-                bias=triangle.expand(1, 1, size, size), attn_dropout=attention.attn_dropout
-            )
-            attention_mask = attention_mask.to(query.device)  # made where the first layer is
-            return type(attention)._attn(own, query, key, value, attention_mask)
-
-        return _attn
+    def attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
+        if band is None:
+            return plain(attention, "_attn")(query, key, value, mask)
+        # The mask replaces the triangle over slots: one that hides nothing.
+        size = key.shape[-2]
+        triangle = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
+        own = SimpleNamespace(
+            bias=triangle.expand(1, 1, size, size), attn_dropout=attention.attn_dropout
+        )
+        mask = mask.to(query.device)  # made where the first layer is
+        return type(attention)._attn(own, query, key, value, mask)
 
     changes.before(decoder, before_model)
     for block in decoder.h:
         attention = block.attn.attention
         if attention.attention_type == "local":
             changes.before(block, before_local_block)
-        changes.instead(attention, "_attn", without_triangle(attention))
+        changes.instead(attention, "_attn", partial(attend, attention))
 
 
 # -- columns of the batch ------------------------------------------------------------------------
@@ -140,7 +136,7 @@ def _columns_in(attention: Any, changes: Changes) -> dict[str, Tensor]:
 
     def before(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         columns = kwargs[_COLUMNS]
-        cache = cache_in(kwargs)
+        cache = kwargs.get(CACHE)
         start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
         stock = torch.arange(columns.shape[1], device=columns.device) + start
         found.update(tree=columns, stock=stock)
@@ -178,13 +174,18 @@ def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
             _rescale(layer.self_attn.q_proj, found, scale, changes)
 
 
+def inkling_scale(config: Any, lengths: Tensor) -> Tensor:
+    """By what queries and biases of full attention are multiplied after so many tokens."""
+    relative = lengths.float() / config.log_scaling_n_floor
+    return 1.0 + config.log_scaling_alpha * torch.log(relative.clamp(min=1.0))
+
+
 def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
     """Biases by relative positions, and the scale of full attention."""
     config = decoder.config
 
     def scale(columns: Tensor) -> Tensor:
-        length = (columns + 1).float() / config.log_scaling_n_floor
-        return 1.0 + config.log_scaling_alpha * torch.log(length.clamp(min=1.0))
+        return inkling_scale(config, columns + 1)
 
     _pass_columns(decoder, positions, changes)
     for layer in decoder.layers:
@@ -193,29 +194,23 @@ def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
         scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
         if scaled:
             _rescale(attention.q_norm, found, scale, changes)
-        bias = _relative_bias(
-            attention.rel_logits_proj, found, positions, scale if scaled else None
-        )
-        changes.instead(attention.rel_logits_proj, "forward", bias)
+        module = attention.rel_logits_proj
+        bias = partial(_relative_bias, module, found, positions, scale if scaled else None)
+        changes.instead(module, "forward", bias)
 
 
 def _relative_bias(
     module: Any, found: dict[str, Tensor], positions: Positions,
-    scale: Callable[[Tensor], Tensor] | None,
-) -> Callable[..., Tensor]:  # fmt: skip
-    stock = plain(module, "forward")
-
-    def forward(relative_states: Tensor, *args: Any) -> Tensor:
-        device = relative_states.device
-        queries, keys = found["tree"].to(device), positions.key_columns.to(device)
-        rows = zip(relative_states.split(1), queries, keys)
-        bias = torch.cat([stock(states, query, key) for states, query, key in rows])
-        if scale is None:
-            return bias
-        ratio = (scale(found["tree"]) / scale(found["stock"])).to(device)
-        return (bias * ratio[:, None, :, None]).to(bias.dtype)  # (batch, heads, query, key)
-
-    return forward
+    scale: Callable[[Tensor], Tensor] | None, relative_states: Tensor, *args: Any,
+) -> Tensor:  # fmt: skip
+    stock, device = plain(module, "forward"), relative_states.device
+    queries, keys = found["tree"].to(device), positions.key_columns.to(device)
+    rows = zip(relative_states.split(1), queries, keys)
+    bias = torch.cat([stock(states, query, key) for states, query, key in rows])
+    if scale is None:
+        return bias
+    ratio = (scale(found["tree"]) / scale(found["stock"])).to(device)
+    return (bias * ratio[:, None, :, None]).to(bias.dtype)  # (batch, heads, query, key)
 
 
 def _roformer(decoder: Any, positions: Positions, changes: Changes) -> None:
@@ -230,11 +225,10 @@ def _roformer(decoder: Any, positions: Positions, changes: Changes) -> None:
 
 def _table(decoder: Any, positions: Positions, changes: Changes) -> None:
     table = decoder.embed_positions
-    stock = plain(table, "forward")
 
     def forward(given: Any, *args: Any, **kwargs: Any) -> Tensor:
         columns = positions.columns.to(table.weight.device)
-        found: Tensor = stock(given, 0, position_ids=columns)
+        found: Tensor = plain(table, "forward")(given, 0, position_ids=columns)
         return found.view(*columns.shape, -1)  # some add a dimension to position_ids
 
     changes.instead(table, "forward", forward)

@@ -17,14 +17,7 @@ from modeling_patches.weights import placement
 
 
 class Ranks:
-    """The ranks of a model; a single one if it is not split.
-
-    Args:
-        model: a causal language model.
-
-    Attributes:
-        size: number of ranks.
-    """
+    """The ranks of a model, :attr:`size` in number; a single one if it is not split."""
 
     def __init__(self, model: Any):
         self.size = tensor_parallel_size(model)
@@ -53,12 +46,8 @@ class Ranks:
         set_random_state(self._device, shared.cpu())
 
     def own_heads(self, states: Tensor, heads: int) -> Tensor:
-        """This rank's share of prefix KV, ``(kv_heads, slots, head_dim)``.
-
-        Args:
-            states: the keys or values of all heads.
-            heads: number of key-value heads of this rank.
-        """
+        """This rank's share of prefix KV, ``(kv_heads, slots, head_dim)``, of which it has
+        ``heads``."""
         if self.size == 1 or states.shape[0] != self.size * heads:
             return states
         return states.narrow(0, distributed.get_rank(self._group) * heads, heads)
@@ -73,14 +62,8 @@ def tensor_parallel_size(model: Any) -> int:
 
 
 def own_share(factor: Tensor, size: int, dim: int, module: nn.Module) -> Tensor:
-    """The part of ``factor`` along ``dim`` that belongs to this rank's part of a module.
-
-    Args:
-        factor: a factor of the whole module.
-        size: number of features of this rank; all of them if the module is not split.
-        dim: the dimension of features.
-        module: the module.
-    """
+    """The part of a whole module's factor that belongs to this rank's part of it, of ``size``
+    features along ``dim``."""
     if factor.shape[dim] == size:
         return factor
     mesh = _mesh(module)

@@ -23,6 +23,7 @@ products are in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +42,13 @@ Kept = dict[str, Tensor]
 
 
 class Rule(NamedTuple):
-    """A recurrence; see the module.
-
-    Attributes:
-        state_ndim: dimensions of its state, the batch included.
-        keeps: names of what it keeps.
-        kind: ``conv`` or ``rule``, which of a layer's states it advances.
-    """
+    """A recurrence; see the module."""
 
     run: Callable[..., tuple[Tensor, Kept]]
     advance: Callable[[Tensor, Kept, Tensor, Tensor], Tensor]
-    state_ndim: int
-    keeps: tuple[str, ...]
-    kind: str = "rule"
+    state_ndim: int  # dimensions of its state, the batch included
+    keeps: tuple[str, ...]  # names of what it keeps
+    kind: str = "rule"  # or "conv": which of a layer's states it advances
 
 
 class Step:
@@ -73,7 +68,6 @@ class Step:
         self.old = self.all - self.new
         self.sequential = not visible.is_cuda if sequential is None else sequential
         self._taps: dict[tuple[int, int], Tensor] = {}
-        self._jumps: list[Tensor] | None = None
 
     def newest(self, width: int) -> Tensor:
         """``(batch, n, width)``: the token, its parent, its grandparent, ...; -1 above the root."""
@@ -94,16 +88,16 @@ class Step:
             self._taps[key] = (places + starts[:, None, None]).flatten(0, 1).t().contiguous()
         return self._taps[key]
 
+    @cached_property
     def jumps(self) -> list[Tensor]:
         """For path doubling: ``(batch, n)`` the ancestor 1, 2, 4, ... above; -1 above the root.
         Only of a step without earlier tokens."""
-        if self._jumps is None:
-            above, self._jumps, reach = self.newest(2)[..., 1], [], 1
-            while reach < self.all:
-                self._jumps.append(above)
-                above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), -1)
-                reach *= 2
-        return self._jumps
+        above, found, reach = self.newest(2)[..., 1], list[Tensor](), 1
+        while reach < self.all:
+            found.append(above)
+            above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), -1)
+            reach *= 2
+        return found
 
     def sums(self, logs: Tensor) -> Tensor:
         """Sum of ``(batch, ..., m + n)`` logs along each new token's path: ``(batch, ..., n)``."""
@@ -118,9 +112,7 @@ class Step:
         return torch.where(self._like(own), between, -torch.inf).exp2()
 
     def _like(self, logs: Tensor) -> Tensor:
-        return self.visible.view(
-            len(self.visible), *[1] * (logs.ndim - 2), self.new, self.all
-        )  # fmt: skip
+        return self.visible.view(len(self.visible), *[1] * (logs.ndim - 2), self.new, self.all)
 
 
 def joined(earlier: Kept | None, name: str, new: Tensor, dim: int) -> Tensor:
@@ -128,22 +120,15 @@ def joined(earlier: Kept | None, name: str, new: Tensor, dim: int) -> Tensor:
 
 
 def entries(tensor: Tensor, path: Tensor, dim: int) -> Tensor:
-    """Entries ``path`` (batch, depth) along a dimension."""
+    """Entries ``path`` (batch, depth) along a dimension; both batches may also be 1."""
     index = path.view(len(path), *[1] * (dim - 1), -1, *[1] * (tensor.ndim - dim - 1))
-    shape = list(tensor.shape)
-    shape[dim] = path.shape[1]
-    return tensor.gather(dim, index.expand(shape))
+    return tensor.take_along_dim(index, dim)
 
 
 def at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Decay of the state up to the path's end, and from each of its tokens to there.
-
-    Args:
-        cum: ``(batch, heads, m + n)``
-
-    Returns:
-        2^c_e ``(batch, heads)`` and 2^(c_e - c_j) ``(batch, heads, depth)``, 0 after the end.
-    """
+    """Decay of the state up to the path's end, and from each of its tokens to there: by ``cum``
+    (batch, heads, m + n), 2^c_e (batch, heads) and 2^(c_e - c_j) (batch, heads, depth), 0 after the
+    end."""
     within = torch.arange(path.shape[1], device=path.device) < counts[:, None]
     along = entries(cum, path, 2)
     last = (counts - 1).clamp(min=0)
@@ -171,15 +156,12 @@ def conv_run(
     state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, weight: Tensor,
     bias: Tensor | None = None, activation: str | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """Each token is convolved with its ancestors.
+    """Each token is convolved with its ancestors: ``(batch, channels, n)``.
 
     Args:
         x: ``(batch, channels, n)``
         weight: ``(channels, width)``
         state: ``(batch, channels, width)`` the last inputs before the step.
-
-    Returns:
-        ``(batch, channels, n)``
     """
     inputs = joined(earlier, "x", x.transpose(1, 2), 1)
     rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1).float()
@@ -210,15 +192,12 @@ def conv_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Ten
 def windows(
     state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, width: int
 ) -> tuple[Tensor, Kept]:
-    """What convolutions of modules see of each token: its last inputs, oldest first.
+    """What convolutions of modules see of each token ``(batch, n, width, channels)``: its last
+    ``width`` inputs, oldest first, its own included.
 
     Args:
         x: ``(batch, n, channels)``
-        width: how many inputs, the token's own included.
         state: ``(batch, channels, at least width - 1)`` the last inputs before the step.
-
-    Returns:
-        ``(batch, n, width, channels)``
     """
     inputs = joined(earlier, "x", x, 1)
     rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1)
@@ -228,12 +207,7 @@ def windows(
 
 
 def delay_run(state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor) -> tuple[Tensor, Kept]:
-    """The previous token's input.
-
-    Args:
-        x: ``(batch, n, channels)``
-        state: ``(batch, channels)``
-    """
+    """The previous token's input, of ``x`` (batch, n, channels) and ``state`` (batch, channels)."""
     seen, kept = windows(state[..., None], step, earlier, x, 2)
     return seen[:, :, 0], kept
 
@@ -280,7 +254,7 @@ def delta_run(
     state: Tensor, step: Step, earlier: Kept | None, /, query: Tensor, key: Tensor, value: Tensor,
     g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """Gated delta rule: S_t = a_t S_p + b_t k_t (v_t - k_t' a_t S_p)'.
+    """Gated delta rule: S_t = a_t S_p + b_t k_t (v_t - k_t' a_t S_p)'; ``(batch, n, heads, d_v)``.
 
     u_i = b_i (v_i - 2^c_i k_i' S) - sum over j above i of b_i D_ij (k_i' k_j) u_j: one solve;
     o_i = 2^c_i q_i' S + sum over j of D_ij (q_i' k_j) u_j.
@@ -290,9 +264,6 @@ def delta_run(
         g: ``(batch, n, heads)`` log decays.
         beta: ``(batch, n, heads)``
         state: ``(batch, heads, d_k, d_v)``
-
-    Returns:
-        ``(batch, n, heads, d_v)``
     """
     q, k, v, b = _delta_inputs(query, key, value, beta, use_qk_l2norm_in_kernel)
     logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)

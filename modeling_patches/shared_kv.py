@@ -22,15 +22,10 @@ from modeling_patches.weights import input_features
 
 
 class Source(NamedTuple):
-    """Where an assistant's layers of one type get their keys and values.
+    """Where an assistant's layers of one type get their keys and values."""
 
-    Attributes:
-        layer: index of the model's layer.
-        window: as of sliding-window attention; None if all tokens are seen.
-    """
-
-    layer: int
-    window: int | None
+    layer: int  # index of the model's layer
+    window: int | None  # as of sliding-window attention; None if all tokens are seen
 
 
 def takes_shared_kv(assistant: Any) -> bool:
@@ -84,12 +79,8 @@ def shared_kv_sources(model: Any, assistant: Any) -> dict[str, Source]:
         if theirs[1:] != theirs[:1]:
             wrong.append(f"it reads keys {_named(theirs[:1])} of type {kind!r}, and these have "
                          f"{_named(theirs[1:])}")  # fmt: skip
-        windows = [
-            size
-            for one in (attention, caches[index])
-            if (size := getattr(one, "sliding_window", None)) is not None
-        ]
-        found[kind] = Source(index, min(windows, default=None))
+        windows = (getattr(one, "sliding_window", None) for one in (attention, caches[index]))
+        found[kind] = Source(index, min(filter(None, windows), default=None))
     if wrong:
         raise ValueError(
             f"assistant_model={name} is not one for this {own}: "
@@ -125,10 +116,6 @@ def _logits_of_likely(head: Any, hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits of the tokens in the likeliest clusters; those of all others are 1 below the least.
 
     As the module does it, but for this: the least is each row's own and stays on the device.
-
-    Args:
-        hidden: ``(batch, n, hidden)``
-        weight: ``(vocab, hidden)``
     """
     clusters = head.centroids(hidden).topk(head.centroid_intermediate_top_k).indices
     tokens = head.token_ordering.long().view(head.num_centroids, -1)[clusters].flatten(2)

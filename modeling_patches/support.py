@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
@@ -29,7 +29,6 @@ LAYERS = frozenset(
      "LinearAttentionAndSlidingWindowAttentionLayer"}
 )  # fmt: skip
 
-
 _OTHER_ADAPTERS = (
     "Choose an adapter without it: prompt_depth='none' for BITA, num_prefix_tokens=0 for PPD, or "
     "another type."
@@ -37,10 +36,8 @@ _OTHER_ADAPTERS = (
 
 
 def context_ends(model: Any) -> list[int]:
-    """Positions after which a model may compute differently: context lengths in its config.
-
-    The end of a table of positions is not among them, as no token can follow it.
-    """
+    """Positions after which a model may compute differently: context lengths in its config, but for
+    ends of tables of positions, which no token can follow."""
 
     def lengths(config: dict[Any, Any]) -> Iterator[int]:
         for key, value in config.items():
@@ -62,8 +59,7 @@ def check_model(model: Any) -> None:
     Raises:
         ValueError: it is not; the message names the architecture and the reason.
     """
-    obstacle = next(_obstacles(model), None)
-    if obstacle is not None:
+    if (obstacle := next(_obstacles(model), None)) is not None:
         name = type(model).__name__
         raise ValueError(f"{name}{obstacle}. Generate without assistant_strategy.")
 
@@ -110,11 +106,7 @@ def _obstacles(model: Any) -> Iterator[str]:
 
 
 def check_length(model: Any, length: int) -> None:
-    """Check that a model can be decoded exactly up to a number of tokens.
-
-    Args:
-        model: the model.
-        length: number of tokens, those of the prompt included.
+    """Check that a model can be decoded exactly up to so many tokens, prompts included.
 
     Raises:
         ValueError: it cannot; the message names the limit.
@@ -171,7 +163,7 @@ def one_token(model: Any) -> DynamicCache:
     cache = empty_cache(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=placement(model).device)
     output = model(input_ids=token, use_cache=True, **{CACHE: cache})
-    return cache_in(output) if cache is None else cache
+    return output.get(CACHE) if cache is None else cache
 
 
 @torch.no_grad()
@@ -221,18 +213,12 @@ def quantized_as(model: Any) -> str | None:
 
 
 def check_unquantized(model: Any, what: str, remedy: str) -> None:
-    """Check that a model's weights can be changed.
-
-    Args:
-        model: the model.
-        what: the feature that changes them, for the error.
-        remedy: the alternative, for the error.
+    """Check that ``what`` may change a model's weights; ``remedy`` is the alternative.
 
     Raises:
         ValueError: the weights are quantized.
     """
-    found = quantized_as(model)
-    if found is not None:
+    if (found := quantized_as(model)) is not None:
         raise ValueError(
             f"{what} changes the weights of the base model, and those of this "
             f"{type(model).__name__} are quantized ({found}): load it unquantized, or choose "

@@ -99,10 +99,8 @@ class Placement(NamedTuple):
 
 
 def placement(model: Any) -> Placement:
-    """The device and dtype of a model's input embeddings.
-
-    On the meta device if the model has no weights, as opposed to offloaded ones.
-    """
+    """The device and dtype of a model's input embeddings; the meta device if the model has no
+    weights, as opposed to offloaded ones."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     weight = getattr(in_use(embeddings), "weight", None)
     if weight is not None:

@@ -24,6 +24,7 @@ from peft.mapping import (
 )
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
+from transformers.integrations import peft as peft_integration
 from transformers.utils import ModelOutput
 
 import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
@@ -33,7 +34,6 @@ from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
-from modeling_patches import peft_minimum
 from modeling_patches.modules import unwrapped
 from modeling_patches.weights import placement
 
@@ -274,7 +274,9 @@ def register_type(
     PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = _Prefix(prefix)
 
 
-peft_minimum.accept()
+#: Transformers 5.24 refuses every PEFT before 0.22, which is not released yet, in ``load_adapter``,
+#: ``add_adapter`` and ``set_adapter``. They work with the oldest PEFT that setup.cfg allows.
+peft_integration.MIN_PEFT_VERSION = "0.21.0"
 
 
 def _path(cls: type) -> str:

@@ -140,7 +140,7 @@ class RecurrentStates:
         self._kept["rule", layer, number] = [{"state": state}]
 
     def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See :class:`modeling_patches.inline_recurrences.States`."""
+        """See :class:`modeling_patches.linear_attention.States`."""
         place = (rule.kind, *self._running)
         call = self._calls if rule.kind == "rule" else 0
         state = self._state(place)

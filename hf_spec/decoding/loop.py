@@ -31,7 +31,7 @@ from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
@@ -78,13 +78,13 @@ def decode(
     drafter, graphs = strategy.drafter, strategy.graphs
     if strategy.strict:
         mask = model_kwargs.get("attention_mask")
-        check_strict(strategy, len(input_ids), mask, cache_in(model_kwargs), synced_gpus)
+        check_strict(strategy, len(input_ids), mask, model_kwargs.get(CACHE), synced_gpus)
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
 
     allocate, rules = graphs.allocate if graphs else zeros, recurrent_rules(model)
-    handover = Handover(cache_in(model_kwargs), sequences, returns_dict, allocate, rules)
+    handover = Handover(model_kwargs.get(CACHE), sequences, returns_dict, allocate, rules)
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
         with watch.phase("forward"):

@@ -31,7 +31,7 @@ from hf_spec.model.hidden_states import Reads, captured, states_at
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.strict import StrictTarget
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import followers
 from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
@@ -154,7 +154,7 @@ def prefill(
         rows = [[] for _ in sequences.tokens]
         for part in parts:
             outputs = run(part.input_ids, config, part.model_kwargs, is_first_iteration=True)
-            source = with_layers(cache_in(outputs))
+            source = with_layers(outputs.get(CACHE))
             check_packable(source)
             sources.append((part.rows, source, part.real))
             ends.append(outputs.logits[:, -1])

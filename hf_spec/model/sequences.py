@@ -25,8 +25,7 @@ from hf_spec.model.tree_mask import near
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
-from modeling_patches.inline_recurrences import Running
-from modeling_patches.linear_attention import tree_recurrences
+from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import checkpoints, takes_any_cache

@@ -29,8 +29,7 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
-from modeling_patches.inline_recurrences import Running
-from modeling_patches.linear_attention import tree_recurrences
+from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import takes_any_cache

@@ -32,7 +32,7 @@ from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy import adaptive_trees
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 
 NEW = 16
 #: Options of each strategy, under which every step drafts.
@@ -495,7 +495,7 @@ def counts_tokens(model: Any) -> None:
     stock = model.model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        past = cache_in(kwargs)
+        past = kwargs.get(CACHE)
         output = stock(*args, **kwargs)
         length = 0 if past is None else past.get_seq_length()
         output.last_hidden_state = output.last_hidden_state * (1 + 0.01 * length)

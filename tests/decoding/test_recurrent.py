@@ -27,7 +27,7 @@ from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.cache_name import CACHE
 from modeling_patches.support import empty_cache
 
 NEW = 16
@@ -265,7 +265,7 @@ def states_of(model: Any, tokens: list[int]) -> dict[Any, Tensor]:
     """What Transformers computes from these tokens alone."""
     with torch.no_grad():
         out = model(torch.tensor([tokens]), use_cache=True, **{CACHE: empty_cache(model)})
-    layers = with_layers(cache_in(out)).layers
+    layers = with_layers(out.get(CACHE)).layers
     return {place: state[0] for place, state in stock_states(layers)}
 
 
