@@ -14,8 +14,6 @@ A row is one of:
 The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -4,8 +4,6 @@ An adapter fits a base of the same shape (`check_facts`). Answers are continued 
 same weights only (`fingerprint`).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

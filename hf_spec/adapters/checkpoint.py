@@ -3,8 +3,6 @@
 Pickles can run code and are never read. This module knows no models or PEFT types.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The two factors of each linear module are stored in the adapter's file under fla
 from the module's: `down__model__layers__0__mlp__up_proj` and `up__...`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Base of adapters that predict future tokens: draft vocabularies, Markov heads, prefix KV."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@
 `custom_generate/generate.py` does the same for `generate(custom_generate=...)`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

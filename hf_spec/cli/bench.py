@@ -1,12 +1,11 @@
 """``hf-spec bench``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
@@ -20,14 +19,14 @@ def bench(
     model: opt.Model,
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help=f"{opt.PROMPTS}, and optionally category.  [default: 24 of our own, four of each "
             "of six tasks]"
         ),
     ] = None,
     strategies: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
             "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
             "those of the adapters, draft_model with --assistant, else prompt_lookup]"
@@ -36,7 +35,7 @@ def bench(
     adapter: opt.Adapters = None,
     assistant: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Smaller model that drafts, for draft_model and transformers:assisted: a folder "
             "or repository, for the latter also an adapter's; repeatable."
         ),
@@ -44,47 +43,40 @@ def bench(
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
     max_new_tokens: opt.NewTokens = 128,
-    batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
+    batch_size: Annotated[str, Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Make all prompts this long: text of other prompts comes before each."
-        ),
+        Option(min=1, help="Make all prompts this long: text of other prompts comes before each."),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for results.json.")
+        Path, Option("--output", "-o", help="Folder for results.json.")
     ] = DEFAULT_OUTPUT,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="For greedy decoding and sampling.  [default: the model's]"),
+        float | None, Option(help="For greedy decoding and sampling.  [default: the model's]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
     attn_implementation: Annotated[
-        str | None, typer.Option(help="eager, sdpa, ...  [default: the model's]")
+        str | None, Option(help="eager, sdpa, ...  [default: the model's]")
     ] = None,
     compile: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--compile",
             help="Measure compiled steps with a static cache, too, plain generate included.",
         ),
     ] = False,
     backend: Annotated[
         str | None,
-        typer.Option(
-            help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"
-        ),
+        Option(help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"),
     ] = None,
-    by_task: Annotated[
-        bool, typer.Option("--by-task", help="Print a row for each task, too.")
-    ] = False,
+    by_task: Annotated[bool, Option("--by-task", help="Print a row for each task, too.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure strategies against plain generate.

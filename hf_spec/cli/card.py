@@ -1,10 +1,9 @@
 """``hf-spec card``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
 
@@ -12,10 +11,10 @@ from hf_spec.cli import options as opt
 def card(
     folder: opt.AdapterFolder,
     repository: Annotated[
-        str | None, typer.Option(help="Name on the Hub.  [default: the folder's name]")
+        str | None, Option(help="Name on the Hub.  [default: the folder's name]")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Name of the base model.  [default: that of the adapter]")
+        str | None, Option(help="Name of the base model.  [default: that of the adapter]")
     ] = None,
 ) -> None:
     """Write the card of an adapter folder.

@@ -1,11 +1,10 @@
 """``hf-spec demo``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
@@ -19,22 +18,20 @@ SHOWN_LINES = 12
 
 def demo(
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="Folder for results.json and speed.png."),
+        Path, Option("--output", "-o", help="Folder for results.json and speed.png.")
     ] = DEFAULT_OUTPUT,
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Instead of the small one: a folder, or a repository on the Hub. Adapters that "
             "ship with hf_spec are used where they fit."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = 12,
+    limit: Annotated[int, Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = NATIVE,
     show_steps: Annotated[
-        bool,
-        typer.Option("--show-steps", help="Show which step emitted what of the sample text."),
+        bool, Option("--show-steps", help="Show which step emitted what of the sample text.")
     ] = False,
     threads: opt.Threads = None,
 ) -> None:

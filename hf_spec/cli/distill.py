@@ -1,21 +1,14 @@
 """``hf-spec distill``."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import (
-    INTERRUPTED,
-    check_writable,
-    progress_bar,
-    require,
-    single_strategy,
-)
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require, single_strategy
 from hf_spec.files import exclusive
 from hf_spec.model.loading import NATIVE, load_model, native_dtype
 
@@ -27,42 +20,42 @@ OWN = 2_000
 
 def distill(
     model: opt.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the answers.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the answers.")],
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             help=f"{opt.PROMPTS}, and optionally category; may be given several times. Default: "
             "prompts that the model writes itself."
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             help="Maximum number of prompts, spread evenly over categories; of those that the "
             f"model writes their number, {OWN:,} if not given.",
         ),
     ] = None,
     max_new_tokens: opt.NewTokens = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
+    batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
     strategy: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
             "plain generate and what fits the model, by a trial.  [default: that of the adapter, "
             "else auto]"
         ),
     ] = None,
     strategy_kwargs: Annotated[
-        str | None, typer.Option(help="Options of the strategy, a JSON object.")
+        str | None, Option(help="Options of the strategy, a JSON object.")
     ] = None,
     adapter: Annotated[
-        str | None, typer.Option(help="Adapter folder or repository that the strategy uses.")
+        str | None, Option(help="Adapter folder or repository that the strategy uses.")
     ] = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,

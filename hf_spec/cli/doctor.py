@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import progress_bar
@@ -28,17 +29,16 @@ IMPORTED = "imported from"
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Model to try: a folder, or a repository on the Hub.")
+        str | None, Option(help="Model to try: a folder, or a repository on the Hub.")
     ] = None,
     adapter: opt.Adapters = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help=f"{opt.PROMPTS}.  [default: hf_spec's own, one of each task]"),
+        Path | None, Option(help=f"{opt.PROMPTS}.  [default: hf_spec's own, one of each task]")
     ] = None,
     limit: opt.Limit = 6,
     max_new_tokens: opt.NewTokens = 48,
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Whether to decode prompts.")
+        bool, Option("--measure/--no-measure", help="Whether to decode prompts.")
     ] = True,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,

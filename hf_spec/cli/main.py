@@ -1,7 +1,5 @@
 """``hf-spec``: registers the commands and turns errors into exit codes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -11,6 +9,7 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from hf_spec.cli.bench import bench
 from hf_spec.cli.card import card
@@ -45,8 +44,7 @@ app.command()(bench)
 app.command()(distill)
 # Unknown options are fields of the method's config.
 app.command(
-    cls=TrainCommand,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    cls=TrainCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(train)
 app.command()(search)
 app.command()(tune)
@@ -74,7 +72,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Speculative decoding for Hugging Face Transformers: the same text, in fewer forward passes.

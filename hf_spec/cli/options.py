@@ -1,13 +1,11 @@
 """Options that several commands share, and the parsing of their values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.model.loading import NATIVE
@@ -30,51 +28,41 @@ def use_threads(threads: int | None) -> int | None:
     return threads
 
 
-Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
+Model = Annotated[str, Option(help="Model: a folder, or a repository on the Hub.")]
 Dtype = Annotated[
     str,
-    typer.Option(
+    Option(
         callback=_known,
         help=f"One of {', '.join(DTYPES)}. auto: the checkpoint's. native: bfloat16, or float32 on "
         "a CPU that has no instructions for it.",
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
+    str | None, Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
-]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+Threads = Annotated[int | None, Option(min=1, callback=use_threads, help="CPU threads of torch.")]
 #: Help of options that take a file of prompts.
 PROMPTS = (
     "JSON lines, a JSON array (.gz, too) or parquet; rows with messages, conversations, turns, "
     "prompt, question or instruction"
 )
 Limit = Annotated[
-    int | None,
-    typer.Option(min=1, help="Maximum number of prompts, spread evenly over categories."),
+    int | None, Option(min=1, help="Maximum number of prompts, spread evenly over categories.")
 ]
-NewTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
-AdapterFolder = Annotated[Path, typer.Argument(help="Adapter folder.")]
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(help="Adapter folder or repository; repeatable."),
-]
+NewTokens = Annotated[int, Option(min=1, help="New tokens per prompt.")]
+AdapterFolder = Annotated[Path, Argument(help="Adapter folder.")]
+Adapters = Annotated[list[str] | None, Option(help="Adapter folder or repository; repeatable.")]
 KwargsByName = Annotated[
-    list[str] | None,
-    typer.Option(help="Options of a strategy, NAME=JSON; repeatable."),
+    list[str] | None, Option(help="Options of a strategy, NAME=JSON; repeatable.")
 ]
 StoredKwargs = Annotated[
-    str | None,
-    typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
+    str | None, Option(help="Options of the strategy, a JSON object; stored with the adapter.")
 ]
-DoSample = Annotated[bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.")]
-Temperature = Annotated[
-    float | None, typer.Option(help="With --do-sample.  [default: the model's]")
-]
-TopK = Annotated[int | None, typer.Option(help="With --do-sample.  [default: the model's]")]
-TopP = Annotated[float | None, typer.Option(help="With --do-sample.  [default: the model's]")]
+DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
+Temperature = Annotated[float | None, Option(help="With --do-sample.  [default: the model's]")]
+TopK = Annotated[int | None, Option(help="With --do-sample.  [default: the model's]")]
+TopP = Annotated[float | None, Option(help="With --do-sample.  [default: the model's]")]
 
 
 def sampling(

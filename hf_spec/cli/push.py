@@ -1,26 +1,20 @@
 """``hf-spec push``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from hf_spec.cli import options as opt
 
 
 def push(
     folder: opt.AdapterFolder,
-    repository: Annotated[str, typer.Argument(help="owner/name on the Hub.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a new repository private.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch; created if it does not exist.")
-    ] = None,
+    repository: Annotated[str, Argument(help="owner/name on the Hub.")],
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, Option(help="Branch; created if it does not exist.")] = None,
     base_model: Annotated[
-        str | None,
-        typer.Option(help="Name of the base model on the Hub, if the adapter names a folder."),
+        str | None, Option(help="Name of the base model on the Hub, if the adapter names a folder.")
     ] = None,
 ) -> None:
     """Upload an adapter folder to the Hub.

@@ -1,7 +1,5 @@
 """``hf-spec run``."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -13,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 #: Folder that contains only a ``sitecustomize``.
 STARTUP = str(Path(__file__).parent / "startup")
@@ -21,9 +19,9 @@ STARTUP = str(Path(__file__).parent / "startup")
 
 def run(
     program: Annotated[
-        list[str], typer.Argument(metavar="PROGRAM [ARGUMENTS]...", help="What to start.")
+        list[str], Argument(metavar="PROGRAM [ARGUMENTS]...", help="What to start.")
     ],
-    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module.")] = False,
+    module: Annotated[bool, Option("-m", help="PROGRAM is a module.")] = False,
 ) -> None:
     """Start a Python program with hf_spec imported.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
@@ -18,29 +19,27 @@ if TYPE_CHECKING:
 
 def search(
     model: opt.Model,
-    prompts: Annotated[Path, typer.Option(help=f"Development prompts: {opt.PROMPTS}.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the study and the adapter.")
-    ],
+    prompts: Annotated[Path, Option(help=f"Development prompts: {opt.PROMPTS}.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the study and the adapter.")],
     trials: Annotated[
-        int, typer.Option(min=1, help="Total number of trials, earlier runs included.")
+        int, Option(min=1, help="Total number of trials, earlier runs included.")
     ] = 100,
     limit: opt.Limit = 8,
     held_out: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=0,
             help="Number of further prompts, which the trials do not see; the best choices are "
             "measured on them.",
             show_default="as many as --limit, if there are more prompts",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
+    max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
     max_draft: Annotated[
-        int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")
+        int, Option(min=1, help="K, maximum number of tokens drafted per step.")
     ] = 12,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the search.")] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:

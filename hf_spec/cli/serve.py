@@ -1,10 +1,9 @@
 """``hf-spec serve``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import NO_STRATEGY, require, single_strategy
@@ -16,7 +15,7 @@ def serve(
     adapter: opt.Adapters = None,
     strategy: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Strategy of requests without a generation_config: one of 'hf-spec strategies', "
             "auto, or none for plain generate.  [default: that of the adapter if there is one, "
             "else none]"
@@ -24,7 +23,7 @@ def serve(
     ] = None,
     do_sample: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--do-sample/--greedy",
             help="Whether requests are sampled unless their temperature is 0.  [default: as the "
             "model's generation_config.json says]",

@@ -1,7 +1,5 @@
 """``hf-spec strategies``."""
 
-from __future__ import annotations
-
 import json
 
 import typer

@@ -1,7 +1,5 @@
 """``hf-spec train``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from hf_spec.cli import options as opt
@@ -24,38 +23,35 @@ TIMED = 8
 
 def train(
     context: typer.Context,
-    method: Annotated[str, typer.Argument(help="What to train, such as bita.")],
+    method: Annotated[str, Argument(help="What to train, such as bita.")],
     model: Annotated[
-        str | None, typer.Option(help="Base model: a folder, or a repository on the Hub. Needed.")
+        str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="What 'hf-spec distill' wrote, or a folder or file of your own prompts with "
             "answers, as for 'hf-spec bench --prompts', or of token ids. Needed."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Adapter folder. Needed.")
-    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Folder of a trained or imported adapter of the method, to go on from. With "
             "--markov-rank it gets a Markov head (how the tokens before change its predictions), "
             "and only that is trained."
         ),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = (
+    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = (
         False
     ),
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Train a few steps, say how long all take, write nothing."),
+        bool, Option("--dry-run", help="Train a few steps, say how long all take, write nothing.")
     ] = False,
 ) -> None:
     """Train an adapter on answers that the base model gave.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
@@ -19,19 +20,19 @@ if TYPE_CHECKING:
 
 def tune(
     model: opt.Model,
-    adapter: Annotated[Path, typer.Option(help="Adapter folder; learned.json is written into it.")],
+    adapter: Annotated[Path, Option(help="Adapter folder; learned.json is written into it.")],
     prompts: Annotated[
-        Path, typer.Option(help=f"Held-out prompts: {opt.PROMPTS}.")
+        Path, Option(help=f"Held-out prompts: {opt.PROMPTS}.")
     ],
     limit: opt.Limit = 32,
-    max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per prompt.")] = 128,
+    max_new_tokens: Annotated[int, Option(min=4, help="New tokens per prompt.")] = 128,
     max_size: Annotated[
         int,
-        typer.Option(min=2, max=512, help="Maximum number of step tokens of a tree of the method's "
+        Option(min=2, max=512, help="Maximum number of step tokens of a tree of the method's "
                      "own: draft tokens and probes."),
     ] = 64,
     batch_size: Annotated[
-        str, typer.Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")
+        str, Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")
     ] = "1",
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,

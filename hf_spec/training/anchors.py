@@ -1,7 +1,5 @@
 """Turns answers into training batches: sequences, labels, and random anchors in the answers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

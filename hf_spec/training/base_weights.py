@@ -4,8 +4,6 @@ whether one that is not trained has changed.
 PEFT saves only adapters and assumes that the base model is unchanged.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

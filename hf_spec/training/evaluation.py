@@ -1,7 +1,5 @@
 """Evaluates adapters: acceptance by real decoding, and accuracy at every distance."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ are written where a training's checkpoints are, and removed with its end. A trai
 reads those of its first part.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence

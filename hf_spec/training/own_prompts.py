@@ -6,8 +6,6 @@ Prompting Aligned LLMs with Nothing", 2024, section 2.1). A model without a chat
 texts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

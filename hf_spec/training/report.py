@@ -1,7 +1,5 @@
 """What a training tells people: how long it will take, a line per evaluation, what came out."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Models whose parameters FSDP2 or DeepSpeed's ZeRO stage 3 splits over all processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

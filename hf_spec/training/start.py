@@ -1,7 +1,5 @@
 """Where a training starts: a new adapter, or a trained one."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

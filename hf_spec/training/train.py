@@ -1,7 +1,5 @@
 """Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
