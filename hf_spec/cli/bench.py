@@ -158,11 +158,9 @@ def bench(
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` that use ``path`` as the assistant model.
-
-    If ``path`` is an adapter folder, its base model is the assistant; in Transformers' assisted
-    decoding it drafts with the adapter's strategy.
-    """
+    """Keyword arguments for ``generate`` with an assistant model: that of a folder or repository,
+    or the base of an adapter folder, which drafts in Transformers' assisted decoding with the
+    adapter's strategy."""
     from hf_spec.bench.contenders import read_adapters
     from hf_spec.files import read_json
     from hf_spec.hub.folder import CONFIG

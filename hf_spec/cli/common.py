@@ -43,7 +43,6 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     Args:
         name: value of ``--strategy``, which may be ``auto``; None for the strategy of the only
             adapter, else ``default``.
-        adapters: the adapters that are given.
         default: a strategy, or `NO_STRATEGY`.
 
     Raises:
@@ -54,11 +53,9 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     from hf_spec.methods.registry import get_method
 
     name = name or (adapters[0].strategy if len(adapters) == 1 else default)
-    if name == NO_STRATEGY:
-        return None
+    if name in (NO_STRATEGY, AUTO):
+        return name if name == AUTO else None
     known = hf_spec.strategies()
-    if name == AUTO:
-        return name
     if name not in known:
         choices = ", ".join([NO_STRATEGY, AUTO, *known])
         raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
@@ -85,6 +82,16 @@ def stop_without(measurements: Sequence[Any]) -> None:
 
 
 @contextmanager
+def explained_interrupt(outcome: str) -> Iterator[None]:
+    """If the block is interrupted, say what became of the command's work, and exit."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; {outcome}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
@@ -93,15 +100,14 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     the pace since the first number, and at once notes that come without numbers.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     told, first = time.monotonic(), (0.0, -1)  # the time and number of the first report
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
-    console, note = Console(stderr=True), TextColumn("{task.fields[note]}")
+    console = Console(stderr=True)
     with Progress(
-        *columns, note, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        "{task.fields[note]}", console=console, transient=True, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
         task = bar.add_task(title, total=None, note="")
 
         def update(done: int | None = None, total: int | None = None, **shown: Any) -> None:

@@ -8,7 +8,13 @@ import typer
 from typer import Option
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require, single_strategy
+from hf_spec.cli.common import (
+    check_writable,
+    explained_interrupt,
+    progress_bar,
+    require,
+    single_strategy,
+)
 from hf_spec.files import exclusive
 from hf_spec.model.loading import NATIVE, load_model, native_dtype
 
@@ -115,38 +121,33 @@ def distill(
         f"another hf-spec distill is writing to {str(output)!r}: wait for it, or give another "
         "--output"
     )
-    try:
-        with exclusive(output / ".lock", refusal) if main else nullcontext():
-            if state.num_processes > 1 and device is None:
-                device = str(state.device)
-            loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
-            opt.use_threads(threads)  # after accelerate has set a number, too
-            silent = nullcontext(lambda done, total, note: None)
-            if not prompts:
-                own = output / OWN_PROMPTS
-                if main and not folder.begun:
-                    with progress_bar("prompts") as progress:
-                        write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
-                state.wait_for_everyone()
-                chosen, _ = work.read_sources([own])
-            with progress_bar("answers") if main else silent as progress:
-                made = work.distill(
-                    loaded, tokenizer, chosen, folder, settings, contender, state, progress
-                )
-    except KeyboardInterrupt:
-        typer.echo("interrupted; the same command continues", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    with (
+        explained_interrupt("the same command continues"),
+        exclusive(output / ".lock", refusal) if main else nullcontext(),
+    ):
+        if state.num_processes > 1 and device is None:
+            device = str(state.device)
+        loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
+        opt.use_threads(threads)  # after accelerate has set a number, too
+        silent = nullcontext(lambda done, total, note: None)
+        if not prompts:
+            own = output / OWN_PROMPTS
+            if main and not folder.begun:
+                with progress_bar("prompts") as progress:
+                    write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
+            state.wait_for_everyone()
+            chosen, _ = work.read_sources([own])
+        with progress_bar("answers") if main else silent as progress:
+            made = work.distill(
+                loaded, tokenizer, chosen, folder, settings, contender, state, progress
+            )
     state.destroy_process_group()
     if main:
         _print(made, output)
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
-    """The contender that generates, None for the fastest, and the adapters to load.
-
-    Raises:
-        ValueError: strategy, options or adapter are unknown or do not fit together.
-    """
+    """The contender that generates, None for the fastest, and the adapters to load."""
     from hf_spec.bench import contenders as lineup
     from hf_spec.drafting.options import AUTO
     from hf_spec.training import distill as work

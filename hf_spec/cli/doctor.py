@@ -197,10 +197,8 @@ def supported(model: Any) -> dict[str, str | None]:
     """By strategy, why it does not work on a model; None if it does.
 
     Each strategy generates a few tokens. One that needs an adapter gets an untrained one, unless an
-    adapter of its type is active; one that needs an assistant, the model itself.
-
-    Args:
-        model: a causal language model; its active adapters stay active.
+    adapter of its type is active; one that needs an assistant, the model itself. The model's active
+    adapters stay active.
     """
     import warnings
 

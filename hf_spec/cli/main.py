@@ -31,6 +31,8 @@ from hf_spec.core.checks import first_line
 
 #: Environment variable: any value shows the whole traceback of an error.
 TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
+#: Settings of commands that take options which they do not name.
+UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     name="hf-spec",
@@ -42,10 +44,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(distill)
-# Unknown options are fields of the method's config.
-app.command(
-    cls=TrainCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(train)
+app.command(cls=TrainCommand, context_settings=UNKNOWN)(train)  # fields of the method's config
 app.command()(search)
 app.command()(tune)
 app.command()(plot)
@@ -57,8 +56,7 @@ app.command()(strategies)
 app.command()(doctor)
 # All arguments after the program's name belong to the program.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-# Unknown options are those of 'transformers serve'.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.command(context_settings=UNKNOWN)(serve)  # options of 'transformers serve'
 
 
 def _version(wanted: bool) -> None:
@@ -116,8 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("hf-spec: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        # Errors of typer: wrong usage, or a command without arguments.
-        if hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):  # typer's: wrong usage, or no arguments
             return _usage(error)
         expected = isinstance(error, ValueError | OSError | ImportError)
         if not expected or os.environ.get(TRACEBACK_VARIABLE):

@@ -68,11 +68,8 @@ TopP = Annotated[float | None, Option(help="With --do-sample.  [default: the mod
 def sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> dict[str, Any]:
-    """The sampling options that are set.
-
-    Raises:
-        ValueError: an option is invalid, or given without ``--do-sample``; the message names it.
-    """
+    """The sampling options that are set; a ValueError names one that is invalid, or given without
+    ``--do-sample``."""
     values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     given = {name: value for name, value in values.items() if value is not None}
     if given and not do_sample:
@@ -87,11 +84,7 @@ def sampling(
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers in a value such as ``1,2,4``.
-
-    Raises:
-        ValueError: the value has another form, or a number is less than 1.
-    """
+    """The different numbers, from 1, in a value such as ``1,2,4``; a ValueError for others."""
     sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(sizes) < 1:
         raise ValueError(f"{option} {text!r}: must be numbers from 1, such as 1 or 1,2,4")
@@ -99,11 +92,8 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Strategy options by name, from texts such as ``prompt_lookup={"max_ngram": 3}``.
-
-    Raises:
-        ValueError: a text has another form, or its strategy does not take part.
-    """
+    """Strategy options by name, from texts such as ``prompt_lookup={"max_ngram": 3}``; a ValueError
+    names one of another form, or of a strategy that does not take part."""
     result: dict[str, dict[str, Any]] = {}
     for text in texts:
         name = next((name for name in names if text.startswith(f"{name}=")), None)
@@ -118,11 +108,8 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any]:
-    """The JSON object in the value of an option; empty if the option is not given.
-
-    Raises:
-        ValueError: the value is not a JSON object; the message names ``option``.
-    """
+    """The JSON object in the value of an option; empty if the option is not given. A ValueError
+    names the option."""
     try:
         value = json.loads(text) if text is not None else {}
     except json.JSONDecodeError as error:

@@ -44,11 +44,8 @@ def run(
 
 
 def find(program: str, module: bool = False) -> Sequence[str]:
-    """The arguments of Python's command line that start the program.
-
-    Raises:
-        ValueError: there is no such program.
-    """
+    """The arguments of Python's command line that start the program; a ValueError if there is
+    none."""
     if module:
         return ["-m", program]
     if Path(program).is_file():

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
+from hf_spec.cli.common import check_writable, explained_interrupt, progress_bar, require
 from hf_spec.model.loading import NATIVE, load_model
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def search(
     settings = Settings(max_new_tokens=max_new_tokens, max_draft=max_draft, seed=seed)
     loaded, tokenizer = load_model(model, dtype, device)
     work = LayerSearch(loaded, tokenizer, chosen, output, settings)
-    try:
+    with explained_interrupt("the same command continues the search"):
         with progress_bar("search") as update:
 
             def progress(done: int, total: int, best: Any) -> None:
@@ -83,9 +83,6 @@ def search(
             work.search(trials, progress)
         with progress_bar("measuring the best") as update:
             choice, finalists, bench = work.confirm(others or chosen, update)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; the same command continues the search", err=True)
-        raise typer.Exit(INTERRUPTED) from None
 
     environment = environment_of(loaded, model, prompts)
     config_class: Any = get_method(STRATEGY).adapter_config
@@ -101,8 +98,8 @@ def search(
         "finalists": finalists,
     }
     write_atomically(output / SEARCH, json.dumps(data, indent=1))
-    measured_on = {"held_out": bool(others)}  # the same file, other prompts
-    write_results(output / RESULTS, bench, {**environment, **measured_on})
+    # The file of prompts is the same, the prompts are others.
+    write_results(output / RESULTS, bench, {**environment, "held_out": bool(others)})
     write_card(output)
     typer.echo(
         f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "

@@ -70,11 +70,7 @@ def serve(
 def _prepare_models(
     paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool
 ) -> None:
-    """Let the server attach the adapters to each model, and generate with the strategy.
-
-    Raises:
-        ValueError: naming what does not go together.
-    """
+    """Let the server attach the adapters to each model, and generate with the strategy."""
     from hf_spec.bench.contenders import read_adapters
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.model.loading import load_adapters

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, require
+from hf_spec.cli.common import check_writable, explained_interrupt, require
 from hf_spec.model.loading import NATIVE, load_model
 
 #: Where the words of a command line are kept until its help is printed.
@@ -109,20 +109,14 @@ def train(
 
     base, tokenizer = load_model(model, dtype, device)
     rows = read_answers(data, tokenizer)
-    try:
+    onward = "the same command with --resume goes on from the last checkpoint, if one was written"
+    with explained_interrupt(onward):
         record = work.train(
             base, rows, method, output, config, arguments, options, resume,
             provenance=read_provenance(data), tokenizer=tokenizer, start=adapter, dry_run=dry_run,
         )  # fmt: skip
-    except KeyboardInterrupt:
-        typer.echo(
-            "interrupted; the same command with --resume goes on from the last checkpoint, if one "
-            "was written", err=True,
-        )  # fmt: skip
-        raise typer.Exit(INTERRUPTED) from None
     if not record:  # not the main process
         return
-
     if dry_run:
         typer.echo(record["expected"])
         return
@@ -141,9 +135,7 @@ def train(
     typer.echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
 
 
-def _speedup(
-    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]
-) -> float:  # fmt: skip
+def _speedup(base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]) -> float:
     """Speed beside plain decoding on held-out prompts, with the adapter that was written."""
     from hf_spec.bench.contenders import PLAIN, Contender, ours, read_adapters
     from hf_spec.bench.session import Session
@@ -206,12 +198,8 @@ def _described(method: Any) -> list[tuple[str, str]]:
 def parse_options(
     words: list[str], method: str, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Config fields and fields of `SpecArguments` that options such as ``--max-steps 4`` set.
-
-    Args:
-        words: the options; values of config fields are JSON, or words.
-        method: the method's name, for errors.
-        fields: the fields of its config.
+    """Fields of a method's config, of which values are JSON or words, and of `SpecArguments` that
+    options such as ``--max-steps 4`` set.
 
     Raises:
         ValueError: an option is unknown, or its value is missing or invalid.

@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
+from hf_spec.cli.common import check_writable, explained_interrupt, progress_bar
 from hf_spec.model.loading import NATIVE, load_adapters, load_model
 
 if TYPE_CHECKING:
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 def tune(
     model: opt.Model,
     adapter: Annotated[Path, Option(help="Adapter folder; learned.json is written into it.")],
-    prompts: Annotated[
-        Path, Option(help=f"Held-out prompts: {opt.PROMPTS}.")
-    ],
+    prompts: Annotated[Path, Option(help=f"Held-out prompts: {opt.PROMPTS}.")],
     limit: opt.Limit = 32,
     max_new_tokens: Annotated[int, Option(min=4, help="New tokens per prompt.")] = 128,
     max_size: Annotated[
         int,
-        Option(min=2, max=512, help="Maximum number of step tokens of a tree of the method's "
-                     "own: draft tokens and probes."),
+        Option(
+            min=2,
+            max=512,
+            help="Maximum number of step tokens of a tree of the method's own: draft tokens and "
+            "probes.",
+        ),
     ] = 64,
     batch_size: Annotated[
         str, Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")
@@ -37,7 +39,7 @@ def tune(
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-) -> None:  # fmt: skip
+) -> None:
     """Save what this device and these prompts teach beside an adapter.
 
     Answers the prompts with the adapter's strategy, whose policy learns how long steps take and how
@@ -76,23 +78,17 @@ def tune(
     loaded, tokenizer = load_model(model, dtype, device)
     load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
     ids, _ = encode_prompts(loaded, tokenizer, chosen, max_new_tokens)
-    config = hf_spec.SpecConfig(method.name, options, do_sample=False)
-    strategy = Strategy.of(loaded, config)
-    try:
+    strategy = Strategy.of(loaded, hf_spec.SpecConfig(method.name, options, do_sample=False))
+    with explained_interrupt("nothing was written"):
         answers = _answers(strategy, options, tokenizer, ids, sizes, max_new_tokens)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; nothing was written", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    drafter: Any = strategy.drafter
-    calibrations = getattr(getattr(drafter, "source", None), "calibrations", None)
+    calibrations = getattr(getattr(strategy.drafter, "source", None), "calibrations", None)
     entry = {
         **conditions(loaded, method.name, strategy.options),
         **to_entry(strategy.learned, calibrations and calibrations[False]),
     }
     if method.tuned_tree is not None:
-        texts = list(zip(ids, answers))
         make = method.tuned_tree.make
-        entry["tree"] = _tree(make, strategy, drafter, texts, max_size, sizes[0])
+        entry["tree"] = _tree(make, strategy, list(zip(ids, answers)), max_size, sizes[0])
     # Four figures are enough.
     entry = json.loads(json.dumps(entry), parse_float=lambda text: float(f"{float(text):.4g}"))
     write_entry(path, entry)
@@ -132,7 +128,7 @@ def _answers(
 
 
 def _tree(
-    make: Callable[..., dict[str, Any]], strategy: Strategy, drafter: Any,
+    make: Callable[..., dict[str, Any]], strategy: Strategy,
     texts: list[tuple[list[int], list[int]]], max_size: int, batch_size: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The tree of the method's own, by the step times at a batch size."""
@@ -145,7 +141,9 @@ def _tree(
             "prompts, or a larger --max-new-tokens"
         )
     drafting, curve = times.drafting_seconds or 0.0, times.curve(max_size)
-    return make(drafter, texts, lambda n: plain if n == 1 else curve[n] + drafting, max_size)
+    return make(
+        strategy.drafter, texts, lambda n: plain if n == 1 else curve[n] + drafting, max_size
+    )
 
 
 def _print(entry: dict[str, Any], path: Path) -> None:
@@ -154,8 +152,7 @@ def _print(entry: dict[str, Any], path: Path) -> None:
         times = ", ".join(f"{n}: {1000 * s:.2f}" for n, s in one["times"]["seconds"].items())
         longest = 2 ** one["context_bits"] - 1
         typer.echo(f"batch {one['batch_size']}, prompts up to {longest}: ms by step tokens {times}")
-    tree = entry.get("tree")
-    if tree is not None:
+    if tree := entry.get("tree"):
         typer.echo(
             f"tree: {tree['size']} step tokens, {tree['tau']:.2f} tokens per step, "
             f"{tree['speedup']:.2f}x predicted"
