@@ -142,29 +142,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
 
 
-def check_fit(
-    adapter: str, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
-    """Check that the stored tensors are those of an adapter of this type and config.
-
-    Args:
-        adapter: the adapter's type.
-        stored: tensors by their names on disk, without PEFT's prefix.
-        expected: the adapter's own, which they are to replace.
-
-    Raises:
-        ValueError: tensors are missing, unknown, or of another shape or dtype; the message names
-            them.
-    """
-    found = complaints(stored, expected)
-    if found:
-        raise ValueError(
-            f"these weights do not fit the config of this {adapter} adapter: {'; '.join(found)}. "
-            f"adapter_config.json and {WEIGHTS} must be of the same adapter: save, copy or "
-            "download both again."
-        )
-
-
 def complaints(
     stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:

@@ -28,9 +28,15 @@ from transformers.utils import ModelOutput
 
 import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
 from hf_spec.adapters.active import ActiveAdapter, find_active
-from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_fit, check_numbers
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
-from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk
+from hf_spec.adapters.layer import (
+    CONTAINER,
+    SpecAdapterLayer,
+    layer_of,
+    name_on_disk,
+    prefix_of,
+)
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
 from modeling_patches import peft_minimum
@@ -78,7 +84,8 @@ class SpecTuner(BaseTuner):
     """Attaches a `SpecAdapterLayer` to a base model; `register_type` derives one class per type."""
 
     tuner_layer_cls = SpecAdapterLayer
-    adapter_class: type[Adapter]
+    type_name: ClassVar[str]
+    adapter_class: ClassVar[type[Adapter]]
     objective: ClassVar[Objective | None] = None
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
@@ -110,12 +117,11 @@ class SpecTuner(BaseTuner):
         """Add the adapter's parameters under `model.spec_modules` (PEFT calls this)."""
         config = self.peft_config[adapter_name]
         first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
-        config.match_base(model)
         config.check_base(model)
         adapter = self.adapter_class.build(config, model, on_meta=low_cpu_mem_usage)
-        layer = layer_of(model, self.prefix)
+        layer = layer_of(model, self.type_name)
         if layer is None:
-            layer = SpecAdapterLayer(self.prefix)
+            layer = SpecAdapterLayer(self.type_name)
             layer.add_to(model)
         layer.adapters[adapter_name] = adapter
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
@@ -130,8 +136,7 @@ class SpecTuner(BaseTuner):
         """
         if "anchors" not in kwargs:
             return super().forward(*args, **kwargs)
-        name = self.prefix.removesuffix("_").upper()
-        objective = type(self).objective
+        name, objective = self.type_name, type(self).objective
         if objective is None:
             raise ValueError(f"adapters of type {name} are not trained with `anchors`.")
         adapter = find_active(self.model, name)
@@ -156,14 +161,19 @@ class SpecTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         # PEFT would skip parameters without a counterpart.
-        base = unwrapped(model)
-        layer = layer_of(base, cls.prefix)
+        base, kind = unwrapped(model), cls.type_name
+        layer = layer_of(base, kind)
         if layer is not None:
             stored = {key.removeprefix(PEFT_PREFIX): one for key, one in state_dict.items()}
             own = layer.adapters[adapter_name].state_dict()
-            expected = {name_on_disk(cls.prefix, name): tensor for name, tensor in own.items()}
-            check_fit(config.type_name, stored, expected)
-            check_numbers(f"the {config.type_name} adapter", stored.items(), placement(base)[1])
+            expected = {name_on_disk(kind, name): tensor for name, tensor in own.items()}
+            if wrong := complaints(stored, expected):
+                raise ValueError(
+                    f"these weights do not fit the config of this {kind} adapter: "
+                    f"{'; '.join(wrong)}. adapter_config.json and {WEIGHTS} must be of the same "
+                    "adapter: save, copy or download both again."
+                )
+            check_numbers(f"the {kind} adapter", stored.items(), placement(base)[1])
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
@@ -196,7 +206,7 @@ class SpecTuner(BaseTuner):
 
     @property
     def _own_layer(self) -> Any:
-        return layer_of(self.model, self.prefix)
+        return layer_of(self.model, self.type_name)
 
     def _unload_and_optionally_merge(
         self,
@@ -243,8 +253,7 @@ def register_type(
     Raises:
         ValueError: the name is not in capitals, is taken, or breaks PEFT's mapping of keys.
     """
-    name = config_class.type_name
-    prefix = f"{name.lower()}_"
+    name, prefix = config_class.type_name, prefix_of(config_class.type_name)
     if not re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*", name) or prefix in f"{CONTAINER}.type_":
         raise ValueError(
             f"{config_class.__name__}.type_name must be capitals, digits and single underscores "
@@ -262,6 +271,7 @@ def register_type(
         f"{adapter_class.__name__}Tuner",
         (SpecTuner,),
         {
+            "type_name": name,
             "prefix": prefix,
             "adapter_class": adapter_class,
             "objective": None if objective is None else staticmethod(objective),

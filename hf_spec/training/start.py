@@ -96,7 +96,7 @@ def load_trained(model: Any, config: Any, folder: Path) -> None:
         is_new = name in MARKOV_HEAD
         weights[name].requires_grad_(is_new)
         if not is_new:
-            place = PEFT_PREFIX + name_on_disk(adapter.layer.prefix, name)
+            place = PEFT_PREFIX + name_on_disk(config.type_name, name)
             weights[name].data.copy_(stored[place])
 
 
