@@ -30,13 +30,7 @@ import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
-from hf_spec.adapters.layer import (
-    CONTAINER,
-    SpecAdapterLayer,
-    layer_of,
-    name_on_disk,
-    prefix_of,
-)
+from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk, prefix_of
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
 from modeling_patches import peft_minimum
@@ -106,14 +100,9 @@ class SpecTuner(BaseTuner):
             super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(
-        self,
-        model: nn.Module,
-        adapter_name: str,
-        autocast_adapter_dtype: bool = True,
-        low_cpu_mem_usage: bool = False,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, model: nn.Module, adapter_name: str, autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Add the adapter's parameters under `model.spec_modules` (PEFT calls this)."""
         config = self.peft_config[adapter_name]
         first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
@@ -209,12 +198,9 @@ class SpecTuner(BaseTuner):
         return layer_of(self.model, self.type_name)
 
     def _unload_and_optionally_merge(
-        self,
-        merge: bool = True,
-        progressbar: bool = True,
-        safe_merge: bool = False,
+        self, merge: bool = True, progressbar: bool = True, safe_merge: bool = False,
         adapter_names: list[str] | None = None,
-    ) -> nn.Module:
+    ) -> nn.Module:  # fmt: skip
         layer = self._own_layer
         if merge:
             layer.merge_into(self.model, safe_merge, adapter_names)

@@ -29,21 +29,13 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self,
-        rows: Sequence[Mapping[str, Sequence[int]]],
-        num_anchors: int = 64,
-        max_length: int | None = None,
-        seed: int = 0,
-        random: bool = True,
-    ):
+        self, rows: Sequence[Mapping[str, Sequence[int]]], num_anchors: int = 64,
+        max_length: int | None = None, seed: int = 0, random: bool = True,
+    ):  # fmt: skip
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors}: give at least 1.")
-        self.rows = rows
-        self.num_anchors = num_anchors
-        self.max_length = max_length
-        self.seed = seed
-        self.random = random
-        self.epoch = 0
+        self.rows, self.num_anchors, self.max_length = rows, num_anchors, max_length
+        self.seed, self.random, self.epoch = seed, random, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other anchors; :class:`NewAnchors` calls this before each epoch."""

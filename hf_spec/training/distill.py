@@ -82,9 +82,6 @@ class AnswerFolder:
     """The output folder: answers are appended as JSON lines while they are made.
 
     The provenance is written before the first answer; that of a finished folder has ``rows``.
-
-    Args:
-        path: the folder.
     """
 
     def __init__(self, path: Path):
@@ -97,14 +94,8 @@ class AnswerFolder:
         return self.provenance.is_file()
 
     def check(self, settings: dict[str, Any]) -> bool:
-        """Whether the folder is finished.
-
-        Args:
-            settings: the settings as JSON types; only these are compared.
-
-        Raises:
-            ValueError: the folder was generated with other settings; the message names them.
-        """
+        """Whether the folder is finished; a ValueError if it was generated with other settings (as
+        JSON types; only these are compared)."""
         if self.begun:
             before = read_json(self.provenance)
             check_same_settings(f"{str(self.path)!r} holds answers made", before, settings)
@@ -133,11 +124,7 @@ class AnswerFolder:
             file.truncate(whole)
 
     def lengths(self) -> dict[int, int]:
-        """Number of tokens of each answer, by the index of its prompt.
-
-        Raises:
-            ValueError: a line cannot be read; the message names it.
-        """
+        """Number of tokens of each answer, by the index of its prompt."""
         answers = read(self.answers, lambda row: row.fields)
         return {answer["index"]: len(answer["answer_ids"]) for answer in answers}
 
@@ -155,11 +142,7 @@ def read_sources(
     paths: Sequence[Path], limit: int | None = None
 ) -> tuple[list[Prompt], dict[str, str]]:
     """At most ``limit`` prompts, divided evenly among categories, in the order of the files; and
-    the name of each file by its SHA-256.
-
-    Raises:
-        ValueError: a file cannot be read, is invalid, or is given twice.
-    """
+    the name of each file by its SHA-256. A ValueError if one is invalid, or given twice."""
     prompts: list[Prompt] = []
     names: dict[str, str] = {}
     for path in paths:
@@ -172,12 +155,7 @@ def read_sources(
 
 
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of the prompts of each batch, grouped by length, the longest first.
-
-    Args:
-        lengths: length of each prompt in tokens.
-        size: prompts per batch.
-    """
+    """Indices of the prompts of each batch, grouped by their lengths in tokens, longest first."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     return [order[start : start + size] for start in range(0, len(order), size)]
 
@@ -320,13 +298,10 @@ def distill(
 def fastest(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings
 ) -> Contender:
-    """What answers prompts fastest: plain ``generate``, or what ``auto`` takes.
+    """What begins to answer a batch of prompts fastest: plain ``generate``, or what ``auto`` takes.
 
     Under sampling it is the latter, since answers must not depend on time, and those of a seed
     depend on the strategy.
-
-    Args:
-        prompts: token ids of a batch, which both answer, the first tokens only.
     """
     choice = choose(model)
     options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
@@ -343,14 +318,11 @@ def fastest(
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """All that the answers depend on, as JSON types."""
     defaults = model.generation_config.to_diff_dict()
+    defaults.pop("transformers_version", None)
     facts = {
         **asdict(settings),
         "model_fingerprint": fingerprint(model),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "generation_config": {
-            name: value
-            for name, value in defaults.items()
-            if name[0] != "_" and name != "transformers_version"
-        },
+        "generation_config": {key: defaults[key] for key in defaults if key[0] != "_"},
     }
     return json.loads(json.dumps(facts))

@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.bench.environment import package_version
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import attached, save_adapter
-from hf_spec.methods.registry import Method, get_method, methods
+from hf_spec.methods.registry import Method, methods
 from hf_spec.policy.devices import device_name
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import bit_sums, save_model
@@ -45,35 +45,23 @@ RECORD = "training.json"
 class SpecArguments(TrainingArguments):
     """``TrainingArguments`` with what an adapter's training has besides."""
 
-    num_anchors: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most random positions per sequence that have probes. Default: the method's."
-        },
+    num_anchors: int | None = setting(
+        None, "Most random positions per sequence that have probes. Default: the method's."
     )
-    max_minutes: float | None = field(
-        default=None,
-        metadata={
-            "help": "Minutes to train for, evaluations included. Then the learning rate follows "
-            "the time, and epochs are not counted unless num_train_epochs is given."
-        },
+    max_minutes: float | None = setting(
+        None,
+        "Minutes to train for, evaluations included. Then the learning rate follows the time, and "
+        "epochs are not counted unless num_train_epochs is given.",
     )
-    kept_states: float = field(
-        default=16.0,
-        metadata={
-            "help": "Gigabytes of the base's hidden states that may be kept on disk until the "
-            "training ends, instead of computed in every epoch; at most half of the free disk. "
-            "0: none."
-        },
+    kept_states: float = setting(
+        16.0,
+        "Gigabytes of the base's hidden states that may be kept on disk until the training ends, "
+        "instead of computed in every epoch; at most half of the free disk. 0: none.",
     )
-    max_length: int = field(default=1024, metadata={"help": "Longer sequences are cut, in tokens."})
-    held_out: int = field(
-        default=32, metadata={"help": "Answers kept for evaluation, at most a quarter of all."}
-    )
-    served_prompts: int = field(
-        default=16, metadata={"help": "Held-out prompts decoded at each evaluation."}
-    )
-    served_tokens: int = field(default=64, metadata={"help": "New tokens of each."})
+    max_length: int = setting(1024, "Longer sequences are cut, in tokens.")
+    held_out: int = setting(32, "Answers kept for evaluation, at most a quarter of all.")
+    served_prompts: int = setting(16, "Held-out prompts decoded at each evaluation.")
+    served_tokens: int = setting(64, "New tokens of each.")
 
     def __post_init__(self) -> None:
         for name in ("max_length", "held_out", "served_prompts", "served_tokens"):
@@ -99,22 +87,19 @@ def trainable_method(name: str) -> Method:
     Raises:
         ValueError: there is no such method, or it cannot be trained.
     """
-    trainable = [name for name, method in methods().items() if method.training is not None]
+    known = methods()
+    trainable = {name: method for name, method in known.items() if method.training is not None}
     if name not in trainable:
-        known = name in methods()
-        reason = f"{name!r} has nothing" if known else f"there is no method {name!r}"
+        reason = f"{name!r} has nothing" if name in known else f"there is no method {name!r}"
         raise ValueError(f"{reason} to train; choose one of {', '.join(trainable)}.")
-    return get_method(name)
+    return trainable[name]
 
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
     fields = added_fields(method.adapter_config, SpecPeftConfig)
-    return {
-        name: field
-        for name, field in fields.items()
-        if "recorded" not in field.metadata.get("help", "")
-    }
+    help_of = {name: field.metadata.get("help", "") for name, field in fields.items()}
+    return {name: field for name, field in fields.items() if "recorded" not in help_of[name]}
 
 
 def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -207,20 +192,11 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
 
 
 def train(
-    model: Any,
-    rows: Any,
-    method_name: str,
-    output: Path,
-    config: dict[str, Any] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
-    resume: bool = False,
-    provenance: dict[str, Any] | None = None,
-    callbacks: Sequence[Any] = (),
-    tokenizer: Any = None,
-    start: Path | None = None,
-    dry_run: bool = False,
-) -> dict[str, Any]:
+    model: Any, rows: Any, method_name: str, output: Path, config: dict[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None, options: dict[str, Any] | None = None,
+    resume: bool = False, provenance: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
+    tokenizer: Any = None, start: Path | None = None, dry_run: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Train an adapter and write it to ``output``, except for the card.
 
     Args:
@@ -314,7 +290,7 @@ def train(
         state = trainer.whole_state()
         if trainer.is_world_process_zero():
             if adapter_config.trains_base:
-                save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])
+                save_model(model, output, adapter_config, tokenizer)
             elif bit_sums(state[f"base_model.model.{name}"] for name in base) != before:
                 raise RuntimeError("training changed the base model; the adapter is not saved")
             save_adapter(peft_model, output, method.name, options, state)

@@ -65,10 +65,8 @@ class SpecTrainer(Trainer):
         self, *args: Any, eval_decoding: EvalDecoding | None = None, dry_run: bool = False,
         **kwargs: Any,
     ):  # fmt: skip
-        super().__init__(
-            *args, compute_metrics=top_k_metrics, preprocess_logits_for_metrics=top_k_counts,
-            **kwargs,
-        )  # fmt: skip
+        metrics = {"compute_metrics": top_k_metrics, "preprocess_logits_for_metrics": top_k_counts}
+        super().__init__(*args, **metrics, **kwargs)
         self.eval_decoding = eval_decoding
         #: When the training began, by the clock; of training that is over.
         self.began, self._time = 0.0, 0.0
@@ -101,10 +99,10 @@ class SpecTrainer(Trainer):
                 "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
             )
         if split and not self.adapter_config.shards:
-            name = self.adapter_config.strategy
             raise ValueError(
-                f"'hf-spec train {name}' does not run under FSDP or DeepSpeed here: launch it "
-                "without them; several processes with whole copies of the model work."
+                f"'hf-spec train {self.adapter_config.strategy}' does not run under FSDP or "
+                "DeepSpeed here: launch it without them; several processes with whole copies of "
+                "the model work."
             )
         if self.trains_base and split:
             raise ValueError(
@@ -194,13 +192,11 @@ class SpecTrainer(Trainer):
         names = self.adapter_config.untrained(self.progress)
         adapter = find_active(self._base, self.adapter_config.type_name) if names else None
         weights: dict[str, Any] = {} if adapter is None else adapter.weights()
-        return {name: weights[name] for name in weights if name in names}
+        return {name: weight for name, weight in weights.items() if name in names}
 
     def whole_state(self) -> dict[str, Any]:
-        """The model's state dict with whole tensors; all processes call this.
-
-        Of sharded parameters only the first process gets them.
-        """
+        """The model's state dict with whole tensors; all processes call this, and the first one
+        gets those of sharded parameters."""
         if self.is_fsdp_enabled:
             return self.accelerator.get_state_dict(self.model)
         return gathered_state(self.unwrapped, self.is_world_process_zero())
@@ -221,8 +217,7 @@ class SpecTrainer(Trainer):
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.eval_decoding is not None:
-            metrics = decoding_metrics(self._decode(self.eval_decoding))
-            for name, value in metrics.items():
+            for name, value in decoding_metrics(self._decode(self.eval_decoding)).items():
                 output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
