@@ -56,13 +56,8 @@ logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """A row of a file.
-
-    Attributes:
-        place: where it is, for errors.
-        number: its line in a file of JSON lines, else its position, both from 1.
-        fields: its content.
-    """
+    """A row of a file: where it is, for errors, its line in a file of JSON lines, else its
+    position, both from 1, and its content."""
 
     place: str
     number: int
@@ -260,11 +255,7 @@ def example(fields: Mapping[str, Any]) -> Prompt:
 
 
 def checked_text(name: str, value: Any) -> str:
-    """``value``, a text.
-
-    Raises:
-        ValueError: it is none, is empty, or has half a pair of surrogates.
-    """
+    """``value``; a ValueError if it is no text, is empty, or has half a pair of surrogates."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
     return _without_surrogates(repr(name), value)

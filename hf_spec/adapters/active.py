@@ -37,12 +37,8 @@ class ActiveAdapter(NamedTuple):
 
 
 def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
-    """The active adapter of `peft_type`, or None if there is none or adapters are disabled.
-
-    Args:
-        model: a `PeftModel`, the base model inside one, or a model that has loaded adapters itself;
-            compiled or not.
-        peft_type: the PEFT type, such as "LAYER_SKIP".
+    """The active adapter of a type such as "LAYER_SKIP"; None if there is none, or adapters are
+    disabled. The model may be a `PeftModel` or the base model, compiled or not.
 
     Raises:
         ValueError: several adapters of the type are active, or the weights of the active one have

@@ -107,11 +107,8 @@ class SpecPeftConfig(PeftConfig):
         return False
 
     def training_defaults(self) -> dict[str, Any]:
-        """Fields of `TrainingArguments` that differ from the defaults of the adapter's method.
-
-        Raises:
-            ValueError: the config leaves nothing to train.
-        """
+        """Fields of `TrainingArguments` that differ from the defaults of the adapter's method; a
+        ValueError if the config leaves nothing to train."""
         return {}
 
     def learning_rates(self) -> dict[str, float]:
@@ -119,11 +116,7 @@ class SpecPeftConfig(PeftConfig):
         return {}
 
     def untrained(self, progress: float) -> frozenset[str]:
-        """Names of the parameters that are not trained yet.
-
-        Args:
-            progress: share of the optimizer's steps that are done, from 0 to 1.
-        """
+        """Names of the parameters that are not trained yet, at a share of the steps (0 to 1)."""
         return frozenset()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:

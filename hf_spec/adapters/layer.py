@@ -79,11 +79,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def merge_into(
         self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> None:
-        """Add the updates of the active adapter to the base's weights; nothing else changes.
-
-        Raises:
-            ValueError: no active adapter can be merged, or the weights cannot be changed.
-        """
+        """Add the updates of the active adapter to the base's weights; a ValueError if there are
+        none, or the weights cannot be changed."""
         active, kind = self._updating(), self.peft_type
         names = active if adapter_names is None else list(adapter_names)
         if not names:

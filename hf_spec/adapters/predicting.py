@@ -153,13 +153,8 @@ def text_embeddings(model: Any, count: int) -> Tensor:
 
 
 def of_tokens(model: Any, logits: Tensor, missing: float) -> Tensor:
-    """Logits ``(..., tokens)`` of all tokens of a model, which may have others than an adapter.
-
-    Args:
-        model: the base model.
-        logits: those of the adapter's first tokens.
-        missing: the logit of tokens that only the model has.
-    """
+    """Logits ``(..., tokens)`` of all tokens of a model: those of the adapter's, which are the
+    first ones, and `missing` for tokens that only the model has."""
     return nn.functional.pad(logits, (0, vocab_size(model) - logits.shape[-1]), value=missing)
 
 

@@ -213,11 +213,8 @@ class SpecTuner(BaseTuner):
 
 
 class _Prefix(str):
-    """The prefix of a type's parameters, which PEFT looks for an adapter's name in.
-
-    It warns that such a name "may lead to reinitialization". Here names are removed from keys by
-    their whole path, so that any name will do, and that of the strategy is what people give.
-    """
+    """The prefix of a type's parameters, in which PEFT looks for an adapter's name, to warn of it.
+    Here names are removed from keys by their whole path, so that any name will do."""
 
     def __contains__(self, name: object) -> bool:
         return False

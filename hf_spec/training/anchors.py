@@ -80,11 +80,7 @@ class SimilarLengths(LengthGroupedSampler):
     """Draws batches of examples of similar length, in which there is little padding.
 
     Unlike those of its base, they are a function of seed and epoch, so that a training that was
-    interrupted goes on with the same ones.
-
-    Args:
-        batch_size: examples per step, those of all processes.
-        dataset: the examples.
+    interrupted goes on with the same ones. `batch_size` counts the examples of all processes.
     """
 
     def __init__(self, batch_size: int, dataset: AnswerDataset):

@@ -41,11 +41,7 @@ def save_checkpoint(model: Any, folder: Path) -> None:
 
 
 def load_checkpoint(model: Any, folder: Path) -> None:
-    """Load the weights in a checkpoint into the base model.
-
-    Raises:
-        ValueError: the checkpoint has no weights of a base model, or those of another one.
-    """
+    """Load the weights in a checkpoint into the base model; a ValueError if they are another's."""
     from safetensors.torch import load_file
 
     path = folder / CHECKPOINT
@@ -58,14 +54,8 @@ def load_checkpoint(model: Any, folder: Path) -> None:
 
 
 def save_model(model: Any, folder: Path, config: Any, tokenizer: Any = None) -> None:
-    """Save the trained base as a model of its own in ``folder / MODEL``.
-
-    Args:
-        model: the base model with its adapters attached.
-        folder: the adapter folder.
-        config: the adapter's config, in which the base's name is set.
-        tokenizer: saved beside the model.
-    """
+    """Save the trained base, to which adapters are attached, and its tokenizer as a model of its
+    own in ``MODEL`` of an adapter folder; the adapter's config gets its name."""
     with staging(folder / MODEL) as temporary:
         model.save_pretrained(temporary, state_dict=base_state(model))
         if tokenizer is not None:

@@ -41,9 +41,6 @@ def write_own_prompts(
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        tokenizer: its tokenizer.
-        path: the file.
-        count: number of prompts.
         batch_size: answers that are generated together; of prompts, which are shorter, four times
             as many are.
         seed: of the sampling.
@@ -72,11 +69,7 @@ def write_own_prompts(
 
 
 def _around_words(tokenizer: Any) -> tuple[list[int], str]:
-    """Token ids before a user's words, and the text that ends them; empty without a chat template.
-
-    Raises:
-        ValueError: there is no such place.
-    """
+    """Token ids before a user's words, and the text after them, empty without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         starts = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         start = next((one for one in starts if one is not None), None)

@@ -112,12 +112,7 @@ class Report(ProgressCallback):
 def expected(
     seconds_per_step: float, args: Any, state: Any, seconds_per_evaluation: float | None = None
 ) -> str:
-    """How long a training will take, in words.
-
-    Args:
-        args, state: those of its Trainer.
-        seconds_per_evaluation: None if that is not known.
-    """
+    """How long a training will take, in words, by the arguments and the state of its Trainer."""
     each = f"{seconds_per_step:.2g} s"
     if args.max_minutes is not None:
         steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
@@ -136,12 +131,8 @@ def expected(
 
 
 def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
-    """What came out of a training, in words.
-
-    Args:
-        record: see :func:`hf_spec.training.train.train`.
-        speedup: over plain decoding, measured on held-out prompts; None if it was not.
-    """
+    """What came out of a training, in words, by its record and the speedup over plain decoding on
+    held-out prompts, if that was measured."""
     amount, settings, best = record["data"], record["settings"], record["best"]
     last = f", the last {record['timed_steps']:,}" * (record["timed_steps"] < settings["steps"])
     lines = [

@@ -82,11 +82,7 @@ class SpecArguments(TrainingArguments):
 
 
 def trainable_method(name: str) -> Method:
-    """The method of this name.
-
-    Raises:
-        ValueError: there is no such method, or it cannot be trained.
-    """
+    """The method of this name; a ValueError if there is none, or it cannot be trained."""
     known = methods()
     trainable = {name: method for name, method in known.items() if method.training is not None}
     if name not in trainable:
@@ -109,15 +105,10 @@ def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def split(rows: Any, held_out: int) -> tuple[Any, Any]:
-    """Split a data set into training and held-out examples, always the same ones.
+    """Split a ``datasets.Dataset`` into training and held-out examples, always the same ones.
 
-    Args:
-        rows: a ``datasets.Dataset``.
-        held_out: number of held-out examples; a quarter of the data at most (which the log says),
-            but one at least.
-
-    Raises:
-        ValueError: there is one example only, so that there is nothing to train on.
+    At most a quarter of the data is held out (which the log says), and one example at least. With
+    one example only there is nothing to train on: a ValueError.
     """
     most = max(len(rows) // 4, 1)
     if len(rows) < 2:
@@ -152,13 +143,8 @@ def check_lengths(rows: Any, max_length: int) -> None:
 
 
 def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> SpecArguments:
-    """The arguments of a training: those given, the config's, the method's, or the defaults.
-
-    Args:
-        method: the method.
-        folder: the folder of checkpoints.
-        config: the adapter's config, which may change the method's defaults.
-        given: fields of :class:`SpecArguments`.
+    """The arguments of a training whose checkpoints go to ``folder``: fields that are given, those
+    of the adapter's config, the method's, or the defaults.
 
     Raises:
         ValueError: the config leaves nothing to train, or a field is invalid.
