@@ -129,6 +129,8 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
                 rows = _json_rows(path, file)
             for row in rows:
                 try:
+                    if not isinstance(row.fields, dict):
+                        raise ValueError("must be a JSON object, such as {'prompt': '...'}")
                     parsed = parse(row)
                 except ValueError as error:
                     raise ValueError(f"{row.place}: {error}") from error
@@ -152,10 +154,10 @@ def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[
             # Blank lines in place of those before, so that errors name the right one.
             array = _load(str(path), "\n" * (number - 1) + line + "".join(lines), ACCEPTED)
             for position, fields in enumerate(array, start=1):
-                yield _row(f"{path}, row {position}", position, fields)
+                yield Row(f"{path}, row {position}", position, fields)
             return
         place = f"{path}, line {number}"
-        yield _row(place, number, _load(place, line, ACCEPTED if first else ""))
+        yield Row(place, number, _load(place, line, ACCEPTED if first else ""))
         first = False
 
 
@@ -198,12 +200,6 @@ def _load(place: str, text: str, hint: str) -> Any:
         line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
         reason = f"{error.msg} at {line}column {error.colno}"
         raise ValueError(f"{place}: not JSON ({reason}){hint and f': {hint}'}") from error
-
-
-def _row(place: str, number: int, fields: Any) -> Row:
-    if not isinstance(fields, dict):
-        raise ValueError(f"{place}: must be a JSON object, such as {{'prompt': '...'}}")
-    return Row(place, number, fields)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -115,19 +115,15 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's: wrong usage, or no arguments
-            return _usage(error)
+            message = error.format_message().strip()
+            if message.startswith("Usage:"):
+                print(message)
+            elif message:
+                print(f"hf-spec: {message}", file=sys.stderr)
+            return int(getattr(error, "exit_code", BAD_INPUT))
         expected = isinstance(error, ValueError | OSError | ImportError)
         if not expected or os.environ.get(TRACEBACK_VARIABLE):
             raise
         print(f"hf-spec: {first_line(error)}", file=sys.stderr)
         return BAD_INPUT
     return code if isinstance(code, int) else 0
-
-
-def _usage(error: Exception) -> int:
-    message = getattr(error, "format_message")().strip()  # noqa: B009
-    if message.startswith("Usage:"):
-        print(message)
-    elif message:
-        print(f"hf-spec: {message}", file=sys.stderr)
-    return int(getattr(error, "exit_code", BAD_INPUT))

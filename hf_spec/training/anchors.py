@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -110,20 +111,13 @@ def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     Missing anchors are filled with a sequence's last token, after which there is nothing to
     predict.
     """
-    longest = max(len(example["input_ids"]) for example in examples)
-    most = max(max(len(example["anchors"]) for example in examples), 1)
-    batch: dict[str, Any] = {
-        name: torch.full((len(examples), width), fill, device="cpu")
-        for name, width, fill in (
-            ("input_ids", longest, 0), ("labels", longest, IGNORED),
-            ("attention_mask", longest, 0), ("anchors", most, 0),
-        )
-    }  # fmt: skip
-    for row, example in enumerate(examples):
-        length, count = len(example["input_ids"]), len(example["anchors"])
-        batch["input_ids"][row, :length] = example["input_ids"]
-        batch["labels"][row, :length] = example["labels"]
-        batch["attention_mask"][row, :length] = 1
-        batch["anchors"][row, :count] = example["anchors"]
-        batch["anchors"][row, count:] = length - 1
+    batch = {
+        name: pad_sequence([one[name] for one in examples], batch_first=True, padding_value=fill)
+        for name, fill in (("input_ids", 0), ("labels", IGNORED), ("anchors", -1))
+    }
+    last = torch.tensor([[len(one["input_ids"]) - 1] for one in examples], device="cpu")
+    places = torch.arange(batch["input_ids"].shape[1], device="cpu")
+    anchors = batch["anchors"] if batch["anchors"].shape[1] else last
+    batch["attention_mask"] = (places <= last).long()
+    batch["anchors"] = torch.where(anchors < 0, last, anchors)
     return batch

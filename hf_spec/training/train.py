@@ -265,13 +265,13 @@ def train(
             data_collator=collate,
             eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
             callbacks=[NewAnchors(), *callbacks],
-            dry_run=dry_run,
         )
+        trainer.report.dry_run = dry_run
         with kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]
-            seconds = trainer.report.seconds_per_step or 0.0
+            seconds = trainer.report.seconds_per_step
             return {"expected": expected(seconds, args, trainer.state, each)}
         state = trainer.whole_state()
         if trainer.is_world_process_zero():

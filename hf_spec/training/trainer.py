@@ -58,13 +58,9 @@ class SpecTrainer(Trainer):
 
     Args:
         eval_decoding: prompts to decode at each evaluation; None for no decoding.
-        dry_run: whether training ends after a few steps, when its duration is known.
     """
 
-    def __init__(
-        self, *args: Any, eval_decoding: EvalDecoding | None = None, dry_run: bool = False,
-        **kwargs: Any,
-    ):  # fmt: skip
+    def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
         metrics = {"compute_metrics": top_k_metrics, "preprocess_logits_for_metrics": top_k_counts}
         super().__init__(*args, **metrics, **kwargs)
         self.eval_decoding = eval_decoding
@@ -74,7 +70,7 @@ class SpecTrainer(Trainer):
             self.add_callback(TimeLimit(self))
         for usual in (ProgressCallback, PrinterCallback):
             self.remove_callback(usual)
-        self.report = Report(self, dry_run)
+        self.report = Report(self)
         self.add_callback(self.report)
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
