@@ -45,8 +45,6 @@ ACCEPTED = (
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
 )
 PARQUET, GZIP, UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
-#: Rows of a parquet file that are in memory at once.
-BATCH = 1000
 #: JSON can escape half of a pair of surrogates, which is no character and has no UTF-8.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -211,7 +209,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             f"{str(path)!r} is a parquet file, which needs pyarrow; run: pip install pyarrow"
         ) from error
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=1000)
         rows = (fields for batch in batches for fields in batch.to_pylist())
         for number, fields in enumerate(rows, start=1):
             yield Row(f"{path}, row {number}", number, fields)

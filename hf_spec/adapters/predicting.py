@@ -19,8 +19,6 @@ TRAINED = {"markov_rank": 128}
 MARKOV_HEAD = "markov_embedding", "markov_output", "markov_state"
 #: Parameter name of the predicted tokens, if these are not all tokens.
 VOCABULARY = "draft_vocabulary"
-#: By default, ``hf-spec train`` predicts one token in this many.
-SHARE = 4
 
 
 @dataclass
@@ -44,7 +42,7 @@ class VocabularyConfig(SpecPeftConfig):
 
     def set_vocabulary(self, model: nn.Module) -> None:
         """Set the vocabulary size that ``hf-spec train`` uses by default."""
-        self.draft_vocab_size = vocab_size(model) // SHARE if self.reads_head else 0
+        self.draft_vocab_size = vocab_size(model) // 4 if self.reads_head else 0
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)

@@ -11,7 +11,6 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
 from hf_spec.model.loading import NATIVE, load_model
 
-DEFAULT_OUTPUT = Path("hf-spec-bench")
 DEFAULT_BACKEND, DEFAULT_STRATEGY = "inductor", "prompt_lookup"
 
 
@@ -49,9 +48,9 @@ def bench(
         int | None,
         Option(min=1, help="Make all prompts this long: text of other prompts comes before each."),
     ] = None,
-    output: Annotated[
-        Path, Option("--output", "-o", help="Folder for results.json.")
-    ] = DEFAULT_OUTPUT,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for results.json.")] = Path(
+        "hf-spec-bench"
+    ),
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,

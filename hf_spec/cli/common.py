@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: Value of ``--strategy`` for plain ``generate``.
 NO_STRATEGY = "none"
-#: Seconds between lines of progress where there is no terminal for a bar.
-TELL_EVERY = 30
 #: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -96,7 +94,7 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
     Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
-    replaces the title. Without a terminal it prints a line from time to time, with the time left by
+    replaces the title. Without a terminal it prints a line every 30 seconds, with the time left by
     the pace since the first number, and at once notes that come without numbers.
     """
     from rich.console import Console
@@ -120,7 +118,7 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
                 return
             if first[1] < 0:
                 told, first = now, (now, done)
-            elif not console.is_terminal and done > first[1] and now - told > TELL_EVERY:
+            elif not console.is_terminal and done > first[1] and now - told > 30:
                 told = now
                 left = duration((now - first[0]) * (total - done) / (done - first[1]))
                 parts = (f"{done} of {total}", shown.get("note"), f"about {left} left")

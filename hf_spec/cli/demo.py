@@ -11,7 +11,6 @@ from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, stop_w
 from hf_spec.core.checks import install_extra
 from hf_spec.model.loading import NATIVE
 
-DEFAULT_OUTPUT = Path("hf-spec-demo")
 #: Lines of the prompt and of the continuation that are shown.
 SHOWN_LINES = 12
 
@@ -19,7 +18,7 @@ SHOWN_LINES = 12
 def demo(
     output: Annotated[
         Path, Option("--output", "-o", help="Folder for results.json and speed.png.")
-    ] = DEFAULT_OUTPUT,
+    ] = Path("hf-spec-demo"),
     model: Annotated[
         str | None,
         Option(

@@ -16,15 +16,13 @@ from typer import Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import progress_bar
-from hf_spec.model.loading import NATIVE, load_model
+from hf_spec.model.loading import NATIVE, chosen_device, load_model
 
 if TYPE_CHECKING:
     from hf_spec.decoding.auto import Choice
 
 #: Name of the adapter that a model gets for a trial.
 TRIAL = "hf_spec_doctor"
-#: What hf_spec says that it was imported from; see :func:`imported_from`.
-IMPORTED = "imported from"
 
 
 def doctor(
@@ -70,9 +68,8 @@ def doctor(
             raise ValueError(f"{option} needs --model: name the model that it is for")
     adapters = read_adapters(adapter or ())
     chosen = spread(read_prompts(prompts or BUNDLED), limit)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    environment = machine(accelerator or torch.device("cpu"))
-    found: dict[str, Any] = {"environment": {**environment, IMPORTED: imported_from()}}
+    environment = machine(torch.device(chosen_device(None)))
+    found: dict[str, Any] = {"environment": {**environment, "imported from": imported_from()}}
     if model is not None:
         from hf_spec.decoding.auto import choose
 
@@ -85,10 +82,7 @@ def doctor(
             **{f"not {name}": why for name, why in choice.passed.items()},
         }
         if measure and found["strategies"].get(choice.strategy) is None:
-            with progress_bar("decoding") as progress:
-                found |= _measured(
-                    loaded, tokenizer, chosen, choice, adapter or (), max_new_tokens, progress
-                )
+            found |= _measured(loaded, tokenizer, chosen, choice, adapter or (), max_new_tokens)
         found["next"] = _next(model, choice, adapter or ())
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -140,9 +134,8 @@ def swept(model: Any) -> dict[str, str]:
 
 
 def _measured(
-    model: Any, tokenizer: Any, prompts: Any, choice: Choice, folders: Any, max_new_tokens: int,
-    progress: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any, tokenizer: Any, prompts: Any, choice: Choice, folders: Any, max_new_tokens: int
+) -> dict[str, Any]:
     """What was measured, and what it means, by title."""
     from hf_spec.bench.diagnosis import diagnose
     from hf_spec.core.stats import bar
@@ -155,10 +148,11 @@ def _measured(
     for folder in map(Path, folders):
         if (folder / TRAINING).is_file() and read_spec_config(folder)[0].name == choice.strategy:
             trained = read_json(folder / TRAINING)
-    made = diagnose(
-        model, tokenizer, prompts, choice, trained=trained, max_new_tokens=max_new_tokens,
-        progress=progress,
-    )  # fmt: skip
+    with progress_bar("decoding") as progress:
+        made = diagnose(
+            model, tokenizer, prompts, choice, trained=trained, max_new_tokens=max_new_tokens,
+            progress=progress,
+        )  # fmt: skip
     looks_up = "lookup" in get_method(choice.strategy).drafter.unused  # that is what it does
     measured = {
         "tau": f"{made.tau:.2f} tokens per step where every step drafts"

@@ -29,8 +29,6 @@ from hf_spec.cli.train import TrainCommand, train
 from hf_spec.cli.tune import tune
 from hf_spec.core.checks import first_line
 
-#: Environment variable: any value shows the whole traceback of an error.
-TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
 #: Settings of commands that take options which they do not name.
 UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -122,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"hf-spec: {message}", file=sys.stderr)
             return int(getattr(error, "exit_code", BAD_INPUT))
         expected = isinstance(error, ValueError | OSError | ImportError)
-        if not expected or os.environ.get(TRACEBACK_VARIABLE):
+        if not expected or os.environ.get("HF_SPEC_TRACEBACK"):
             raise
         print(f"hf-spec: {first_line(error)}", file=sys.stderr)
         return BAD_INPUT

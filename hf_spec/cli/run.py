@@ -13,9 +13,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-#: Folder that contains only a ``sitecustomize``.
-STARTUP = str(Path(__file__).parent / "startup")
-
 
 def run(
     program: Annotated[
@@ -68,5 +65,5 @@ def find(program: str, module: bool = False) -> Sequence[str]:
 
 def environment() -> dict[str, str]:
     """This process's environment, with the folder of our ``sitecustomize`` first on the path."""
-    path = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -17,8 +17,6 @@ from hf_spec.model.loading import NATIVE, load_model
 
 #: Where the words of a command line are kept until its help is printed.
 WORDS = "hf_spec.train.words"
-#: Held-out prompts that a speedup is measured on.
-TIMED = 8
 
 
 def train(
@@ -136,7 +134,7 @@ def train(
 
 
 def _speedup(base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]) -> float:
-    """Speed beside plain decoding on held-out prompts, with the adapter that was written."""
+    """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
     from hf_spec.bench.contenders import PLAIN, Contender, ours, read_adapters
     from hf_spec.bench.session import Session
     from hf_spec.model.loading import load_adapters
@@ -144,7 +142,7 @@ def _speedup(base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[st
 
     load_adapters(base, read_adapters([str(output)]))
     held_out = split(rows, record["data"]["held_out"])[1]
-    batches = [[list(ids)] for ids in held_out["prompt_ids"][:TIMED]]
+    batches = [[list(ids)] for ids in held_out["prompt_ids"][:8]]
     drafting = Contender("drafting", ours(record["method"], record["options"]))
     options = {"do_sample": False, "max_new_tokens": 64}
     with Session.open(base, tokenizer, options, [drafting]) as session:

@@ -28,6 +28,7 @@ from hf_spec.core.checks import check_same_settings
 from hf_spec.data import Prompt, read
 from hf_spec.decoding.auto import LOOKUPS, choose
 from hf_spec.files import read_json, write_atomically
+from hf_spec.model.loading import chosen_device
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ OPTIONS = {"drafting": "always"}
 LOOKUP_OPTIONS = {"max_nodes": 4}
 #: New tokens of the trial that finds the fastest strategy.
 TRIAL = 48
-#: Longest time that processes wait for each other.
-PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class AnswerFolder:
 
     def begin(self, provenance: dict[str, Any]) -> None:
         """Write how the answers are made, and drop a last line that was not written to its end."""
-        self.write_provenance(provenance)
+        write_atomically(self.provenance, json.dumps(provenance, indent=1))
         with self.answers.open("ab+") as file:
             file.seek(0)
             whole = sum(len(line) for line in file if line.endswith(b"\n"))
@@ -132,10 +131,6 @@ class AnswerFolder:
         """Append answers."""
         with self.answers.open("a", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
-
-    def write_provenance(self, provenance: dict[str, Any]) -> None:
-        """Write how the answers are made, atomically."""
-        write_atomically(self.provenance, json.dumps(provenance, indent=1))
 
 
 def read_sources(
@@ -180,9 +175,9 @@ def processes(device: str | None) -> PartialState:
     from accelerate import PartialState
 
     launched = int(os.environ.get("LOCAL_RANK", -1)) >= 0
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = accelerator is None if device is None else device.startswith("cpu")
-    return PartialState(cpu=launched and on_cpu, timeout=PATIENCE)
+    on_cpu = chosen_device(device).startswith("cpu")
+    # The timeout is how long processes wait for each other.
+    return PartialState(cpu=launched and on_cpu, timeout=timedelta(days=7))
 
 
 def distill(
@@ -290,7 +285,7 @@ def distill(
         },
     }  # fmt: skip
     if state.is_main_process:
-        folder.write_provenance(provenance)
+        write_atomically(folder.provenance, json.dumps(provenance, indent=1))
     state.wait_for_everyone()
     return provenance
 

@@ -51,13 +51,6 @@ class EvalDecoding:
         return total
 
 
-def decoding_metrics(stats: SpecStats) -> dict[str, float]:
-    """``tau``, and ``acceptance_1``, ``acceptance_2``, ..., the acceptance at each depth."""
-    by_depth = enumerate(stats.acceptance_per_position, start=1)
-    rates = {f"acceptance_{depth}": rate for depth, rate in by_depth}
-    return {"tau": stats.mean_accepted_tokens, **rates}
-
-
 def top_k_counts(outputs: tuple[torch.Tensor, ...], _: Any = None) -> Any:
     """Count how often the right token is among the k likeliest, for each k in `RANKS`.
 

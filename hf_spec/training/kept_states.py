@@ -18,8 +18,6 @@ from torch import Tensor
 from hf_spec.files import replacing
 from hf_spec.model.sequences import KEEPER
 
-#: Share of the free disk that may be used.
-MOST_OF_DISK = 0.5
 #: How names of files end, and what they call the states.
 SUFFIX, STATES = ".safetensors", "states"
 
@@ -102,7 +100,7 @@ def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    room = min(args.kept_states * 1e9, MOST_OF_DISK * shutil.disk_usage(folder).free)
+    room = min(args.kept_states * 1e9, shutil.disk_usage(folder).free / 2)
     own = folder / f"states-{args.process_index}"
     token = KEEPER.set(KeptStates(own, int(room / args.world_size), base))
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from peft import PeftConfig
 from safetensors.torch import load_file
 
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
 from hf_spec.adapters.layer import name_on_disk
 from hf_spec.adapters.predicting import (
@@ -80,21 +80,17 @@ def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any
     return changed, rank != before
 
 
-def load_trained(model: Any, config: Any, folder: Path) -> None:
+def load_trained(adapter: ActiveAdapter, folder: Path) -> None:
     """Load a trained adapter's weights into one that gets a Markov head, and freeze them."""
-    adapter = find_active(model, config.type_name)
-    assert adapter is not None
     stored = load_file(folder / WEIGHTS)
     for name, weight in adapter.weights().items():
         weight.requires_grad_(name in MARKOV_HEAD)
         if name not in MARKOV_HEAD:
-            weight.data.copy_(stored[PEFT_PREFIX + name_on_disk(config.type_name, name)])
+            weight.data.copy_(stored[PEFT_PREFIX + name_on_disk(adapter.config.type_name, name)])
 
 
-def set_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
+def set_vocabulary(adapter: ActiveAdapter, model: Any, answers: Sequence[Sequence[int]]) -> None:
     """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
-    adapter = find_active(model, config.type_name)
-    assert adapter is not None
     tokens = adapter.weights().get(VOCABULARY)
     if tokens is not None:
         common = common_tokens(answers, len(tokens), vocab_size(model))

@@ -14,11 +14,13 @@ import torch
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.bench.environment import package_version
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
+from hf_spec.hub.card import TRAINING
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, methods
 from hf_spec.policy.devices import device_name
@@ -35,10 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: Epochs of a training that ends by time.
 UNCOUNTED = 10_000
-#: Fields of a dry run.
-_DRY = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False}
-#: Record of the training, in the adapter folder.
-RECORD = "training.json"
 
 
 @dataclass
@@ -217,7 +215,12 @@ def train(
     with ExitStack() as stack:
         if dry_run:
             output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            arguments = {**arguments, **_DRY}
+            nothing = {
+                "save_strategy": "no",
+                "eval_strategy": "no",
+                "load_best_model_at_end": False,
+            }
+            arguments = {**arguments, **nothing}
         folder = output / "checkpoints"
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         if last is not None and not resume:
@@ -247,10 +250,11 @@ def train(
             )
             for name in base if adapter_config.trains_base else ():
                 model.get_parameter(name).requires_grad_(True)
+            adapter = require_active(model, adapter_config.type_name, method.name)
             if start is None:
-                set_vocabulary(model, adapter_config, training_rows["answer_ids"])
+                set_vocabulary(adapter, model, training_rows["answer_ids"])
             elif gets_head:
-                load_trained(model, adapter_config, start)
+                load_trained(adapter, start)
         data: dict[str, Any] = {
             "num_anchors": args.num_anchors or method.num_anchors,
             "max_length": args.max_length,
@@ -283,7 +287,7 @@ def train(
             record = _record(trainer, method, options, adapter_config, result, provenance)
             if start is not None:
                 record["started_from"] = start.name
-            write_atomically(output / RECORD, json.dumps(record, indent=1))
+            write_atomically(output / TRAINING, json.dumps(record, indent=1))
         trainer.accelerator.wait_for_everyone()
     return record
 

@@ -18,7 +18,7 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.training.anchors import SimilarLengths
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
-from hf_spec.training.evaluation import EvalDecoding, decoding_metrics, top_k_counts, top_k_metrics
+from hf_spec.training.evaluation import EvalDecoding, top_k_counts, top_k_metrics
 from hf_spec.training.report import Report
 from hf_spec.training.sharded import gathered_state, whole_root
 
@@ -213,8 +213,10 @@ class SpecTrainer(Trainer):
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.eval_decoding is not None:
-            for name, value in decoding_metrics(self._decode(self.eval_decoding)).items():
-                output.metrics[f"{metric_key_prefix}_{name}"] = value
+            stats = self._decode(self.eval_decoding)
+            output.metrics[f"{metric_key_prefix}_tau"] = stats.mean_accepted_tokens
+            for depth, rate in enumerate(stats.acceptance_per_position, start=1):
+                output.metrics[f"{metric_key_prefix}_acceptance_{depth}"] = rate
         return output
 
     def _decode(self, decoding: EvalDecoding) -> SpecStats:
