@@ -75,8 +75,8 @@ class Prompt:
 
     Attributes:
         text: the prompt as text, without a chat template; of a chat, what the user says last.
-        category: its category; results are reported for each.
-        question_id: its id; the number of its row if the file gives none.
+        category: results are reported for each.
+        question_id: the number of its row if the file gives none.
         reference: the answer; None if there is none.
         history: the messages of a chat before ``text``.
         source: name of its file, if that is of interest.

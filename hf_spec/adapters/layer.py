@@ -34,7 +34,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
     @property
     def adapters(self) -> Any:
-        """The adapters by name: an `nn.ModuleDict` of `Adapter`."""
+        """An `nn.ModuleDict` of `Adapter`."""
         return getattr(self, self.adapter_layer_names[0])
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
@@ -67,8 +67,6 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         """The updates of the base that adapters have."""
         every = {name: adapter.base_update for name, adapter in self.adapters.items()}
         return {name: update for name, update in every.items() if update is not None}
-
-    # -- merging -----------------------------------------------------------------------------------
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Do nothing: PEFT is merging a LoRA on the same model. See `merge_into`."""
@@ -116,10 +114,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         """The adapters whose updates are part of the base model now."""
         return [name for name, update in self._updates().items() if update.attached]
 
-    # -- the base model ----------------------------------------------------------------------------
-
     def add_to(self, model: Any) -> None:
-        """Add the layer to the base model."""
         if not hasattr(model, CONTAINER):
             model.add_module(CONTAINER, nn.ModuleDict())
         getattr(model, CONTAINER)[_key(self.peft_type)] = self
@@ -137,9 +132,6 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         del getattr(model, CONTAINER)[_key(self.peft_type)]
         if not getattr(model, CONTAINER):
             delattr(model, CONTAINER)
-
-
-# -- access through the base model ---------------------------------------------------------------
 
 
 def prefix_of(peft_type: str) -> str:

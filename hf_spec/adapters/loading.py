@@ -1,7 +1,6 @@
-"""The ways in which adapters are loaded, for those of hf_spec.
+"""The ways in which adapters are loaded, for those of hf_spec; others pass through.
 
-PEFT and Transformers have no hooks for what is needed here, so that their methods are wrapped;
-adapters of other types pass through:
+PEFT and Transformers have no hooks for what is needed here, so that their methods are wrapped:
 weights are read from safetensors only, a load that fails leaves the model as it was, and an adapter
 knows where it came from. `PreTrainedModel.load_adapter` goes PEFT's way, so that the weights of
 every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks them.

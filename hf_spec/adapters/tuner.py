@@ -6,9 +6,6 @@ A method supplies a config dataclass (`SpecPeftConfig`) and a class for what an 
 `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
 
 Weights are checked in one place, whichever way they are loaded (:mod:`hf_spec.adapters.loading`).
-
-Importing this module takes as long as importing peft: 0.2 s in addition to the 3 s of torch and
-transformers on the same machine. So `import hf_spec` registers eagerly.
 """
 
 import re
@@ -166,13 +163,11 @@ class SpecTuner(BaseTuner):
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """Choose the active adapter of this type; adapters of other types stay as they are."""
         # PEFT's would also turn off the modules and tokens that a LoRA has trained.
         self._own_layer.set_adapter(adapter_name, inference_mode)
         self.active_adapter = adapter_name
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter of this type; see `set_adapter`."""
         layer = self._own_layer
         if adapter_name not in layer.adapters:
             raise ValueError(f"Adapter {adapter_name} does not exist")
@@ -189,7 +184,6 @@ class SpecTuner(BaseTuner):
         self._own_layer.merge_into(self.model, safe_merge, adapter_names)
 
     def unmerge_adapter(self) -> None:
-        """Undo `merge_adapter` exactly; a merged LoRA on the same model is unmerged, too."""
         self._own_layer.unmerge_from_base()
         super().unmerge_adapter()
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from typer import Option
+from typer import Exit, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
@@ -148,12 +147,12 @@ def bench(
     report.write_results(target, result, environment)
     console = Console(highlight=False, emoji=False, markup=False)
     if as_json:
-        typer.echo(json.dumps(result.runs(), indent=1))
+        echo(json.dumps(result.runs(), indent=1))
     else:
         report.print_table(result, console, by_task)
         console.print(f"results: {target}", soft_wrap=True)
     if result.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise Exit(INTERRUPTED)
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:

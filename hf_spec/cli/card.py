@@ -2,8 +2,7 @@
 
 from typing import Annotated
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 
@@ -30,4 +29,4 @@ def card(
     """
     from hf_spec.hub.card import write_card
 
-    typer.echo(f"card: {write_card(folder, repository, base_model)}")
+    echo(f"card: {write_card(folder, repository, base_model)}")

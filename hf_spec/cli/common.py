@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Exit, echo
 
 from hf_spec.core.checks import duration, install_extra
 
@@ -75,8 +75,8 @@ def check_writable(folder: Path, option: str = "--output") -> None:
 def stop_without(measurements: Sequence[Any]) -> None:
     """Exit if an interrupt came before anything was measured: earlier results stay."""
     if not measurements:
-        typer.echo("interrupted before anything was measured; nothing was written", err=True)
-        raise typer.Exit(INTERRUPTED)
+        echo("interrupted before anything was measured; nothing was written", err=True)
+        raise Exit(INTERRUPTED)
 
 
 @contextmanager
@@ -85,8 +85,8 @@ def explained_interrupt(outcome: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; {outcome}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        echo(f"interrupted; {outcome}", err=True)
+        raise Exit(INTERRUPTED) from None
 
 
 @contextmanager

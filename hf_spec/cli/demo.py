@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Option
+from typer import Exit, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
@@ -62,7 +61,7 @@ def demo(
     with progress_bar("demo") as progress:
         result = run_demo(
             limit, max_new_tokens, dtype, name=model, show_steps=show_steps, progress=progress,
-            status=lambda text: typer.echo(text, err=True),
+            status=lambda text: echo(text, err=True),
         )  # fmt: skip
     stop_without(result.bench.measurements)
     results, chart = output / "results.json", output / "speed.png"
@@ -88,7 +87,7 @@ def demo(
     report.print_table(result.bench, console)
     console.print(f"results: {results}\nchart:   {drawn}", markup=False)
     if result.bench.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise Exit(INTERRUPTED)
     if not result.all_identical:
         raise ValueError("an output differs from plain generate's other than at a tie")
     rows = result.bench.runs()

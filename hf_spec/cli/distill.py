@@ -4,8 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import (
@@ -114,7 +113,7 @@ def distill(
     main = state.is_main_process
     if finished:
         if main:
-            typer.echo(f"finished before, with the same settings: {output}")
+            echo(f"finished before, with the same settings: {output}")
         state.destroy_process_group()
         return
     refusal = (
@@ -180,7 +179,7 @@ def _print(made: dict[str, Any], output: Path) -> None:
     measured, cut = made["measured"], made["truncated_prompts"]
     shortened = f", {cut:,} of them with a cut prompt" if cut else ""
     chosen = made["chosen"].get("assistant_strategy", "plain generate")
-    typer.echo(
+    echo(
         f"examples: {made['rows']:,}{shortened}\n"
         f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
         f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "

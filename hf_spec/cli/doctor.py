@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import progress_bar
@@ -85,19 +84,19 @@ def doctor(
             found |= _measured(loaded, tokenizer, chosen, choice, adapter or (), max_new_tokens)
         found["next"] = _next(model, choice, adapter or ())
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        echo(json.dumps(found, indent=1))
         return
     for title, entries in found.items():
-        typer.echo(f"{title}:")
+        echo(f"{title}:")
         if isinstance(entries, list):
             for line in entries:
-                typer.echo(f"  {line}")
+                echo(f"  {line}")
             continue
         width = max(map(len, entries), default=0)
         for name, value in entries.items():
             if title == "strategies":
                 value = "works" if value is None else f"refused: {value}"
-            typer.echo(f"  {name:{width}}  {value}")
+            echo(f"  {name:{width}}  {value}")
 
 
 def imported_from() -> str:

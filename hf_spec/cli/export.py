@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
@@ -41,4 +40,4 @@ def export(
         raise ValueError(f"{str(folder)!r} does not name its base model: give --model")
     check_writable(output)
     base, _ = load_model(name, dtype, device)
-    typer.echo(f"written: {work.export_adapter(folder, form, base, output)}")
+    echo(f"written: {work.export_adapter(folder, form, base, output)}")

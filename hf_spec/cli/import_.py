@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
@@ -61,4 +60,4 @@ def import_(
     work.convert(path, kind)  # what cannot be read is refused before the base is loaded
     check_writable(output)
     base, _ = load_model(model, dtype, device)
-    typer.echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")
+    echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from typer import Option
 
 from hf_spec.cli.bench import bench
 from hf_spec.cli.card import card
@@ -68,7 +67,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Speculative decoding for Hugging Face Transformers: the same text, in fewer forward passes.

@@ -4,8 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from hf_spec.cli.common import check_writable, require
 
@@ -35,4 +34,4 @@ def plot(
     check_writable(target := output or folder)
     with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
         axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
-    typer.echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")
+    echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")

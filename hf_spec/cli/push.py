@@ -2,8 +2,7 @@
 
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from hf_spec.cli import options as opt
 
@@ -31,4 +30,4 @@ def push(
     from hf_spec.hub.push import push as upload
 
     address = upload(folder, repository, private=private, revision=revision, base_model=base_model)
-    typer.echo(f"uploaded: {address}")
+    echo(f"uploaded: {address}")

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable, explained_interrupt, progress_bar, require
@@ -101,15 +100,15 @@ def search(
     # The file of prompts is the same, the prompts are others.
     write_results(output / RESULTS, bench, {**environment, "held_out": bool(others)})
     write_card(output)
-    typer.echo(
+    echo(
         f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "
         f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}, "
         f"{row['tokens_per_second']:.1f} tokens/s on {row['prompts']} "
         f"{'held-out' if others else 'development'} prompts"
     )
     if row["speedup"] < 1:
-        typer.echo("note: not faster here; small models leave drafting little to save")
-    typer.echo(f"adapter: {output}")
+        echo("note: not faster here; small models leave drafting little to save")
+    echo(f"adapter: {output}")
 
 
 def _divided(

@@ -2,8 +2,7 @@
 
 from typing import Annotated, Any
 
-import typer
-from typer import Option
+from typer import Context, Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import NO_STRATEGY, require, single_strategy
@@ -11,7 +10,7 @@ from hf_spec.core.checks import install_extra
 
 
 def serve(
-    context: typer.Context,
+    context: Context,
     adapter: opt.Adapters = None,
     strategy: Annotated[
         str | None,

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option, echo
 from typer.core import TyperCommand
 
 from hf_spec.cli import options as opt
@@ -20,7 +19,7 @@ WORDS = "hf_spec.train.words"
 
 
 def train(
-    context: typer.Context,
+    context: Context,
     method: Annotated[str, Argument(help="What to train, such as bita.")],
     model: Annotated[
         str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
@@ -116,7 +115,7 @@ def train(
     if not record:  # not the main process
         return
     if dry_run:
-        typer.echo(record["expected"])
+        echo(record["expected"])
         return
 
     from hf_spec.hub.card import write_card
@@ -128,9 +127,9 @@ def train(
     if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         speedup = _speedup(base, tokenizer, rows, output, record)
     for line in outcome(record, speedup):
-        typer.echo(line)
-    typer.echo(f"adapter: {output}")
-    typer.echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
+        echo(line)
+    echo(f"adapter: {output}")
+    echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
 
 
 def _speedup(base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]) -> float:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable, explained_interrupt, progress_bar
@@ -151,10 +150,10 @@ def _print(entry: dict[str, Any], path: Path) -> None:
     for one in entry["settings"]:
         times = ", ".join(f"{n}: {1000 * s:.2f}" for n, s in one["times"]["seconds"].items())
         longest = 2 ** one["context_bits"] - 1
-        typer.echo(f"batch {one['batch_size']}, prompts up to {longest}: ms by step tokens {times}")
+        echo(f"batch {one['batch_size']}, prompts up to {longest}: ms by step tokens {times}")
     if tree := entry.get("tree"):
-        typer.echo(
+        echo(
             f"tree: {tree['size']} step tokens, {tree['tau']:.2f} tokens per step, "
             f"{tree['speedup']:.2f}x predicted"
         )
-    typer.echo(f"saved: {path}")
+    echo(f"saved: {path}")

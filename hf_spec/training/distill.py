@@ -192,13 +192,10 @@ def distill(
     Args:
         model: a causal language model in evaluation mode, on its device, with the adapter of
             ``contender`` loaded.
-        tokenizer: its tokenizer.
-        prompts: the prompts, in the order of the output.
-        folder: the output folder, locked by the main process.
-        settings: the settings.
+        prompts: in the order of the output.
+        folder: locked by the main process.
         contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
             which the folder keeps.
-        state: the processes.
         progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
             tokens per second so far.
 
@@ -293,11 +290,8 @@ def distill(
 def fastest(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings
 ) -> Contender:
-    """What begins to answer a batch of prompts fastest: plain ``generate``, or what ``auto`` takes.
-
-    Under sampling it is the latter, since answers must not depend on time, and those of a seed
-    depend on the strategy.
-    """
+    """What begins to answer a batch of prompts fastest: plain ``generate``, or what ``auto`` takes;
+    under sampling the latter, as its answers depend on the strategy, and must not on time."""
     choice = choose(model)
     options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
     drafting = Contender(choice.strategy, ours(choice.strategy, options))

@@ -26,7 +26,6 @@ class KeptStates:
     """States of sequences, each in a file that is named after its tokens and the kind of states.
 
     Args:
-        folder: the files' folder, which is created.
         num_bytes: most bytes of all files; sequences that find no room are computed each time.
         base: identifies the base's weights: files that were written with others are removed.
     """
@@ -87,13 +86,7 @@ class KeptStates:
 @contextmanager
 def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
     """Keep states in the block, a training, if they recur; afterwards they are removed, unless it
-    ends with an error.
-
-    Args:
-        trainer: the training's Trainer.
-        folder: of its checkpoints.
-        base: see :class:`KeptStates`.
-    """
+    ends with an error. The folder is that of checkpoints; ``base`` as in :class:`KeptStates`."""
     args = trainer.args
     # Where layers are sharded, all processes run the base together.
     if args.num_train_epochs <= 1 or not args.kept_states or trainer.trains_base or trainer.sharded:

@@ -47,8 +47,7 @@ def write_own_prompts(
         progress: called with the number of prompts so far, and of all.
 
     Raises:
-        ValueError: the model does not write so many: its template has no place for a user's words,
-            or the words do not end or repeat themselves.
+        ValueError: the model does not write so many.
     """
     texts: dict[str, None] = {}
     before, end = _around_words(tokenizer)

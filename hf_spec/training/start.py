@@ -35,16 +35,12 @@ def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
 
 
 def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any, bool]:
-    """The config of a training that goes on from a trained adapter.
+    """The config of a training that goes on from a trained adapter, and whether that gets a Markov
+    head, which then is all that is trained.
 
     Args:
-        method: the method.
-        folder: the adapter folder.
         fields: changed fields of its config: `OF_TRAINING` and learning rates; ``markov_rank`` only
             if it has no Markov head yet.
-
-    Returns:
-        The config, and whether the adapter gets a Markov head, which then is all that is trained.
 
     Raises:
         ValueError: another field is changed, the adapter is of another type or has no weights, or
