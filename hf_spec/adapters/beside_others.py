@@ -57,10 +57,8 @@ def add_beside(
 def set_by_type(
     original: Any, self: Any, adapter_name: str | list[str], inference_mode: bool = False
 ) -> None:
-    """`PeftModel.set_adapter`: choose the active adapter of each type that is named.
-
-    The adapters of types that are not named stay as they are.
-    """
+    """`PeftModel.set_adapter`: choose the active adapter of each type that is named; those of other
+    types stay as they are."""
     if not _has_ours(self):
         original(self, adapter_name, inference_mode)
         return
@@ -89,15 +87,13 @@ def delete_by_type(original: Any, self: Any, adapter_name: str) -> None:
     if config is None or config.peft_type == self.peft_type or not _has_ours(self):
         original(self, adapter_name)
         return
-    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
     del self.peft_config[adapter_name]
-    layer = layer_of(unwrapped(self), config.peft_type)
+    base, tuner = unwrapped(self), PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    layer = layer_of(base, config.peft_type)
     if layer is not None:
         layer.delete_adapter(adapter_name)
     else:
-        functional.delete_adapter(
-            unwrapped(self), adapter_name, tuner_class.prefix, tuner_class.tuner_layer_cls
-        )
+        functional.delete_adapter(base, adapter_name, tuner.prefix, tuner.tuner_layer_cls)
 
 
 @around(PeftModel, "save_pretrained")
@@ -163,8 +159,7 @@ def set_beside_saved_modules(original: Any, self: Any, adapter_name: str | list[
 def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`BaseTuner.unload` and `merge_and_unload`: what they remove are not hf_spec's adapters."""
     model = original(self, *args, **kwargs)
-    layers = layers_of(model)
-    kept = {name: one.config for layer in layers for name, one in layer.adapters.items()}
+    kept = {name: one.config for layer in layers_of(model) for name, one in layer.adapters.items()}
     if kept:
         model.peft_config = kept
         if isinstance(model, PeftAdapterMixin):

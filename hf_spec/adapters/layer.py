@@ -98,8 +98,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
     def unmerge_from_base(self) -> None:
         """Undo `merge_into`."""
-        for name in self.merged_adapters:
-            self.adapters[name].base_update.unmerge()
+        for update in self._updates().values():
+            update.unmerge()
 
     def mergeable(self) -> list[str]:
         """Active adapters that change weights of the base and are not merged."""
@@ -127,8 +127,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         """Take the layer and all updates off the base model, but for merged ones if these stay."""
         if not keep_merged:
             self.unmerge_from_base()
-        for name in self._updating():
-            self.adapters[name].base_update.detach()
+        for update in self._updates().values():
+            update.detach()
         del getattr(model, CONTAINER)[_key(self.peft_type)]
         if not getattr(model, CONTAINER):
             delattr(model, CONTAINER)

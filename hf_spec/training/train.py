@@ -215,12 +215,8 @@ def train(
     with ExitStack() as stack:
         if dry_run:
             output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            nothing = {
-                "save_strategy": "no",
-                "eval_strategy": "no",
-                "load_best_model_at_end": False,
-            }
-            arguments = {**arguments, **nothing}
+            never = {"save_strategy": "no", "eval_strategy": "no"}
+            arguments = {**arguments, **never, "load_best_model_at_end": False}
         folder = output / "checkpoints"
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         if last is not None and not resume:
