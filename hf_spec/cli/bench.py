@@ -10,7 +10,7 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
 from hf_spec.model.loading import NATIVE, load_model
 
-DEFAULT_BACKEND, DEFAULT_STRATEGY = "inductor", "prompt_lookup"
+DEFAULT_BACKEND = "inductor"
 
 
 def bench(
@@ -107,8 +107,9 @@ def bench(
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters = entries.read_adapters(adapter or ())
     default = [adapter.strategy for adapter in adapters] + ["draft_model"] * bool(assistant)
-    default = default or [DEFAULT_STRATEGY]
-    names = entries.parse_names(default if strategies is None else strategies)
+    names = entries.parse_names(
+        (default or ["prompt_lookup"]) if strategies is None else strategies
+    )
     options = opt.parse_kwargs(strategy_kwargs or (), names)
     # Only checks that everything is used; assistants are loaded later.
     entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})

@@ -14,9 +14,6 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable, explained_interrupt, require
 from hf_spec.model.loading import NATIVE, load_model
 
-#: Where the words of a command line are kept until its help is printed.
-WORDS = "hf_spec.train.words"
-
 
 def train(
     context: Context,
@@ -157,12 +154,12 @@ class TrainCommand(TyperCommand):
     """The command, whose help lists the options of the method that is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        ctx.meta[WORDS] = list(args)
+        ctx.meta["hf_spec.words"] = list(args)  # for the help
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         super().format_epilog(ctx, formatter)
-        words = [word for word in ctx.meta.get(WORDS, ()) if not word.startswith("-")]
+        words = [word for word in ctx.meta.get("hf_spec.words", ()) if not word.startswith("-")]
         if not words:
             return
         from hf_spec.methods.registry import methods

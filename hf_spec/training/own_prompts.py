@@ -21,14 +21,10 @@ from hf_spec.training.distill import seed_batch
 OWN_PROMPTS = "prompts.jsonl"
 #: Most tokens of a question; longer ones, which do not end in time, are left out.
 LONGEST = 80
-#: Tokens of the beginning of a text.
-BEGINNING = 24
 #: How the words are sampled. The model's own settings may be greedy.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
 #: Samples per prompt before it is given up: models may repeat themselves, or not end.
 MOST_SAMPLES = 8
-#: Prompts that are sampled together, for each answer.
-SHORTER = 4
 #: What stands for a user's words in a template.
 _WORDS = "0123456789"
 
@@ -51,7 +47,7 @@ def write_own_prompts(
     """
     texts: dict[str, None] = {}
     before, end = _around_words(tokenizer)
-    batch_size *= SHORTER
+    batch_size *= 4
     for number in range(-(-MOST_SAMPLES * count // batch_size)):
         progress(min(len(texts), count), count)
         if len(texts) >= count:
@@ -103,7 +99,7 @@ def _written(model: Any, tokenizer: Any, before: list[int], end: str, batch: int
     rows = torch.tensor([before] * batch, device=model.device)
     found = model.generate(
         rows, attention_mask=torch.ones_like(rows), **SAMPLING, num_beams=1,
-        max_new_tokens=LONGEST if end else BEGINNING, assistant_strategy=None,
+        max_new_tokens=LONGEST if end else 24, assistant_strategy=None,
         **({"eos_token_id": first, "pad_token_id": first[0]} if single else {}),
     )[:, len(before) :]  # fmt: skip
     texts = []
