@@ -14,8 +14,6 @@ A row is one of:
 The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -47,8 +45,6 @@ ACCEPTED = (
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
 )
 PARQUET, GZIP, UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
-#: Rows of a parquet file that are in memory at once.
-BATCH = 1000
 #: JSON can escape half of a pair of surrogates, which is no character and has no UTF-8.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -58,13 +54,8 @@ logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """A row of a file.
-
-    Attributes:
-        place: where it is, for errors.
-        number: its line in a file of JSON lines, else its position, both from 1.
-        fields: its content.
-    """
+    """A row of a file: where it is, for errors, its line in a file of JSON lines, else its
+    position, both from 1, and its content."""
 
     place: str
     number: int
@@ -84,8 +75,8 @@ class Prompt:
 
     Attributes:
         text: the prompt as text, without a chat template; of a chat, what the user says last.
-        category: its category; results are reported for each.
-        question_id: its id; the number of its row if the file gives none.
+        category: results are reported for each.
+        question_id: the number of its row if the file gives none.
         reference: the answer; None if there is none.
         history: the messages of a chat before ``text``.
         source: name of its file, if that is of interest.
@@ -136,6 +127,8 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
                 rows = _json_rows(path, file)
             for row in rows:
                 try:
+                    if not isinstance(row.fields, dict):
+                        raise ValueError("must be a JSON object, such as {'prompt': '...'}")
                     parsed = parse(row)
                 except ValueError as error:
                     raise ValueError(f"{row.place}: {error}") from error
@@ -159,10 +152,10 @@ def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[
             # Blank lines in place of those before, so that errors name the right one.
             array = _load(str(path), "\n" * (number - 1) + line + "".join(lines), ACCEPTED)
             for position, fields in enumerate(array, start=1):
-                yield _row(f"{path}, row {position}", position, fields)
+                yield Row(f"{path}, row {position}", position, fields)
             return
         place = f"{path}, line {number}"
-        yield _row(place, number, _load(place, line, ACCEPTED if first else ""))
+        yield Row(place, number, _load(place, line, ACCEPTED if first else ""))
         first = False
 
 
@@ -207,12 +200,6 @@ def _load(place: str, text: str, hint: str) -> Any:
         raise ValueError(f"{place}: not JSON ({reason}){hint and f': {hint}'}") from error
 
 
-def _row(place: str, number: int, fields: Any) -> Row:
-    if not isinstance(fields, dict):
-        raise ValueError(f"{place}: must be a JSON object, such as {{'prompt': '...'}}")
-    return Row(place, number, fields)
-
-
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         import pyarrow
@@ -222,7 +209,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             f"{str(path)!r} is a parquet file, which needs pyarrow; run: pip install pyarrow"
         ) from error
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=1000)
         rows = (fields for batch in batches for fields in batch.to_pylist())
         for number, fields in enumerate(rows, start=1):
             yield Row(f"{path}, row {number}", number, fields)
@@ -262,11 +249,7 @@ def example(fields: Mapping[str, Any]) -> Prompt:
 
 
 def checked_text(name: str, value: Any) -> str:
-    """``value``, a text.
-
-    Raises:
-        ValueError: it is none, is empty, or has half a pair of surrogates.
-    """
+    """``value``; a ValueError if it is no text, is empty, or has half a pair of surrogates."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
     return _without_surrogates(repr(name), value)

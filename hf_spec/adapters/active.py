@@ -37,19 +37,14 @@ class ActiveAdapter(NamedTuple):
 
 
 def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
-    """The active adapter of `peft_type`, or None if there is none or adapters are disabled.
-
-    Args:
-        model: a `PeftModel`, the base model inside one, or a model that has loaded adapters itself;
-            compiled or not.
-        peft_type: the PEFT type, such as "LAYER_SKIP".
+    """The active adapter of a type such as "LAYER_SKIP"; None if there is none, or adapters are
+    disabled. The model may be a `PeftModel` or the base model, compiled or not.
 
     Raises:
         ValueError: several adapters of the type are active, or the weights of the active one have
             not been loaded.
     """
-    base = unwrapped(model)
-    layer = layer_of(base, f"{peft_type.lower()}_")
+    layer = layer_of(unwrapped(model), peft_type)
     if layer is None or layer.disable_adapters:
         return None
     # Adapters of other types are active on the same model.
@@ -73,24 +68,18 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
 
 
 def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAdapter:
-    """The active adapter of `peft_type`; see `find_active`.
-
-    Raises:
-        ValueError: there is none, or there are several.
-    """
+    """The active adapter of `peft_type`, as `find_active` says; a ValueError if there is none."""
     active = find_active(model, peft_type)
-    if active is None:
-        layer = layer_of(unwrapped(model), f"{peft_type.lower()}_")
-        inactive = [] if layer is None else sorted(layer.adapters)
-        remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
-        if inactive:
-            name = inactive[0]
-            remedy = f"activate {name!r} with enable_adapters() or set_adapter({name!r})"
-        raise ValueError(
-            f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: "
-            f"{remedy}."
-        )
-    return active
+    if active is not None:
+        return active
+    layer = layer_of(unwrapped(model), peft_type)
+    remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
+    if layer is not None and layer.adapters:
+        name = min(layer.adapters)
+        remedy = f"activate {name!r} with enable_adapters() or set_adapter({name!r})"
+    raise ValueError(
+        f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: {remedy}."
+    )
 
 
 def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
@@ -119,6 +108,5 @@ def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
 
 def unmerge_adapter(model: nn.Module) -> None:
     """Undo :func:`merge_adapter`; does nothing if nothing is merged."""
-    base = unwrapped(model)
-    for layer in layers_of(base):
+    for layer in layers_of(unwrapped(model)):
         layer.unmerge_from_base()

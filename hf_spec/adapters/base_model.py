@@ -4,8 +4,6 @@ An adapter fits a base of the same shape (`check_facts`). Answers are continued 
 same weights only (`fingerprint`).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +33,7 @@ def facts_of(model: Any) -> dict[str, Any]:
 
 
 def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model: Any) -> None:
-    """Check that a model has the shape of the base that an adapter was trained for.
+    """Raise a ValueError unless a model has the shape of the base that an adapter was trained for.
 
     Its vocabulary may have grown since, as it does by ``resize_token_embeddings``.
 
@@ -43,10 +41,6 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
         adapter: the adapter's type, such as "BITA".
         made_for: facts of its base; those that the model's config lacks are skipped.
         base: name of its base.
-        model: the model.
-
-    Raises:
-        ValueError: a fact differs; the message names the first one.
     """
     found = facts_of(model)
     for name, value in made_for.items():
@@ -69,9 +63,6 @@ def fingerprint(model: Any) -> str | None:
 
     They depend on the dtype, and not on hf_spec's adapters. Changes to entries that are not read
     (all but :data:`ENTRIES` of each parameter), or to quantized weights, are not detected.
-
-    Args:
-        model: a causal language model.
     """
     digest = hashlib.sha256(repr(facts_of(model)).encode())
     for name, parameter in model.named_parameters():
@@ -87,12 +78,8 @@ def fingerprint(model: Any) -> str | None:
 
 
 def check_read_layers(model: nn.Module, layers: Sequence[int]) -> None:
-    """Raise a ValueError if a published drafter reads the states of the base's last layer: some
-    programs mean those before the final norm, others those after it, and no config says which.
-
-    Args:
-        layers: as ``output_hidden_states`` numbers them.
-    """
+    """Raise a ValueError if a published drafter reads the states of the base's last layer, by the
+    numbers of ``output_hidden_states``."""
     last = num_layers(model)
     if last in layers:
         raise ValueError(

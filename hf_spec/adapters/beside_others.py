@@ -8,7 +8,6 @@ have no hooks for this; models without adapters of hf_spec pass through unchange
 
 import inspect
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,18 @@ def add_beside(
 
     The first adapter of a type is active at once, as each type has an active adapter of its own.
     """
-    found = {adapter_name: peft_config}
     same = peft_config.peft_type == self.peft_type
-    if same or adapter_name in self.peft_config or not _has_ours(self, found):
+    if same or adapter_name in self.peft_config or not _has_ours(self, peft_config):
         original(self, adapter_name, peft_config, low_cpu_mem_usage, autocast_adapter_dtype)
         return
     base = unwrapped(self)
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_config.peft_type]
     active = _active(base, peft_config.peft_type)
     trainable = {id(one) for one in base.parameters() if one.requires_grad}
-    with warnings.catch_warnings():
+    found = {adapter_name: peft_config}
+    with warnings.catch_warnings(), unchanged_on_error(base):
         warnings.filterwarnings("ignore", "Already found a `peft_config`")
-        with unchanged_on_error(base):
-            tuner: Any = tuner_class(base, found, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage)
+        tuner: Any = tuner_class(base, found, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage)
     tuner._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
     if active:  # as in PEFT, later ones are neither active nor trainable
         _choose(base, peft_config.peft_type, active)
@@ -59,10 +57,8 @@ def add_beside(
 def set_by_type(
     original: Any, self: Any, adapter_name: str | list[str], inference_mode: bool = False
 ) -> None:
-    """`PeftModel.set_adapter`: choose the active adapter of each type that is named.
-
-    The adapters of types that are not named stay as they are.
-    """
+    """`PeftModel.set_adapter`: choose the active adapter of each type that is named; those of other
+    types stay as they are."""
     if not _has_ours(self):
         original(self, adapter_name, inference_mode)
         return
@@ -91,15 +87,13 @@ def delete_by_type(original: Any, self: Any, adapter_name: str) -> None:
     if config is None or config.peft_type == self.peft_type or not _has_ours(self):
         original(self, adapter_name)
         return
-    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
     del self.peft_config[adapter_name]
-    layer = layer_of(unwrapped(self), tuner_class.prefix)
+    base, tuner = unwrapped(self), PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    layer = layer_of(base, config.peft_type)
     if layer is not None:
         layer.delete_adapter(adapter_name)
     else:
-        functional.delete_adapter(
-            unwrapped(self), adapter_name, tuner_class.prefix, tuner_class.tuner_layer_cls
-        )
+        functional.delete_adapter(base, adapter_name, tuner.prefix, tuner.tuner_layer_cls)
 
 
 @around(PeftModel, "save_pretrained")
@@ -165,8 +159,7 @@ def set_beside_saved_modules(original: Any, self: Any, adapter_name: str | list[
 def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`BaseTuner.unload` and `merge_and_unload`: what they remove are not hf_spec's adapters."""
     model = original(self, *args, **kwargs)
-    layers = layers_of(model)
-    kept = {name: one.config for layer in layers for name, one in layer.adapters.items()}
+    kept = {name: one.config for layer in layers_of(model) for name, one in layer.adapters.items()}
     if kept:
         model.peft_config = kept
         if isinstance(model, PeftAdapterMixin):
@@ -176,28 +169,26 @@ def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _active(base: Any, peft_type: Any) -> list[str]:
     """The active adapters of a type on a base model."""
-    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
-    layer = layer_of(base, tuner_class.prefix)
-    if layer is None and tuner_class.tuner_layer_cls is not SpecAdapterLayer:
-        layers = (one for one in base.modules() if isinstance(one, tuner_class.tuner_layer_cls))
-        layer = next(layers, None)
+    layer, kind = layer_of(base, peft_type), PEFT_TYPE_TO_TUNER_MAPPING[peft_type].tuner_layer_cls
+    if layer is None and kind is not SpecAdapterLayer:
+        layer = next((one for one in base.modules() if isinstance(one, kind)), None)
     return [] if layer is None else list(layer.active_adapters)
 
 
 def _choose(base: Any, peft_type: Any, names: list[str], inference_mode: bool = False) -> None:
     """Set the active adapters of a type on a base model; those of other types stay."""
-    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
-    own = layer_of(base, tuner_class.prefix)
+    own = layer_of(base, peft_type)
     if own is not None:
         own.set_adapter(names, inference_mode)
     else:
-        functional.set_adapter(base, names, inference_mode, tuner_class.tuner_layer_cls)
+        kind = PEFT_TYPE_TO_TUNER_MAPPING[peft_type].tuner_layer_cls
+        functional.set_adapter(base, names, inference_mode, kind)
 
 
-def _has_ours(model: Any, added: Mapping[str, Any] | None = None) -> bool:
-    """Whether an adapter of hf_spec is on a `PeftModel`, or among those that are added, and all can
-    share its base model: adapters that are prompts are not on it."""
-    configs = [*model.peft_config.values(), *(added or {}).values()]
+def _has_ours(model: Any, *added: Any) -> bool:
+    """Whether an adapter of hf_spec is on a `PeftModel`, or has one of the configs that are added,
+    and all can share its base model: adapters that are prompts are not on it."""
+    configs = [*model.peft_config.values(), *added]
     return any(isinstance(config, SpecPeftConfig) for config in configs) and not any(
         config.is_prompt_learning or config.is_adaption_prompt for config in configs
     )

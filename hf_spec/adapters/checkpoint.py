@@ -3,8 +3,6 @@
 Pickles can run code and are never read. This module knows no models or PEFT types.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,12 +28,8 @@ FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an adapter comes from.
-
-    Attributes:
-        place: a folder, or a repository on the Hub.
-        download: other arguments of `huggingface_hub.hf_hub_download`: subfolder, revision, token.
-    """
+    """Where an adapter comes from: a folder, or a repository on the Hub, with other arguments of
+    `huggingface_hub.hf_hub_download` (subfolder, revision, token)."""
 
     place: str
     download: Mapping[str, Any] = field(default_factory=dict)
@@ -44,14 +38,8 @@ class Origin:
     def file(self, name: str, ask: bool = True) -> Path | None:
         """The local path of a file; None if there is none.
 
-        A local folder is searched each time; the Hub is asked once for each file.
-
-        Args:
-            name: the file's name.
-            ask: whether to ask the Hub; otherwise only downloaded files are found.
-
-        Raises:
-            OSError: the Hub cannot be reached, or refuses.
+        A local folder is searched each time. The Hub is asked once for each file, and not without
+        `ask`, when only downloaded files are found. An OSError if it cannot be reached, or refuses.
         """
         if os.path.isdir(self.place):
             path = Path(self.place, self.download.get("subfolder") or "", name)
@@ -78,12 +66,7 @@ class Origin:
             return None
 
     def weights(self) -> Path:
-        """The file of weights.
-
-        Raises:
-            ValueError: there is none in safetensors.
-            OSError: the Hub cannot be reached, or refuses.
-        """
+        """The file of weights; a ValueError if there is none in safetensors."""
         path = self.file(WEIGHTS)
         if path is None:
             raise ValueError(
@@ -118,11 +101,8 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def shards(index: Path) -> dict[str, str]:
-    """The name of each tensor's file, by an index beside these files.
-
-    Raises:
-        ValueError: it cannot be read, or names something else.
-    """
+    """The name of each tensor's file, by an index beside these files; a ValueError if it names
+    something else."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{str(index)!r} has no weight_map: download it again.")
@@ -133,38 +113,11 @@ def shards(index: Path) -> dict[str, str]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file of weights.
-
-    Raises:
-        ValueError: the file is no safetensors file, or is truncated.
-    """
+    """The tensors of a file of weights."""
     from safetensors.torch import load_file
 
     with readable(path):
         return load_file(path)
-
-
-def check_fit(
-    adapter: str, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
-    """Check that the stored tensors are those of an adapter of this type and config.
-
-    Args:
-        adapter: the adapter's type.
-        stored: tensors by their names on disk, without PEFT's prefix.
-        expected: the adapter's own, which they are to replace.
-
-    Raises:
-        ValueError: tensors are missing, unknown, or of another shape or dtype; the message names
-            them.
-    """
-    found = complaints(stored, expected)
-    if found:
-        raise ValueError(
-            f"these weights do not fit the config of this {adapter} adapter: {'; '.join(found)}. "
-            f"adapter_config.json and {WEIGHTS} must be of the same adapter: save, copy or "
-            "download both again."
-        )
 
 
 def complaints(
@@ -197,17 +150,14 @@ def complaints(
 def check_numbers(
     adapter: str, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> None:
-    """Check that all values of an adapter are finite in the model's dtype.
+    """Raise a ValueError unless all values of an adapter are finite in the model's dtype.
 
     It reads the minimum and maximum of each tensor, with a single synchronization.
 
     Args:
         adapter: the adapter's name for errors.
-        tensors: floating-point tensors with their names, on one device; others are skipped.
-        dtype: the model's dtype.
-
-    Raises:
-        ValueError: some are not; the message names the tensors.
+        tensors: with their names, all on one device; only floating-point ones are checked.
+        dtype: the model's.
     """
     ends = {
         name: torch.stack(tensor.detach().aminmax()).to(dtype)

@@ -45,8 +45,7 @@ def setting(default: T, help_text: str) -> T:
 class SpecPeftConfig(PeftConfig):
     """Base of hf_spec's adapter configs: a dataclass whose defaults all work.
 
-    Subclasses set `type_name`, validate in `__post_init__` (calling this one) and may override
-    `check_base`.
+    Subclasses set `type_name`, and may override `__post_init__` and `check_base`, calling these.
     """
 
     #: PEFT type in capitals, such as "BITA".
@@ -91,9 +90,14 @@ class SpecPeftConfig(PeftConfig):
     def check_base(self, model: nn.Module) -> None:
         """Raise a ValueError if the adapter does not fit `model`; runs before it is attached.
 
-        Overrides also record facts about the base that the saved config needs. Those of
-        `base_facts` are already checked and recorded.
+        The model must have the shape of the adapter's base. Other weights of the same shape, such
+        as those of a fine-tuned base, and a vocabulary that grew are allowed. A config that is not
+        trained yet records `base_facts`; overrides record what else the saved config needs.
         """
+        made_for = self.base_facts or {}
+        check_facts(type(self).type_name, made_for, self.base_model_name_or_path, model)
+        if not self.inference_mode:
+            self.base_facts = {**facts_of(model), **made_for} or None
         if isinstance(model, GenerationMixin):
             check_model(model)
 
@@ -103,11 +107,8 @@ class SpecPeftConfig(PeftConfig):
         return False
 
     def training_defaults(self) -> dict[str, Any]:
-        """Fields of `TrainingArguments` that differ from the defaults of the adapter's method.
-
-        Raises:
-            ValueError: the config leaves nothing to train.
-        """
+        """Fields of `TrainingArguments` that differ from the defaults of the adapter's method; a
+        ValueError if the config leaves nothing to train."""
         return {}
 
     def learning_rates(self) -> dict[str, float]:
@@ -115,23 +116,8 @@ class SpecPeftConfig(PeftConfig):
         return {}
 
     def untrained(self, progress: float) -> frozenset[str]:
-        """Names of the parameters that are not trained yet.
-
-        Args:
-            progress: share of the optimizer's steps that are done, from 0 to 1.
-        """
+        """Names of the parameters that are not trained yet, at a share of the steps (0 to 1)."""
         return frozenset()
-
-    def match_base(self, model: nn.Module) -> None:
-        """Raise a ValueError if `model` has another shape than the base of the adapter.
-
-        Other weights of the same shape, such as those of a fine-tuned base, and a vocabulary that
-        grew are allowed. A config that is not trained yet records missing facts.
-        """
-        made_for = self.base_facts or {}
-        check_facts(type(self).type_name, made_for, self.base_model_name_or_path, model)
-        if not self.inference_mode:
-            self.base_facts = {**facts_of(model), **made_for} or None
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, and the files for `SpecConfig` and `custom_generate`: the

@@ -11,6 +11,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from modeling_patches.low_rank import LowRank
 from modeling_patches.support import check_unquantized
 from modeling_patches.weights import placement
 
@@ -19,25 +20,21 @@ CONTAINER = "spec_modules"
 
 
 class SpecAdapterLayer(BaseTunerLayer, nn.Module):
-    """All adapters of one PEFT type on a model; replaces nothing.
-
-    Args:
-        prefix: the type in small letters, with an underscore.
-    """
+    """All adapters of one PEFT type on a model, such as "BITA"; replaces nothing."""
 
     # Those of BaseTunerLayer come from a wrapped layer. There is none, but Transformers reads them.
     weight = None
     bias = None
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, peft_type: str) -> None:
         super().__init__()
-        self.prefix = prefix
-        self.adapter_layer_names = (f"{prefix}adapters",)
+        self.peft_type = peft_type
+        self.adapter_layer_names = (f"{prefix_of(peft_type)}adapters",)
         self.add_module(self.adapter_layer_names[0], nn.ModuleDict())
 
     @property
     def adapters(self) -> Any:
-        """The adapters by name: an `nn.ModuleDict` of `Adapter`."""
+        """An `nn.ModuleDict` of `Adapter`."""
         return getattr(self, self.adapter_layer_names[0])
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
@@ -59,15 +56,17 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
     def _follow(self, active: Sequence[str]) -> None:
         """Attach the updates of these adapters to the base; undo those of others, and merges."""
-        for name, adapter in self.adapters.items():
-            update = adapter.base_update
-            if update is not None and name in active:
+        for name, update in self._updates().items():
+            if name in active:
                 update.attach()
-            elif update is not None:
+            else:
                 update.unmerge()
                 update.detach()
 
-    # -- merging -----------------------------------------------------------------------------------
+    def _updates(self) -> dict[str, LowRank]:
+        """The updates of the base that adapters have."""
+        every = {name: adapter.base_update for name, adapter in self.adapters.items()}
+        return {name: update for name, update in every.items() if update is not None}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Do nothing: PEFT is merging a LoRA on the same model. See `merge_into`."""
@@ -78,12 +77,9 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def merge_into(
         self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> None:
-        """Add the updates of the active adapter to the base's weights; nothing else changes.
-
-        Raises:
-            ValueError: no active adapter can be merged, or the weights cannot be changed.
-        """
-        active, kind = self._updating(), self.prefix.removesuffix("_").upper()
+        """Add the updates of the active adapter to the base's weights; a ValueError if there are
+        none, or the weights cannot be changed."""
+        active, kind = self._updating(), self.peft_type
         names = active if adapter_names is None else list(adapter_names)
         if not names:
             raise ValueError(
@@ -102,8 +98,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
     def unmerge_from_base(self) -> None:
         """Undo `merge_into`."""
-        for name in self.merged_adapters:
-            self.adapters[name].base_update.unmerge()
+        for update in self._updates().values():
+            update.unmerge()
 
     def mergeable(self) -> list[str]:
         """Active adapters that change weights of the base and are not merged."""
@@ -112,21 +108,16 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     @property
     def merged_adapters(self) -> list[str]:
         """The adapters whose updates are merged."""
-        updates = {name: adapter.base_update for name, adapter in self.adapters.items()}
-        return [name for name, update in updates.items() if update is not None and update.merged]
+        return [name for name, update in self._updates().items() if update.merged]
 
     def _updating(self) -> list[str]:
         """The adapters whose updates are part of the base model now."""
-        updates = {name: adapter.base_update for name, adapter in self.adapters.items()}
-        return [name for name, update in updates.items() if update is not None and update.attached]
-
-    # -- the base model ----------------------------------------------------------------------------
+        return [name for name, update in self._updates().items() if update.attached]
 
     def add_to(self, model: Any) -> None:
-        """Add the layer to the base model."""
         if not hasattr(model, CONTAINER):
             model.add_module(CONTAINER, nn.ModuleDict())
-        getattr(model, CONTAINER)[container_key(self.prefix)] = self
+        getattr(model, CONTAINER)[_key(self.peft_type)] = self
         # Loading puts tensors that a device map does not name on the CPU.
         device_map = getattr(model, "hf_device_map", None)
         if device_map and "" not in device_map:
@@ -136,24 +127,26 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         """Take the layer and all updates off the base model, but for merged ones if these stay."""
         if not keep_merged:
             self.unmerge_from_base()
-        for name in self._updating():
-            self.adapters[name].base_update.detach()
-        del getattr(model, CONTAINER)[container_key(self.prefix)]
+        for update in self._updates().values():
+            update.detach()
+        del getattr(model, CONTAINER)[_key(self.peft_type)]
         if not getattr(model, CONTAINER):
             delattr(model, CONTAINER)
 
 
-# -- access through the base model ---------------------------------------------------------------
+def prefix_of(peft_type: str) -> str:
+    """What the names of an adapter's tensors begin with."""
+    return f"{peft_type.lower()}_"
 
 
-def container_key(prefix: str) -> str:
+def _key(peft_type: str) -> str:
     # Not just the type: ".bita." inside the keys would be taken for an adapter of that name.
-    return f"type_{prefix.removesuffix('_')}"
+    return f"type_{peft_type.lower()}"
 
 
-def layer_of(model: Any, prefix: str) -> Any:
+def layer_of(model: Any, peft_type: str) -> Any:
     """hf_spec's layer for a PEFT type on a base model; None if there is none."""
-    container, key = getattr(model, CONTAINER, {}), container_key(prefix)
+    container, key = getattr(model, CONTAINER, {}), _key(peft_type)
     return container[key] if key in container else None  # noqa: SIM401 (ModuleDict has no get)
 
 
@@ -162,6 +155,6 @@ def layers_of(base: Any) -> list[Any]:
     return list(getattr(base, CONTAINER, nn.ModuleDict()).values())
 
 
-def name_on_disk(prefix: str, name: str) -> str:
+def name_on_disk(peft_type: str, name: str) -> str:
     """The name in files of an adapter's tensor, without PEFT's prefix."""
-    return f"{CONTAINER}.{container_key(prefix)}.{prefix}{name}"
+    return f"{CONTAINER}.{_key(peft_type)}.{prefix_of(peft_type)}{name}"

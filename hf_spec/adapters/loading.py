@@ -1,7 +1,6 @@
-"""The ways in which adapters are loaded, for those of hf_spec.
+"""The ways in which adapters are loaded, for those of hf_spec; others pass through.
 
-PEFT and Transformers have no hooks for what is needed here, so that their methods are wrapped;
-adapters of other types pass through:
+PEFT and Transformers have no hooks for what is needed here, so that their methods are wrapped:
 weights are read from safetensors only, a load that fails leaves the model as it was, and an adapter
 knows where it came from. `PreTrainedModel.load_adapter` goes PEFT's way, so that the weights of
 every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks them.
@@ -90,18 +89,18 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def unchanged_on_error(base: Any) -> Iterator[None]:
     """If the block raises, a base model has the adapters that it had before."""
-    before = {layer.prefix: ([*layer.adapters], layer.active_adapters) for layer in layers_of(base)}
+    before = {layer: ([*layer.adapters], layer.active_adapters) for layer in layers_of(base)}
     configs = dict(getattr(base, "peft_config", {}))
     trainable = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
     try:
         yield
     except Exception:
         for layer in layers_of(base):
-            names, active = before.get(layer.prefix, ([], []))
+            names, active = before.get(layer, ([], []))
             layer.set_adapter(active)
             for name in set(layer.adapters) - set(names):
                 layer.delete_adapter(name)
-            if layer.prefix not in before:
+            if layer not in before:
                 layer.remove_from(base)
         if hasattr(base, "peft_config"):  # which a PeftModel around the base shares
             base.peft_config.clear()
@@ -133,5 +132,5 @@ def _is_ours(origin: Origin | None, config: Any) -> bool:
 
 
 def _note(model: Any, name: str, origin: Origin) -> None:
-    prefix = f"{model.peft_config[name].type_name.lower()}_"
-    layer_of(unwrapped(model), prefix).adapters[name].origin = origin
+    layer = layer_of(unwrapped(model), model.peft_config[name].type_name)
+    layer.adapters[name].origin = origin

@@ -4,8 +4,6 @@ The two factors of each linear module are stored in the adapter's file under fla
 from the module's: `down__model__layers__0__mlp__up_proj` and `up__...`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -43,14 +41,8 @@ class LowRankAdapter(Adapter):
     """An adapter with low-rank updates of linear modules of the base."""
 
     def hold_factors(self, modules: Mapping[str, nn.Module], rank: int, alpha: float) -> None:
-        """Add the factors of the updates, and `update`, if there are any.
-
-        As in LoRA, A is random and B = 0, so that nothing changes yet.
-
-        Args:
-            modules: the updated modules of the base, by name.
-            rank, alpha: the updates are scaled by alpha / rank.
-        """
+        """Add the factors of updates of these modules of the base, scaled by alpha / rank, and
+        `update`. As in LoRA, A is random and B = 0, so that nothing changes yet."""
         self.scale = alpha / rank
         for name, module in modules.items():
             inputs, outputs = features(module) or (0, 0)

@@ -73,12 +73,8 @@ class Adapter(nn.Module):
         return found
 
     def set_vocabulary(self, tokens: Tensor, model: Any) -> None:
-        """Set the draft vocabulary of a new adapter that has one.
-
-        Args:
-            tokens: ``(tokens,)`` int64 ids in ascending order, as many as its config says.
-            model: the base model.
-        """
+        """Set the draft vocabulary of a new adapter that has one: ``(tokens,)`` int64 ids in
+        ascending order, as many as its config says."""
         vocabulary: Any = self.draft_vocabulary
         vocabulary.copy_(tokens)
 

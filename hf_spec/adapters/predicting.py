@@ -1,7 +1,5 @@
 """Base of adapters that predict future tokens: draft vocabularies, Markov heads, prefix KV."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +19,6 @@ TRAINED = {"markov_rank": 128}
 MARKOV_HEAD = "markov_embedding", "markov_output", "markov_state"
 #: Parameter name of the predicted tokens, if these are not all tokens.
 VOCABULARY = "draft_vocabulary"
-#: By default, ``hf-spec train`` predicts one token in this many.
-SHARE = 4
 
 
 @dataclass
@@ -46,7 +42,7 @@ class VocabularyConfig(SpecPeftConfig):
 
     def set_vocabulary(self, model: nn.Module) -> None:
         """Set the vocabulary size that ``hf-spec train`` uses by default."""
-        self.draft_vocab_size = vocab_size(model) // SHARE if self.reads_head else 0
+        self.draft_vocab_size = vocab_size(model) // 4 if self.reads_head else 0
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)
@@ -155,13 +151,8 @@ def text_embeddings(model: Any, count: int) -> Tensor:
 
 
 def of_tokens(model: Any, logits: Tensor, missing: float) -> Tensor:
-    """Logits ``(..., tokens)`` of all tokens of a model, which may have others than an adapter.
-
-    Args:
-        model: the base model.
-        logits: those of the adapter's first tokens.
-        missing: the logit of tokens that only the model has.
-    """
+    """Logits ``(..., tokens)`` of all tokens of a model: those of the adapter's, which are the
+    first ones, and `missing` for tokens that only the model has."""
     return nn.functional.pad(logits, (0, vocab_size(model) - logits.shape[-1]), value=missing)
 
 

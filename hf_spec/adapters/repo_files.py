@@ -4,8 +4,6 @@
 `custom_generate/generate.py` does the same for `generate(custom_generate=...)`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,15 +24,10 @@ EMPTY = "SETTINGS: dict[str, Any] = {}\n"
 def shim_text(
     strategy: str, options: dict[str, Any], peft_type: str | None, repository: str | None = None
 ) -> str:
-    """`custom_generate/generate.py` for a strategy with these options.
+    """`custom_generate/generate.py` for a strategy with these options, and for the adapter's type
+    and repository on the Hub, if there are any.
 
     They are written into it, since Transformers runs a copy of the file elsewhere.
-
-    Args:
-        strategy: name of the strategy.
-        options: its options.
-        peft_type: type of the adapter, if there is one.
-        repository: the adapter's repository on the Hub, if it has one.
     """
     settings = {
         "strategy": strategy, "options": options, "peft_type": peft_type, "install": INSTALL,
@@ -55,11 +48,8 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any) -> None:
     """Write the companions of an adapter, with its strategy's default options.
 
     Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that
-    names none, as Transformers saves a base model's, is completed.
-
-    Args:
-        folder: holds the adapter.
-        config_class: class of its config; one that belongs to no strategy gets no companions.
+    names none, as Transformers saves a base model's, is completed. Adapters that belong to no
+    strategy get no companions.
     """
     if config_class.strategy is None:
         return

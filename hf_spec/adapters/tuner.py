@@ -6,9 +6,6 @@ A method supplies a config dataclass (`SpecPeftConfig`) and a class for what an 
 `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
 
 Weights are checked in one place, whichever way they are loaded (:mod:`hf_spec.adapters.loading`).
-
-Importing this module takes as long as importing peft: 0.2 s in addition to the 3 s of torch and
-transformers on the same machine. So `import hf_spec` registers eagerly.
 """
 
 import re
@@ -29,9 +26,9 @@ from transformers.utils import ModelOutput
 
 import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
 from hf_spec.adapters.active import ActiveAdapter, find_active
-from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_fit, check_numbers
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
-from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk
+from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk, prefix_of
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
 from modeling_patches.modules import unwrapped
@@ -78,7 +75,8 @@ class SpecTuner(BaseTuner):
     """Attaches a `SpecAdapterLayer` to a base model; `register_type` derives one class per type."""
 
     tuner_layer_cls = SpecAdapterLayer
-    adapter_class: type[Adapter]
+    type_name: ClassVar[str]
+    adapter_class: ClassVar[type[Adapter]]
     objective: ClassVar[Objective | None] = None
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
@@ -99,23 +97,17 @@ class SpecTuner(BaseTuner):
             super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(
-        self,
-        model: nn.Module,
-        adapter_name: str,
-        autocast_adapter_dtype: bool = True,
-        low_cpu_mem_usage: bool = False,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, model: nn.Module, adapter_name: str, autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Add the adapter's parameters under `model.spec_modules` (PEFT calls this)."""
         config = self.peft_config[adapter_name]
         first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
-        config.match_base(model)
         config.check_base(model)
         adapter = self.adapter_class.build(config, model, on_meta=low_cpu_mem_usage)
-        layer = layer_of(model, self.prefix)
+        layer = layer_of(model, self.type_name)
         if layer is None:
-            layer = SpecAdapterLayer(self.prefix)
+            layer = SpecAdapterLayer(self.type_name)
             layer.add_to(model)
         layer.adapters[adapter_name] = adapter
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
@@ -130,8 +122,7 @@ class SpecTuner(BaseTuner):
         """
         if "anchors" not in kwargs:
             return super().forward(*args, **kwargs)
-        name = self.prefix.removesuffix("_").upper()
-        objective = type(self).objective
+        name, objective = self.type_name, type(self).objective
         if objective is None:
             raise ValueError(f"adapters of type {name} are not trained with `anchors`.")
         adapter = find_active(self.model, name)
@@ -156,24 +147,27 @@ class SpecTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         # PEFT would skip parameters without a counterpart.
-        base = unwrapped(model)
-        layer = layer_of(base, cls.prefix)
+        base, kind = unwrapped(model), cls.type_name
+        layer = layer_of(base, kind)
         if layer is not None:
             stored = {key.removeprefix(PEFT_PREFIX): one for key, one in state_dict.items()}
             own = layer.adapters[adapter_name].state_dict()
-            expected = {name_on_disk(cls.prefix, name): tensor for name, tensor in own.items()}
-            check_fit(config.type_name, stored, expected)
-            check_numbers(f"the {config.type_name} adapter", stored.items(), placement(base)[1])
+            expected = {name_on_disk(kind, name): tensor for name, tensor in own.items()}
+            if wrong := complaints(stored, expected):
+                raise ValueError(
+                    f"these weights do not fit the config of this {kind} adapter: "
+                    f"{'; '.join(wrong)}. adapter_config.json and {WEIGHTS} must be of the same "
+                    "adapter: save, copy or download both again."
+                )
+            check_numbers(f"the {kind} adapter", stored.items(), placement(base)[1])
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """Choose the active adapter of this type; adapters of other types stay as they are."""
         # PEFT's would also turn off the modules and tokens that a LoRA has trained.
         self._own_layer.set_adapter(adapter_name, inference_mode)
         self.active_adapter = adapter_name
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter of this type; see `set_adapter`."""
         layer = self._own_layer
         if adapter_name not in layer.adapters:
             raise ValueError(f"Adapter {adapter_name} does not exist")
@@ -190,21 +184,17 @@ class SpecTuner(BaseTuner):
         self._own_layer.merge_into(self.model, safe_merge, adapter_names)
 
     def unmerge_adapter(self) -> None:
-        """Undo `merge_adapter` exactly; a merged LoRA on the same model is unmerged, too."""
         self._own_layer.unmerge_from_base()
         super().unmerge_adapter()
 
     @property
     def _own_layer(self) -> Any:
-        return layer_of(self.model, self.prefix)
+        return layer_of(self.model, self.type_name)
 
     def _unload_and_optionally_merge(
-        self,
-        merge: bool = True,
-        progressbar: bool = True,
-        safe_merge: bool = False,
+        self, merge: bool = True, progressbar: bool = True, safe_merge: bool = False,
         adapter_names: list[str] | None = None,
-    ) -> nn.Module:
+    ) -> nn.Module:  # fmt: skip
         layer = self._own_layer
         if merge:
             layer.merge_into(self.model, safe_merge, adapter_names)
@@ -217,11 +207,8 @@ class SpecTuner(BaseTuner):
 
 
 class _Prefix(str):
-    """The prefix of a type's parameters, which PEFT looks for an adapter's name in.
-
-    It warns that such a name "may lead to reinitialization". Here names are removed from keys by
-    their whole path, so that any name will do, and that of the strategy is what people give.
-    """
+    """The prefix of a type's parameters, in which PEFT looks for an adapter's name, to warn of it.
+    Here names are removed from keys by their whole path, so that any name will do."""
 
     def __contains__(self, name: object) -> bool:
         return False
@@ -243,8 +230,7 @@ def register_type(
     Raises:
         ValueError: the name is not in capitals, is taken, or breaks PEFT's mapping of keys.
     """
-    name = config_class.type_name
-    prefix = f"{name.lower()}_"
+    name, prefix = config_class.type_name, prefix_of(config_class.type_name)
     if not re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*", name) or prefix in f"{CONTAINER}.type_":
         raise ValueError(
             f"{config_class.__name__}.type_name must be capitals, digits and single underscores "
@@ -262,6 +248,7 @@ def register_type(
         f"{adapter_class.__name__}Tuner",
         (SpecTuner,),
         {
+            "type_name": name,
             "prefix": prefix,
             "adapter_class": adapter_class,
             "objective": None if objective is None else staticmethod(objective),

@@ -1,33 +1,30 @@
 """``hf-spec bench``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
 from hf_spec.model.loading import NATIVE, load_model
 
-DEFAULT_OUTPUT = Path("hf-spec-bench")
-DEFAULT_BACKEND, DEFAULT_STRATEGY = "inductor", "prompt_lookup"
+DEFAULT_BACKEND = "inductor"
 
 
 def bench(
     model: opt.Model,
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help=f"{opt.PROMPTS}, and optionally category.  [default: 24 of our own, four of each "
             "of six tasks]"
         ),
     ] = None,
     strategies: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
             "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
             "those of the adapters, draft_model with --assistant, else prompt_lookup]"
@@ -36,7 +33,7 @@ def bench(
     adapter: opt.Adapters = None,
     assistant: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Smaller model that drafts, for draft_model and transformers:assisted: a folder "
             "or repository, for the latter also an adapter's; repeatable."
         ),
@@ -44,47 +41,40 @@ def bench(
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
     max_new_tokens: opt.NewTokens = 128,
-    batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
+    batch_size: Annotated[str, Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Make all prompts this long: text of other prompts comes before each."
-        ),
+        Option(min=1, help="Make all prompts this long: text of other prompts comes before each."),
     ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for results.json.")
-    ] = DEFAULT_OUTPUT,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for results.json.")] = Path(
+        "hf-spec-bench"
+    ),
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="For greedy decoding and sampling.  [default: the model's]"),
+        float | None, Option(help="For greedy decoding and sampling.  [default: the model's]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
     attn_implementation: Annotated[
-        str | None, typer.Option(help="eager, sdpa, ...  [default: the model's]")
+        str | None, Option(help="eager, sdpa, ...  [default: the model's]")
     ] = None,
     compile: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--compile",
             help="Measure compiled steps with a static cache, too, plain generate included.",
         ),
     ] = False,
     backend: Annotated[
         str | None,
-        typer.Option(
-            help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"
-        ),
+        Option(help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"),
     ] = None,
-    by_task: Annotated[
-        bool, typer.Option("--by-task", help="Print a row for each task, too.")
-    ] = False,
+    by_task: Annotated[bool, Option("--by-task", help="Print a row for each task, too.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure strategies against plain generate.
@@ -117,8 +107,9 @@ def bench(
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters = entries.read_adapters(adapter or ())
     default = [adapter.strategy for adapter in adapters] + ["draft_model"] * bool(assistant)
-    default = default or [DEFAULT_STRATEGY]
-    names = entries.parse_names(default if strategies is None else strategies)
+    names = entries.parse_names(
+        (default or ["prompt_lookup"]) if strategies is None else strategies
+    )
     options = opt.parse_kwargs(strategy_kwargs or (), names)
     # Only checks that everything is used; assistants are loaded later.
     entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
@@ -157,20 +148,18 @@ def bench(
     report.write_results(target, result, environment)
     console = Console(highlight=False, emoji=False, markup=False)
     if as_json:
-        typer.echo(json.dumps(result.runs(), indent=1))
+        echo(json.dumps(result.runs(), indent=1))
     else:
         report.print_table(result, console, by_task)
         console.print(f"results: {target}", soft_wrap=True)
     if result.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise Exit(INTERRUPTED)
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` that use ``path`` as the assistant model.
-
-    If ``path`` is an adapter folder, its base model is the assistant; in Transformers' assisted
-    decoding it drafts with the adapter's strategy.
-    """
+    """Keyword arguments for ``generate`` with an assistant model: that of a folder or repository,
+    or the base of an adapter folder, which drafts in Transformers' assisted decoding with the
+    adapter's strategy."""
     from hf_spec.bench.contenders import read_adapters
     from hf_spec.files import read_json
     from hf_spec.hub.folder import CONFIG

@@ -1,10 +1,8 @@
 """``hf-spec card``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
-import typer
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 
@@ -12,10 +10,10 @@ from hf_spec.cli import options as opt
 def card(
     folder: opt.AdapterFolder,
     repository: Annotated[
-        str | None, typer.Option(help="Name on the Hub.  [default: the folder's name]")
+        str | None, Option(help="Name on the Hub.  [default: the folder's name]")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Name of the base model.  [default: that of the adapter]")
+        str | None, Option(help="Name of the base model.  [default: that of the adapter]")
     ] = None,
 ) -> None:
     """Write the card of an adapter folder.
@@ -31,4 +29,4 @@ def card(
     """
     from hf_spec.hub.card import write_card
 
-    typer.echo(f"card: {write_card(folder, repository, base_model)}")
+    echo(f"card: {write_card(folder, repository, base_model)}")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Exit, echo
 
 from hf_spec.core.checks import duration, install_extra
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: Value of ``--strategy`` for plain ``generate``.
 NO_STRATEGY = "none"
-#: Seconds between lines of progress where there is no terminal for a bar.
-TELL_EVERY = 30
 #: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -43,7 +41,6 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     Args:
         name: value of ``--strategy``, which may be ``auto``; None for the strategy of the only
             adapter, else ``default``.
-        adapters: the adapters that are given.
         default: a strategy, or `NO_STRATEGY`.
 
     Raises:
@@ -54,11 +51,9 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     from hf_spec.methods.registry import get_method
 
     name = name or (adapters[0].strategy if len(adapters) == 1 else default)
-    if name == NO_STRATEGY:
-        return None
+    if name in (NO_STRATEGY, AUTO):
+        return name if name == AUTO else None
     known = hf_spec.strategies()
-    if name == AUTO:
-        return name
     if name not in known:
         choices = ", ".join([NO_STRATEGY, AUTO, *known])
         raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
@@ -80,8 +75,18 @@ def check_writable(folder: Path, option: str = "--output") -> None:
 def stop_without(measurements: Sequence[Any]) -> None:
     """Exit if an interrupt came before anything was measured: earlier results stay."""
     if not measurements:
-        typer.echo("interrupted before anything was measured; nothing was written", err=True)
-        raise typer.Exit(INTERRUPTED)
+        echo("interrupted before anything was measured; nothing was written", err=True)
+        raise Exit(INTERRUPTED)
+
+
+@contextmanager
+def explained_interrupt(outcome: str) -> Iterator[None]:
+    """If the block is interrupted, say what became of the command's work, and exit."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        echo(f"interrupted; {outcome}", err=True)
+        raise Exit(INTERRUPTED) from None
 
 
 @contextmanager
@@ -89,19 +94,18 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
     Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
-    replaces the title. Without a terminal it prints a line from time to time, with the time left by
+    replaces the title. Without a terminal it prints a line every 30 seconds, with the time left by
     the pace since the first number, and at once notes that come without numbers.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     told, first = time.monotonic(), (0.0, -1)  # the time and number of the first report
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
-    console, note = Console(stderr=True), TextColumn("{task.fields[note]}")
+    console = Console(stderr=True)
     with Progress(
-        *columns, note, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        "{task.fields[note]}", console=console, transient=True, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
         task = bar.add_task(title, total=None, note="")
 
         def update(done: int | None = None, total: int | None = None, **shown: Any) -> None:
@@ -114,7 +118,7 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
                 return
             if first[1] < 0:
                 told, first = now, (now, done)
-            elif not console.is_terminal and done > first[1] and now - told > TELL_EVERY:
+            elif not console.is_terminal and done > first[1] and now - told > 30:
                 told = now
                 left = duration((now - first[0]) * (total - done) / (done - first[1]))
                 parts = (f"{done} of {total}", shown.get("note"), f"about {left} left")

@@ -1,40 +1,35 @@
 """``hf-spec demo``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
 from hf_spec.core.checks import install_extra
 from hf_spec.model.loading import NATIVE
 
-DEFAULT_OUTPUT = Path("hf-spec-demo")
 #: Lines of the prompt and of the continuation that are shown.
 SHOWN_LINES = 12
 
 
 def demo(
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="Folder for results.json and speed.png."),
-    ] = DEFAULT_OUTPUT,
+        Path, Option("--output", "-o", help="Folder for results.json and speed.png.")
+    ] = Path("hf-spec-demo"),
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Instead of the small one: a folder, or a repository on the Hub. Adapters that "
             "ship with hf_spec are used where they fit."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = 12,
+    limit: Annotated[int, Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = NATIVE,
     show_steps: Annotated[
-        bool,
-        typer.Option("--show-steps", help="Show which step emitted what of the sample text."),
+        bool, Option("--show-steps", help="Show which step emitted what of the sample text.")
     ] = False,
     threads: opt.Threads = None,
 ) -> None:
@@ -66,7 +61,7 @@ def demo(
     with progress_bar("demo") as progress:
         result = run_demo(
             limit, max_new_tokens, dtype, name=model, show_steps=show_steps, progress=progress,
-            status=lambda text: typer.echo(text, err=True),
+            status=lambda text: echo(text, err=True),
         )  # fmt: skip
     stop_without(result.bench.measurements)
     results, chart = output / "results.json", output / "speed.png"
@@ -92,7 +87,7 @@ def demo(
     report.print_table(result.bench, console)
     console.print(f"results: {results}\nchart:   {drawn}", markup=False)
     if result.bench.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise Exit(INTERRUPTED)
     if not result.all_identical:
         raise ValueError("an output differs from plain generate's other than at a tie")
     rows = result.bench.runs()

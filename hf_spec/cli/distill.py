@@ -1,17 +1,15 @@
 """``hf-spec distill``."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import (
-    INTERRUPTED,
     check_writable,
+    explained_interrupt,
     progress_bar,
     require,
     single_strategy,
@@ -27,42 +25,42 @@ OWN = 2_000
 
 def distill(
     model: opt.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the answers.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the answers.")],
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             help=f"{opt.PROMPTS}, and optionally category; may be given several times. Default: "
             "prompts that the model writes itself."
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             help="Maximum number of prompts, spread evenly over categories; of those that the "
             f"model writes their number, {OWN:,} if not given.",
         ),
     ] = None,
     max_new_tokens: opt.NewTokens = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
+    batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
     strategy: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
             "plain generate and what fits the model, by a trial.  [default: that of the adapter, "
             "else auto]"
         ),
     ] = None,
     strategy_kwargs: Annotated[
-        str | None, typer.Option(help="Options of the strategy, a JSON object.")
+        str | None, Option(help="Options of the strategy, a JSON object.")
     ] = None,
     adapter: Annotated[
-        str | None, typer.Option(help="Adapter folder or repository that the strategy uses.")
+        str | None, Option(help="Adapter folder or repository that the strategy uses.")
     ] = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -115,45 +113,40 @@ def distill(
     main = state.is_main_process
     if finished:
         if main:
-            typer.echo(f"finished before, with the same settings: {output}")
+            echo(f"finished before, with the same settings: {output}")
         state.destroy_process_group()
         return
     refusal = (
         f"another hf-spec distill is writing to {str(output)!r}: wait for it, or give another "
         "--output"
     )
-    try:
-        with exclusive(output / ".lock", refusal) if main else nullcontext():
-            if state.num_processes > 1 and device is None:
-                device = str(state.device)
-            loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
-            opt.use_threads(threads)  # after accelerate has set a number, too
-            silent = nullcontext(lambda done, total, note: None)
-            if not prompts:
-                own = output / OWN_PROMPTS
-                if main and not folder.begun:
-                    with progress_bar("prompts") as progress:
-                        write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
-                state.wait_for_everyone()
-                chosen, _ = work.read_sources([own])
-            with progress_bar("answers") if main else silent as progress:
-                made = work.distill(
-                    loaded, tokenizer, chosen, folder, settings, contender, state, progress
-                )
-    except KeyboardInterrupt:
-        typer.echo("interrupted; the same command continues", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    with (
+        explained_interrupt("the same command continues"),
+        exclusive(output / ".lock", refusal) if main else nullcontext(),
+    ):
+        if state.num_processes > 1 and device is None:
+            device = str(state.device)
+        loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
+        opt.use_threads(threads)  # after accelerate has set a number, too
+        silent = nullcontext(lambda done, total, note: None)
+        if not prompts:
+            own = output / OWN_PROMPTS
+            if main and not folder.begun:
+                with progress_bar("prompts") as progress:
+                    write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
+            state.wait_for_everyone()
+            chosen, _ = work.read_sources([own])
+        with progress_bar("answers") if main else silent as progress:
+            made = work.distill(
+                loaded, tokenizer, chosen, folder, settings, contender, state, progress
+            )
     state.destroy_process_group()
     if main:
         _print(made, output)
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
-    """The contender that generates, None for the fastest, and the adapters to load.
-
-    Raises:
-        ValueError: strategy, options or adapter are unknown or do not fit together.
-    """
+    """The contender that generates, None for the fastest, and the adapters to load."""
     from hf_spec.bench import contenders as lineup
     from hf_spec.drafting.options import AUTO
     from hf_spec.training import distill as work
@@ -186,7 +179,7 @@ def _print(made: dict[str, Any], output: Path) -> None:
     measured, cut = made["measured"], made["truncated_prompts"]
     shortened = f", {cut:,} of them with a cut prompt" if cut else ""
     chosen = made["chosen"].get("assistant_strategy", "plain generate")
-    typer.echo(
+    echo(
         f"examples: {made['rows']:,}{shortened}\n"
         f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
         f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "

@@ -11,34 +11,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-import typer
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import progress_bar
-from hf_spec.model.loading import NATIVE, load_model
+from hf_spec.model.loading import NATIVE, chosen_device, load_model
 
 if TYPE_CHECKING:
     from hf_spec.decoding.auto import Choice
 
 #: Name of the adapter that a model gets for a trial.
 TRIAL = "hf_spec_doctor"
-#: What hf_spec says that it was imported from; see :func:`imported_from`.
-IMPORTED = "imported from"
 
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Model to try: a folder, or a repository on the Hub.")
+        str | None, Option(help="Model to try: a folder, or a repository on the Hub.")
     ] = None,
     adapter: opt.Adapters = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help=f"{opt.PROMPTS}.  [default: hf_spec's own, one of each task]"),
+        Path | None, Option(help=f"{opt.PROMPTS}.  [default: hf_spec's own, one of each task]")
     ] = None,
     limit: opt.Limit = 6,
     max_new_tokens: opt.NewTokens = 48,
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Whether to decode prompts.")
+        bool, Option("--measure/--no-measure", help="Whether to decode prompts.")
     ] = True,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
@@ -70,9 +67,8 @@ def doctor(
             raise ValueError(f"{option} needs --model: name the model that it is for")
     adapters = read_adapters(adapter or ())
     chosen = spread(read_prompts(prompts or BUNDLED), limit)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    environment = machine(accelerator or torch.device("cpu"))
-    found: dict[str, Any] = {"environment": {**environment, IMPORTED: imported_from()}}
+    environment = machine(torch.device(chosen_device(None)))
+    found: dict[str, Any] = {"environment": {**environment, "imported from": imported_from()}}
     if model is not None:
         from hf_spec.decoding.auto import choose
 
@@ -85,25 +81,22 @@ def doctor(
             **{f"not {name}": why for name, why in choice.passed.items()},
         }
         if measure and found["strategies"].get(choice.strategy) is None:
-            with progress_bar("decoding") as progress:
-                found |= _measured(
-                    loaded, tokenizer, chosen, choice, adapter or (), max_new_tokens, progress
-                )
+            found |= _measured(loaded, tokenizer, chosen, choice, adapter or (), max_new_tokens)
         found["next"] = _next(model, choice, adapter or ())
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        echo(json.dumps(found, indent=1))
         return
     for title, entries in found.items():
-        typer.echo(f"{title}:")
+        echo(f"{title}:")
         if isinstance(entries, list):
             for line in entries:
-                typer.echo(f"  {line}")
+                echo(f"  {line}")
             continue
         width = max(map(len, entries), default=0)
         for name, value in entries.items():
             if title == "strategies":
                 value = "works" if value is None else f"refused: {value}"
-            typer.echo(f"  {name:{width}}  {value}")
+            echo(f"  {name:{width}}  {value}")
 
 
 def imported_from() -> str:
@@ -140,9 +133,8 @@ def swept(model: Any) -> dict[str, str]:
 
 
 def _measured(
-    model: Any, tokenizer: Any, prompts: Any, choice: Choice, folders: Any, max_new_tokens: int,
-    progress: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any, tokenizer: Any, prompts: Any, choice: Choice, folders: Any, max_new_tokens: int
+) -> dict[str, Any]:
     """What was measured, and what it means, by title."""
     from hf_spec.bench.diagnosis import diagnose
     from hf_spec.core.stats import bar
@@ -155,10 +147,11 @@ def _measured(
     for folder in map(Path, folders):
         if (folder / TRAINING).is_file() and read_spec_config(folder)[0].name == choice.strategy:
             trained = read_json(folder / TRAINING)
-    made = diagnose(
-        model, tokenizer, prompts, choice, trained=trained, max_new_tokens=max_new_tokens,
-        progress=progress,
-    )  # fmt: skip
+    with progress_bar("decoding") as progress:
+        made = diagnose(
+            model, tokenizer, prompts, choice, trained=trained, max_new_tokens=max_new_tokens,
+            progress=progress,
+        )  # fmt: skip
     looks_up = "lookup" in get_method(choice.strategy).drafter.unused  # that is what it does
     measured = {
         "tau": f"{made.tau:.2f} tokens per step where every step drafts"
@@ -197,10 +190,8 @@ def supported(model: Any) -> dict[str, str | None]:
     """By strategy, why it does not work on a model; None if it does.
 
     Each strategy generates a few tokens. One that needs an adapter gets an untrained one, unless an
-    adapter of its type is active; one that needs an assistant, the model itself.
-
-    Args:
-        model: a causal language model; its active adapters stay active.
+    adapter of its type is active; one that needs an assistant, the model itself. The model's active
+    adapters stay active.
     """
     import warnings
 

@@ -1,11 +1,9 @@
 """``hf-spec export``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
@@ -14,13 +12,11 @@ from hf_spec.model.loading import load_model
 
 def export(
     folder: opt.AdapterFolder,
-    form: Annotated[str, typer.Option("--format", help="speculators (for vLLM) or sglang.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
-    model: Annotated[
-        str | None, typer.Option(help="Base model.  [default: that of the adapter]")
-    ] = None,
+    form: Annotated[str, Option("--format", help="speculators (for vLLM) or sglang.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder to write.")],
+    model: Annotated[str | None, Option(help="Base model.  [default: that of the adapter]")] = None,
     dtype: opt.Dtype = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
+    device: Annotated[str, Option(help="Where the base is loaded.")] = "cpu",
 ) -> None:
     """Write an adapter as another program reads it.
 
@@ -44,4 +40,4 @@ def export(
         raise ValueError(f"{str(folder)!r} does not name its base model: give --model")
     check_writable(output)
     base, _ = load_model(name, dtype, device)
-    typer.echo(f"written: {work.export_adapter(folder, form, base, output)}")
+    echo(f"written: {work.export_adapter(folder, form, base, output)}")

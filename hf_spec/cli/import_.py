@@ -1,11 +1,9 @@
 """``hf-spec import``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
@@ -15,22 +13,21 @@ from hf_spec.model.loading import load_model
 def import_(
     file: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A published checkpoint, .safetensors or .pt; a folder or a repository on the Hub "
             "with one."
         ),
     ],
     model: Annotated[
-        str, typer.Option(help="Base model it was made for: a folder, or a repository on the Hub.")
+        str, Option(help="Base model it was made for: a folder, or a repository on the Hub.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Adapter folder.")],
+    output: Annotated[Path, Option("--output", "-o", help="Adapter folder.")],
     kind: Annotated[
-        str | None,
-        typer.Option("--type", help="What it holds, such as medusa.  [default: by its files]"),
+        str | None, Option("--type", help="What it holds, such as medusa.  [default: by its files]")
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     dtype: opt.Dtype = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
+    device: Annotated[str, Option(help="Where the base is loaded.")] = "cpu",
 ) -> None:
     """Turn a published checkpoint into an adapter.
 
@@ -63,4 +60,4 @@ def import_(
     work.convert(path, kind)  # what cannot be read is refused before the base is loaded
     check_writable(output)
     base, _ = load_model(model, dtype, device)
-    typer.echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")
+    echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")

@@ -1,7 +1,5 @@
 """``hf-spec``: registers the commands and turns errors into exit codes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -30,8 +28,8 @@ from hf_spec.cli.train import TrainCommand, train
 from hf_spec.cli.tune import tune
 from hf_spec.core.checks import first_line
 
-#: Environment variable: any value shows the whole traceback of an error.
-TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
+#: Settings of commands that take options which they do not name.
+UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     name="hf-spec",
@@ -43,11 +41,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(distill)
-# Unknown options are fields of the method's config.
-app.command(
-    cls=TrainCommand,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(train)
+app.command(cls=TrainCommand, context_settings=UNKNOWN)(train)  # fields of the method's config
 app.command()(search)
 app.command()(tune)
 app.command()(plot)
@@ -59,8 +53,7 @@ app.command()(strategies)
 app.command()(doctor)
 # All arguments after the program's name belong to the program.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-# Unknown options are those of 'transformers serve'.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.command(context_settings=UNKNOWN)(serve)  # options of 'transformers serve'
 
 
 def _version(wanted: bool) -> None:
@@ -118,21 +111,16 @@ def main(arguments: list[str] | None = None) -> int:
         print("hf-spec: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        # Errors of typer: wrong usage, or a command without arguments.
-        if hasattr(error, "format_message"):
-            return _usage(error)
+        if hasattr(error, "format_message"):  # typer's: wrong usage, or no arguments
+            message = error.format_message().strip()
+            if message.startswith("Usage:"):
+                print(message)
+            elif message:
+                print(f"hf-spec: {message}", file=sys.stderr)
+            return int(getattr(error, "exit_code", BAD_INPUT))
         expected = isinstance(error, ValueError | OSError | ImportError)
-        if not expected or os.environ.get(TRACEBACK_VARIABLE):
+        if not expected or os.environ.get("HF_SPEC_TRACEBACK"):
             raise
         print(f"hf-spec: {first_line(error)}", file=sys.stderr)
         return BAD_INPUT
     return code if isinstance(code, int) else 0
-
-
-def _usage(error: Exception) -> int:
-    message = getattr(error, "format_message")().strip()  # noqa: B009
-    if message.startswith("Usage:"):
-        print(message)
-    elif message:
-        print(f"hf-spec: {message}", file=sys.stderr)
-    return int(getattr(error, "exit_code", BAD_INPUT))

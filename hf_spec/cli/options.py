@@ -1,13 +1,11 @@
 """Options that several commands share, and the parsing of their values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.model.loading import NATIVE
@@ -30,61 +28,48 @@ def use_threads(threads: int | None) -> int | None:
     return threads
 
 
-Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
+Model = Annotated[str, Option(help="Model: a folder, or a repository on the Hub.")]
 Dtype = Annotated[
     str,
-    typer.Option(
+    Option(
         callback=_known,
         help=f"One of {', '.join(DTYPES)}. auto: the checkpoint's. native: bfloat16, or float32 on "
         "a CPU that has no instructions for it.",
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
+    str | None, Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
-]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+Threads = Annotated[int | None, Option(min=1, callback=use_threads, help="CPU threads of torch.")]
 #: Help of options that take a file of prompts.
 PROMPTS = (
     "JSON lines, a JSON array (.gz, too) or parquet; rows with messages, conversations, turns, "
     "prompt, question or instruction"
 )
 Limit = Annotated[
-    int | None,
-    typer.Option(min=1, help="Maximum number of prompts, spread evenly over categories."),
+    int | None, Option(min=1, help="Maximum number of prompts, spread evenly over categories.")
 ]
-NewTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
-AdapterFolder = Annotated[Path, typer.Argument(help="Adapter folder.")]
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(help="Adapter folder or repository; repeatable."),
-]
+NewTokens = Annotated[int, Option(min=1, help="New tokens per prompt.")]
+AdapterFolder = Annotated[Path, Argument(help="Adapter folder.")]
+Adapters = Annotated[list[str] | None, Option(help="Adapter folder or repository; repeatable.")]
 KwargsByName = Annotated[
-    list[str] | None,
-    typer.Option(help="Options of a strategy, NAME=JSON; repeatable."),
+    list[str] | None, Option(help="Options of a strategy, NAME=JSON; repeatable.")
 ]
 StoredKwargs = Annotated[
-    str | None,
-    typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
+    str | None, Option(help="Options of the strategy, a JSON object; stored with the adapter.")
 ]
-DoSample = Annotated[bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.")]
-Temperature = Annotated[
-    float | None, typer.Option(help="With --do-sample.  [default: the model's]")
-]
-TopK = Annotated[int | None, typer.Option(help="With --do-sample.  [default: the model's]")]
-TopP = Annotated[float | None, typer.Option(help="With --do-sample.  [default: the model's]")]
+DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
+Temperature = Annotated[float | None, Option(help="With --do-sample.  [default: the model's]")]
+TopK = Annotated[int | None, Option(help="With --do-sample.  [default: the model's]")]
+TopP = Annotated[float | None, Option(help="With --do-sample.  [default: the model's]")]
 
 
 def sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> dict[str, Any]:
-    """The sampling options that are set.
-
-    Raises:
-        ValueError: an option is invalid, or given without ``--do-sample``; the message names it.
-    """
+    """The sampling options that are set; a ValueError names one that is invalid, or given without
+    ``--do-sample``."""
     values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     given = {name: value for name, value in values.items() if value is not None}
     if given and not do_sample:
@@ -99,11 +84,7 @@ def sampling(
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers in a value such as ``1,2,4``.
-
-    Raises:
-        ValueError: the value has another form, or a number is less than 1.
-    """
+    """The different numbers, from 1, in a value such as ``1,2,4``; a ValueError for others."""
     sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(sizes) < 1:
         raise ValueError(f"{option} {text!r}: must be numbers from 1, such as 1 or 1,2,4")
@@ -111,11 +92,8 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Strategy options by name, from texts such as ``prompt_lookup={"max_ngram": 3}``.
-
-    Raises:
-        ValueError: a text has another form, or its strategy does not take part.
-    """
+    """Strategy options by name, from texts such as ``prompt_lookup={"max_ngram": 3}``; a ValueError
+    names one of another form, or of a strategy that does not take part."""
     result: dict[str, dict[str, Any]] = {}
     for text in texts:
         name = next((name for name in names if text.startswith(f"{name}=")), None)
@@ -130,11 +108,8 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any]:
-    """The JSON object in the value of an option; empty if the option is not given.
-
-    Raises:
-        ValueError: the value is not a JSON object; the message names ``option``.
-    """
+    """The JSON object in the value of an option; empty if the option is not given. A ValueError
+    names the option."""
     try:
         value = json.loads(text) if text is not None else {}
     except json.JSONDecodeError as error:

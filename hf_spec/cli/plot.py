@@ -1,21 +1,18 @@
 """``hf-spec plot``."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, echo
 
 from hf_spec.cli.common import check_writable, require
 
 
 def plot(
-    folder: Annotated[Path, typer.Argument(help="Folder that hf-spec search wrote.")],
+    folder: Annotated[Path, Argument(help="Folder that hf-spec search wrote.")],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder for the image.  [default: the same]"),
+        Path | None, Option("--output", "-o", help="Folder for the image.  [default: the same]")
     ] = None,
 ) -> None:
     """Draw the trials of a layer search, search.png. The card shows it after 'hf-spec card'.
@@ -37,4 +34,4 @@ def plot(
     check_writable(target := output or folder)
     with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
         axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
-    typer.echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")
+    echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")

@@ -1,26 +1,19 @@
 """``hf-spec push``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, echo
 
 from hf_spec.cli import options as opt
 
 
 def push(
     folder: opt.AdapterFolder,
-    repository: Annotated[str, typer.Argument(help="owner/name on the Hub.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a new repository private.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch; created if it does not exist.")
-    ] = None,
+    repository: Annotated[str, Argument(help="owner/name on the Hub.")],
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, Option(help="Branch; created if it does not exist.")] = None,
     base_model: Annotated[
-        str | None,
-        typer.Option(help="Name of the base model on the Hub, if the adapter names a folder."),
+        str | None, Option(help="Name of the base model on the Hub, if the adapter names a folder.")
     ] = None,
 ) -> None:
     """Upload an adapter folder to the Hub.
@@ -37,4 +30,4 @@ def push(
     from hf_spec.hub.push import push as upload
 
     address = upload(folder, repository, private=private, revision=revision, base_model=base_model)
-    typer.echo(f"uploaded: {address}")
+    echo(f"uploaded: {address}")

@@ -1,7 +1,5 @@
 """``hf-spec run``."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -13,17 +11,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-#: Folder that contains only a ``sitecustomize``.
-STARTUP = str(Path(__file__).parent / "startup")
+from typer import Argument, Option
 
 
 def run(
     program: Annotated[
-        list[str], typer.Argument(metavar="PROGRAM [ARGUMENTS]...", help="What to start.")
+        list[str], Argument(metavar="PROGRAM [ARGUMENTS]...", help="What to start.")
     ],
-    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module.")] = False,
+    module: Annotated[bool, Option("-m", help="PROGRAM is a module.")] = False,
 ) -> None:
     """Start a Python program with hf_spec imported.
 
@@ -46,11 +41,8 @@ def run(
 
 
 def find(program: str, module: bool = False) -> Sequence[str]:
-    """The arguments of Python's command line that start the program.
-
-    Raises:
-        ValueError: there is no such program.
-    """
+    """The arguments of Python's command line that start the program; a ValueError if there is
+    none."""
     if module:
         return ["-m", program]
     if Path(program).is_file():
@@ -73,5 +65,5 @@ def find(program: str, module: bool = False) -> Sequence[str]:
 
 def environment() -> dict[str, str]:
     """This process's environment, with the folder of our ``sitecustomize`` first on the path."""
-    path = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

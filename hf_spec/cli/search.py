@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
+from hf_spec.cli.common import check_writable, explained_interrupt, progress_bar, require
 from hf_spec.model.loading import NATIVE, load_model
 
 if TYPE_CHECKING:
@@ -18,29 +18,27 @@ if TYPE_CHECKING:
 
 def search(
     model: opt.Model,
-    prompts: Annotated[Path, typer.Option(help=f"Development prompts: {opt.PROMPTS}.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the study and the adapter.")
-    ],
+    prompts: Annotated[Path, Option(help=f"Development prompts: {opt.PROMPTS}.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the study and the adapter.")],
     trials: Annotated[
-        int, typer.Option(min=1, help="Total number of trials, earlier runs included.")
+        int, Option(min=1, help="Total number of trials, earlier runs included.")
     ] = 100,
     limit: opt.Limit = 8,
     held_out: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=0,
             help="Number of further prompts, which the trials do not see; the best choices are "
             "measured on them.",
             show_default="as many as --limit, if there are more prompts",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
+    max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
     max_draft: Annotated[
-        int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")
+        int, Option(min=1, help="K, maximum number of tokens drafted per step.")
     ] = 12,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the search.")] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
@@ -75,7 +73,7 @@ def search(
     settings = Settings(max_new_tokens=max_new_tokens, max_draft=max_draft, seed=seed)
     loaded, tokenizer = load_model(model, dtype, device)
     work = LayerSearch(loaded, tokenizer, chosen, output, settings)
-    try:
+    with explained_interrupt("the same command continues the search"):
         with progress_bar("search") as update:
 
             def progress(done: int, total: int, best: Any) -> None:
@@ -84,9 +82,6 @@ def search(
             work.search(trials, progress)
         with progress_bar("measuring the best") as update:
             choice, finalists, bench = work.confirm(others or chosen, update)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; the same command continues the search", err=True)
-        raise typer.Exit(INTERRUPTED) from None
 
     environment = environment_of(loaded, model, prompts)
     config_class: Any = get_method(STRATEGY).adapter_config
@@ -102,18 +97,18 @@ def search(
         "finalists": finalists,
     }
     write_atomically(output / SEARCH, json.dumps(data, indent=1))
-    measured_on = {"held_out": bool(others)}  # the same file, other prompts
-    write_results(output / RESULTS, bench, {**environment, **measured_on})
+    # The file of prompts is the same, the prompts are others.
+    write_results(output / RESULTS, bench, {**environment, "held_out": bool(others)})
     write_card(output)
-    typer.echo(
+    echo(
         f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "
         f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}, "
         f"{row['tokens_per_second']:.1f} tokens/s on {row['prompts']} "
         f"{'held-out' if others else 'development'} prompts"
     )
     if row["speedup"] < 1:
-        typer.echo("note: not faster here; small models leave drafting little to save")
-    typer.echo(f"adapter: {output}")
+        echo("note: not faster here; small models leave drafting little to save")
+    echo(f"adapter: {output}")
 
 
 def _divided(

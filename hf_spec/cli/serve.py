@@ -1,10 +1,8 @@
 """``hf-spec serve``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
-import typer
+from typer import Context, Option
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import NO_STRATEGY, require, single_strategy
@@ -12,11 +10,11 @@ from hf_spec.core.checks import install_extra
 
 
 def serve(
-    context: typer.Context,
+    context: Context,
     adapter: opt.Adapters = None,
     strategy: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Strategy of requests without a generation_config: one of 'hf-spec strategies', "
             "auto, or none for plain generate.  [default: that of the adapter if there is one, "
             "else none]"
@@ -24,7 +22,7 @@ def serve(
     ] = None,
     do_sample: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--do-sample/--greedy",
             help="Whether requests are sampled unless their temperature is 0.  [default: as the "
             "model's generation_config.json says]",
@@ -71,11 +69,7 @@ def serve(
 def _prepare_models(
     paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool
 ) -> None:
-    """Let the server attach the adapters to each model, and generate with the strategy.
-
-    Raises:
-        ValueError: naming what does not go together.
-    """
+    """Let the server attach the adapters to each model, and generate with the strategy."""
     from hf_spec.bench.contenders import read_adapters
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.model.loading import load_adapters

@@ -1,10 +1,8 @@
 """``hf-spec strategies``."""
 
-from __future__ import annotations
-
 import json
 
-import typer
+from typer import echo
 
 from hf_spec.cli import options as opt
 
@@ -24,9 +22,9 @@ def strategies(as_json: opt.AsJson = False) -> None:
 
     known = hf_spec.strategies()
     if as_json:
-        typer.echo(json.dumps(known, indent=1))
+        echo(json.dumps(known, indent=1))
         return
     width = max(map(len, known), default=0)
     for name, line in known.items():
-        typer.echo(f"{name:{width}}  {line}")
-    typer.echo(f"{AUTO:{width}}  what fits the model: mtp, its active adapter, or prompt_lookup")
+        echo(f"{name:{width}}  {line}")
+    echo(f"{AUTO:{width}}  what fits the model: mtp, its active adapter, or prompt_lookup")

@@ -1,7 +1,5 @@
 """``hf-spec train``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -9,53 +7,45 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Context, Option, echo
 from typer.core import TyperCommand
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, require
+from hf_spec.cli.common import check_writable, explained_interrupt, require
 from hf_spec.model.loading import NATIVE, load_model
-
-#: Where the words of a command line are kept until its help is printed.
-WORDS = "hf_spec.train.words"
-#: Held-out prompts that a speedup is measured on.
-TIMED = 8
 
 
 def train(
-    context: typer.Context,
-    method: Annotated[str, typer.Argument(help="What to train, such as bita.")],
+    context: Context,
+    method: Annotated[str, Argument(help="What to train, such as bita.")],
     model: Annotated[
-        str | None, typer.Option(help="Base model: a folder, or a repository on the Hub. Needed.")
+        str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="What 'hf-spec distill' wrote, or a folder or file of your own prompts with "
             "answers, as for 'hf-spec bench --prompts', or of token ids. Needed."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Adapter folder. Needed.")
-    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Folder of a trained or imported adapter of the method, to go on from. With "
             "--markov-rank it gets a Markov head (how the tokens before change its predictions), "
             "and only that is trained."
         ),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = (
+    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = (
         False
     ),
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Train a few steps, say how long all take, write nothing."),
+        bool, Option("--dry-run", help="Train a few steps, say how long all take, write nothing.")
     ] = False,
 ) -> None:
     """Train an adapter on answers that the base model gave.
@@ -113,22 +103,16 @@ def train(
 
     base, tokenizer = load_model(model, dtype, device)
     rows = read_answers(data, tokenizer)
-    try:
+    onward = "the same command with --resume goes on from the last checkpoint, if one was written"
+    with explained_interrupt(onward):
         record = work.train(
             base, rows, method, output, config, arguments, options, resume,
             provenance=read_provenance(data), tokenizer=tokenizer, start=adapter, dry_run=dry_run,
         )  # fmt: skip
-    except KeyboardInterrupt:
-        typer.echo(
-            "interrupted; the same command with --resume goes on from the last checkpoint, if one "
-            "was written", err=True,
-        )  # fmt: skip
-        raise typer.Exit(INTERRUPTED) from None
     if not record:  # not the main process
         return
-
     if dry_run:
-        typer.echo(record["expected"])
+        echo(record["expected"])
         return
 
     from hf_spec.hub.card import write_card
@@ -140,15 +124,13 @@ def train(
     if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         speedup = _speedup(base, tokenizer, rows, output, record)
     for line in outcome(record, speedup):
-        typer.echo(line)
-    typer.echo(f"adapter: {output}")
-    typer.echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
+        echo(line)
+    echo(f"adapter: {output}")
+    echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
 
 
-def _speedup(
-    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]
-) -> float:  # fmt: skip
-    """Speed beside plain decoding on held-out prompts, with the adapter that was written."""
+def _speedup(base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]) -> float:
+    """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
     from hf_spec.bench.contenders import PLAIN, Contender, ours, read_adapters
     from hf_spec.bench.session import Session
     from hf_spec.model.loading import load_adapters
@@ -156,7 +138,7 @@ def _speedup(
 
     load_adapters(base, read_adapters([str(output)]))
     held_out = split(rows, record["data"]["held_out"])[1]
-    batches = [[list(ids)] for ids in held_out["prompt_ids"][:TIMED]]
+    batches = [[list(ids)] for ids in held_out["prompt_ids"][:8]]
     drafting = Contender("drafting", ours(record["method"], record["options"]))
     options = {"do_sample": False, "max_new_tokens": 64}
     with Session.open(base, tokenizer, options, [drafting]) as session:
@@ -172,12 +154,12 @@ class TrainCommand(TyperCommand):
     """The command, whose help lists the options of the method that is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        ctx.meta[WORDS] = list(args)
+        ctx.meta["hf_spec.words"] = list(args)  # for the help
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         super().format_epilog(ctx, formatter)
-        words = [word for word in ctx.meta.get(WORDS, ()) if not word.startswith("-")]
+        words = [word for word in ctx.meta.get("hf_spec.words", ()) if not word.startswith("-")]
         if not words:
             return
         from hf_spec.methods.registry import methods
@@ -210,12 +192,8 @@ def _described(method: Any) -> list[tuple[str, str]]:
 def parse_options(
     words: list[str], method: str, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Config fields and fields of `SpecArguments` that options such as ``--max-steps 4`` set.
-
-    Args:
-        words: the options; values of config fields are JSON, or words.
-        method: the method's name, for errors.
-        fields: the fields of its config.
+    """Fields of a method's config, of which values are JSON or words, and of `SpecArguments` that
+    options such as ``--max-steps 4`` set.
 
     Raises:
         ValueError: an option is unknown, or its value is missing or invalid.

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option, echo
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
+from hf_spec.cli.common import check_writable, explained_interrupt, progress_bar
 from hf_spec.model.loading import NATIVE, load_adapters, load_model
 
 if TYPE_CHECKING:
@@ -19,24 +19,26 @@ if TYPE_CHECKING:
 
 def tune(
     model: opt.Model,
-    adapter: Annotated[Path, typer.Option(help="Adapter folder; learned.json is written into it.")],
-    prompts: Annotated[
-        Path, typer.Option(help=f"Held-out prompts: {opt.PROMPTS}.")
-    ],
+    adapter: Annotated[Path, Option(help="Adapter folder; learned.json is written into it.")],
+    prompts: Annotated[Path, Option(help=f"Held-out prompts: {opt.PROMPTS}.")],
     limit: opt.Limit = 32,
-    max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per prompt.")] = 128,
+    max_new_tokens: Annotated[int, Option(min=4, help="New tokens per prompt.")] = 128,
     max_size: Annotated[
         int,
-        typer.Option(min=2, max=512, help="Maximum number of step tokens of a tree of the method's "
-                     "own: draft tokens and probes."),
+        Option(
+            min=2,
+            max=512,
+            help="Maximum number of step tokens of a tree of the method's own: draft tokens and "
+            "probes.",
+        ),
     ] = 64,
     batch_size: Annotated[
-        str, typer.Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")
+        str, Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")
     ] = "1",
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-) -> None:  # fmt: skip
+) -> None:
     """Save what this device and these prompts teach beside an adapter.
 
     Answers the prompts with the adapter's strategy, whose policy learns how long steps take and how
@@ -75,23 +77,17 @@ def tune(
     loaded, tokenizer = load_model(model, dtype, device)
     load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
     ids, _ = encode_prompts(loaded, tokenizer, chosen, max_new_tokens)
-    config = hf_spec.SpecConfig(method.name, options, do_sample=False)
-    strategy = Strategy.of(loaded, config)
-    try:
+    strategy = Strategy.of(loaded, hf_spec.SpecConfig(method.name, options, do_sample=False))
+    with explained_interrupt("nothing was written"):
         answers = _answers(strategy, options, tokenizer, ids, sizes, max_new_tokens)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; nothing was written", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    drafter: Any = strategy.drafter
-    calibrations = getattr(getattr(drafter, "source", None), "calibrations", None)
+    calibrations = getattr(getattr(strategy.drafter, "source", None), "calibrations", None)
     entry = {
         **conditions(loaded, method.name, strategy.options),
         **to_entry(strategy.learned, calibrations and calibrations[False]),
     }
     if method.tuned_tree is not None:
-        texts = list(zip(ids, answers))
         make = method.tuned_tree.make
-        entry["tree"] = _tree(make, strategy, drafter, texts, max_size, sizes[0])
+        entry["tree"] = _tree(make, strategy, list(zip(ids, answers)), max_size, sizes[0])
     # Four figures are enough.
     entry = json.loads(json.dumps(entry), parse_float=lambda text: float(f"{float(text):.4g}"))
     write_entry(path, entry)
@@ -131,7 +127,7 @@ def _answers(
 
 
 def _tree(
-    make: Callable[..., dict[str, Any]], strategy: Strategy, drafter: Any,
+    make: Callable[..., dict[str, Any]], strategy: Strategy,
     texts: list[tuple[list[int], list[int]]], max_size: int, batch_size: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The tree of the method's own, by the step times at a batch size."""
@@ -144,7 +140,9 @@ def _tree(
             "prompts, or a larger --max-new-tokens"
         )
     drafting, curve = times.drafting_seconds or 0.0, times.curve(max_size)
-    return make(drafter, texts, lambda n: plain if n == 1 else curve[n] + drafting, max_size)
+    return make(
+        strategy.drafter, texts, lambda n: plain if n == 1 else curve[n] + drafting, max_size
+    )
 
 
 def _print(entry: dict[str, Any], path: Path) -> None:
@@ -152,11 +150,10 @@ def _print(entry: dict[str, Any], path: Path) -> None:
     for one in entry["settings"]:
         times = ", ".join(f"{n}: {1000 * s:.2f}" for n, s in one["times"]["seconds"].items())
         longest = 2 ** one["context_bits"] - 1
-        typer.echo(f"batch {one['batch_size']}, prompts up to {longest}: ms by step tokens {times}")
-    tree = entry.get("tree")
-    if tree is not None:
-        typer.echo(
+        echo(f"batch {one['batch_size']}, prompts up to {longest}: ms by step tokens {times}")
+    if tree := entry.get("tree"):
+        echo(
             f"tree: {tree['size']} step tokens, {tree['tau']:.2f} tokens per step, "
             f"{tree['speedup']:.2f}x predicted"
         )
-    typer.echo(f"saved: {path}")
+    echo(f"saved: {path}")

@@ -234,7 +234,7 @@ def import_adapter(
     if published.share is not None:
         config, tensors = published.share(model, config, tensors)
     with attached(model, config, on_meta=True) as peft_model:
-        adapter = layer_of(model, f"{config.type_name.lower()}_").adapters["default"]
+        adapter = layer_of(model, config.type_name).adapters["default"]
         weights = adapter.tensors()
         wrong = complaints(tensors, weights)
         if wrong:

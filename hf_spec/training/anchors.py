@@ -1,13 +1,12 @@
 """Turns answers into training batches: sequences, labels, and random anchors in the answers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -31,21 +30,13 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self,
-        rows: Sequence[Mapping[str, Sequence[int]]],
-        num_anchors: int = 64,
-        max_length: int | None = None,
-        seed: int = 0,
-        random: bool = True,
-    ):
+        self, rows: Sequence[Mapping[str, Sequence[int]]], num_anchors: int = 64,
+        max_length: int | None = None, seed: int = 0, random: bool = True,
+    ):  # fmt: skip
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors}: give at least 1.")
-        self.rows = rows
-        self.num_anchors = num_anchors
-        self.max_length = max_length
-        self.seed = seed
-        self.random = random
-        self.epoch = 0
+        self.rows, self.num_anchors, self.max_length = rows, num_anchors, max_length
+        self.seed, self.random, self.epoch = seed, random, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other anchors; :class:`NewAnchors` calls this before each epoch."""
@@ -90,11 +81,7 @@ class SimilarLengths(LengthGroupedSampler):
     """Draws batches of examples of similar length, in which there is little padding.
 
     Unlike those of its base, they are a function of seed and epoch, so that a training that was
-    interrupted goes on with the same ones.
-
-    Args:
-        batch_size: examples per step, those of all processes.
-        dataset: the examples.
+    interrupted goes on with the same ones. `batch_size` counts the examples of all processes.
     """
 
     def __init__(self, batch_size: int, dataset: AnswerDataset):
@@ -124,20 +111,13 @@ def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     Missing anchors are filled with a sequence's last token, after which there is nothing to
     predict.
     """
-    longest = max(len(example["input_ids"]) for example in examples)
-    most = max(max(len(example["anchors"]) for example in examples), 1)
-    batch: dict[str, Any] = {
-        name: torch.full((len(examples), width), fill, device="cpu")
-        for name, width, fill in (
-            ("input_ids", longest, 0), ("labels", longest, IGNORED),
-            ("attention_mask", longest, 0), ("anchors", most, 0),
-        )
-    }  # fmt: skip
-    for row, example in enumerate(examples):
-        length, count = len(example["input_ids"]), len(example["anchors"])
-        batch["input_ids"][row, :length] = example["input_ids"]
-        batch["labels"][row, :length] = example["labels"]
-        batch["attention_mask"][row, :length] = 1
-        batch["anchors"][row, :count] = example["anchors"]
-        batch["anchors"][row, count:] = length - 1
+    batch = {
+        name: pad_sequence([one[name] for one in examples], batch_first=True, padding_value=fill)
+        for name, fill in (("input_ids", 0), ("labels", IGNORED), ("anchors", -1))
+    }
+    last = torch.tensor([[len(one["input_ids"]) - 1] for one in examples], device="cpu")
+    places = torch.arange(batch["input_ids"].shape[1], device="cpu")
+    anchors = batch["anchors"] if batch["anchors"].shape[1] else last
+    batch["attention_mask"] = (places <= last).long()
+    batch["anchors"] = torch.where(anchors < 0, last, anchors)
     return batch

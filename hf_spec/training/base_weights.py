@@ -4,10 +4,9 @@ whether one that is not trained has changed.
 PEFT saves only adapters and assumes that the base model is unchanged.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,7 @@ CHECKPOINT, MODEL = "base_model.safetensors", "model"
 
 
 def base_state(model: Any) -> dict[str, Tensor]:
-    """The base model's weights by name, without those of adapters; shared tensors once.
-
-    Args:
-        model: the base model, with or without adapters of hf_spec attached.
-    """
+    """The base model's weights by name, without those of adapters; shared tensors once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -46,11 +41,7 @@ def save_checkpoint(model: Any, folder: Path) -> None:
 
 
 def load_checkpoint(model: Any, folder: Path) -> None:
-    """Load the weights in a checkpoint into the base model.
-
-    Raises:
-        ValueError: the checkpoint has no weights of a base model, or those of another one.
-    """
+    """Load the weights in a checkpoint into the base model; a ValueError if they are another's."""
     from safetensors.torch import load_file
 
     path = folder / CHECKPOINT
@@ -62,19 +53,13 @@ def load_checkpoint(model: Any, folder: Path) -> None:
     model.load_state_dict(state, strict=False)  # tied weights are stored once
 
 
-def save_model(model: Any, folder: Path, config: Any, companions: Sequence[Any] = ()) -> None:
-    """Save the trained base as a model of its own in ``folder / MODEL``.
-
-    Args:
-        model: the base model with its adapters attached.
-        folder: the adapter folder.
-        config: the adapter's config, in which the base's name is set.
-        companions: objects to save beside the model, such as its tokenizer.
-    """
+def save_model(model: Any, folder: Path, config: Any, tokenizer: Any = None) -> None:
+    """Save the trained base, to which adapters are attached, and its tokenizer as a model of its
+    own in ``MODEL`` of an adapter folder; the adapter's config gets its name."""
     with staging(folder / MODEL) as temporary:
         model.save_pretrained(temporary, state_dict=base_state(model))
-        for companion in companions:
-            companion.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
     config.base_model_name_or_path = str(folder / MODEL)
 
 
@@ -82,7 +67,7 @@ def bit_sums(parameters: Iterable[Tensor]) -> str:
     """A hash of parameters bit by bit; that of a base model must survive training."""
     digest = hashlib.sha256()
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for part in (part for parameter in parameters for part in _parts(parameter)):
+    for part in itertools.chain.from_iterable(map(_parts, parameters)):
         bits = part.detach().contiguous().view(kinds[part.element_size()])
         # A change of single bits is unlikely to keep both sums.
         flat = bits.flatten().long()

@@ -80,11 +80,8 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
-    """How ``hf-spec distill`` generated a folder; empty for the user's own data.
-
-    Raises:
-        ValueError: there is no such place, or it is unfinished.
-    """
+    """How ``hf-spec distill`` generated a folder; empty for the user's own data. A ValueError if
+    there is no such place, or it is unfinished."""
     folder = Path(folder)
     if not folder.exists():
         raise ValueError(f"there is no folder or file {str(folder)!r}: hf-spec distill makes one")

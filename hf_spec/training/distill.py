@@ -28,6 +28,7 @@ from hf_spec.core.checks import check_same_settings
 from hf_spec.data import Prompt, read
 from hf_spec.decoding.auto import LOOKUPS, choose
 from hf_spec.files import read_json, write_atomically
+from hf_spec.model.loading import chosen_device
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ OPTIONS = {"drafting": "always"}
 LOOKUP_OPTIONS = {"max_nodes": 4}
 #: New tokens of the trial that finds the fastest strategy.
 TRIAL = 48
-#: Longest time that processes wait for each other.
-PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,6 @@ class AnswerFolder:
     """The output folder: answers are appended as JSON lines while they are made.
 
     The provenance is written before the first answer; that of a finished folder has ``rows``.
-
-    Args:
-        path: the folder.
     """
 
     def __init__(self, path: Path):
@@ -97,14 +93,8 @@ class AnswerFolder:
         return self.provenance.is_file()
 
     def check(self, settings: dict[str, Any]) -> bool:
-        """Whether the folder is finished.
-
-        Args:
-            settings: the settings as JSON types; only these are compared.
-
-        Raises:
-            ValueError: the folder was generated with other settings; the message names them.
-        """
+        """Whether the folder is finished; a ValueError if it was generated with other settings (as
+        JSON types; only these are compared)."""
         if self.begun:
             before = read_json(self.provenance)
             check_same_settings(f"{str(self.path)!r} holds answers made", before, settings)
@@ -124,7 +114,7 @@ class AnswerFolder:
 
     def begin(self, provenance: dict[str, Any]) -> None:
         """Write how the answers are made, and drop a last line that was not written to its end."""
-        self.write_provenance(provenance)
+        write_atomically(self.provenance, json.dumps(provenance, indent=1))
         with self.answers.open("ab+") as file:
             file.seek(0)
             whole = sum(len(line) for line in file if line.endswith(b"\n"))
@@ -133,11 +123,7 @@ class AnswerFolder:
             file.truncate(whole)
 
     def lengths(self) -> dict[int, int]:
-        """Number of tokens of each answer, by the index of its prompt.
-
-        Raises:
-            ValueError: a line cannot be read; the message names it.
-        """
+        """Number of tokens of each answer, by the index of its prompt."""
         answers = read(self.answers, lambda row: row.fields)
         return {answer["index"]: len(answer["answer_ids"]) for answer in answers}
 
@@ -146,20 +132,12 @@ class AnswerFolder:
         with self.answers.open("a", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
-    def write_provenance(self, provenance: dict[str, Any]) -> None:
-        """Write how the answers are made, atomically."""
-        write_atomically(self.provenance, json.dumps(provenance, indent=1))
-
 
 def read_sources(
     paths: Sequence[Path], limit: int | None = None
 ) -> tuple[list[Prompt], dict[str, str]]:
     """At most ``limit`` prompts, divided evenly among categories, in the order of the files; and
-    the name of each file by its SHA-256.
-
-    Raises:
-        ValueError: a file cannot be read, is invalid, or is given twice.
-    """
+    the name of each file by its SHA-256. A ValueError if one is invalid, or given twice."""
     prompts: list[Prompt] = []
     names: dict[str, str] = {}
     for path in paths:
@@ -172,12 +150,7 @@ def read_sources(
 
 
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of the prompts of each batch, grouped by length, the longest first.
-
-    Args:
-        lengths: length of each prompt in tokens.
-        size: prompts per batch.
-    """
+    """Indices of the prompts of each batch, grouped by their lengths in tokens, longest first."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     return [order[start : start + size] for start in range(0, len(order), size)]
 
@@ -202,9 +175,9 @@ def processes(device: str | None) -> PartialState:
     from accelerate import PartialState
 
     launched = int(os.environ.get("LOCAL_RANK", -1)) >= 0
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = accelerator is None if device is None else device.startswith("cpu")
-    return PartialState(cpu=launched and on_cpu, timeout=PATIENCE)
+    on_cpu = chosen_device(device).startswith("cpu")
+    # The timeout is how long processes wait for each other.
+    return PartialState(cpu=launched and on_cpu, timeout=timedelta(days=7))
 
 
 def distill(
@@ -219,13 +192,10 @@ def distill(
     Args:
         model: a causal language model in evaluation mode, on its device, with the adapter of
             ``contender`` loaded.
-        tokenizer: its tokenizer.
-        prompts: the prompts, in the order of the output.
-        folder: the output folder, locked by the main process.
-        settings: the settings.
+        prompts: in the order of the output.
+        folder: locked by the main process.
         contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
             which the folder keeps.
-        state: the processes.
         progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
             tokens per second so far.
 
@@ -312,7 +282,7 @@ def distill(
         },
     }  # fmt: skip
     if state.is_main_process:
-        folder.write_provenance(provenance)
+        write_atomically(folder.provenance, json.dumps(provenance, indent=1))
     state.wait_for_everyone()
     return provenance
 
@@ -320,14 +290,8 @@ def distill(
 def fastest(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings
 ) -> Contender:
-    """What answers prompts fastest: plain ``generate``, or what ``auto`` takes.
-
-    Under sampling it is the latter, since answers must not depend on time, and those of a seed
-    depend on the strategy.
-
-    Args:
-        prompts: token ids of a batch, which both answer, the first tokens only.
-    """
+    """What begins to answer a batch of prompts fastest: plain ``generate``, or what ``auto`` takes;
+    under sampling the latter, as its answers depend on the strategy, and must not on time."""
     choice = choose(model)
     options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
     drafting = Contender(choice.strategy, ours(choice.strategy, options))
@@ -343,14 +307,11 @@ def fastest(
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """All that the answers depend on, as JSON types."""
     defaults = model.generation_config.to_diff_dict()
+    defaults.pop("transformers_version", None)
     facts = {
         **asdict(settings),
         "model_fingerprint": fingerprint(model),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "generation_config": {
-            name: value
-            for name, value in defaults.items()
-            if name[0] != "_" and name != "transformers_version"
-        },
+        "generation_config": {key: defaults[key] for key in defaults if key[0] != "_"},
     }
     return json.loads(json.dumps(facts))

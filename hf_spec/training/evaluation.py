@@ -1,7 +1,5 @@
 """Evaluates adapters: acceptance by real decoding, and accuracy at every distance."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +20,7 @@ RANKS = (1, 5, 10)
 
 @dataclass(frozen=True)
 class EvalDecoding:
-    """Prompts to decode in an evaluation.
-
-    Attributes:
-        prompts: token ids of each prompt.
-        strategy: the strategy that uses the adapter.
-        options: its options.
-        max_new_tokens: limit for each prompt.
-        batch_size: prompts per call of ``generate``.
-    """
+    """Token ids of prompts to decode in an evaluation, with the adapter's strategy."""
 
     prompts: Sequence[Sequence[int]]
     strategy: str
@@ -39,12 +29,7 @@ class EvalDecoding:
     batch_size: int = 8
 
     def measure(self, model: Any, share: slice = slice(None)) -> SpecStats:
-        """Decode greedily and add up the statistics.
-
-        Args:
-            model: the model with the active adapter.
-            share: the part of the prompts to decode (of one process among several).
-        """
+        """Decode a share of the prompts (that of a process) greedily and add up the statistics."""
         total = SpecStats()
         forget(model)  # a checkpoint's figures must not depend on those before
         prompts = sorted(self.prompts[share], key=len)
@@ -64,13 +49,6 @@ class EvalDecoding:
             total.merge(stats)
         model.train(training)
         return total
-
-
-def decoding_metrics(stats: SpecStats) -> dict[str, float]:
-    """``tau``, and ``acceptance_1``, ``acceptance_2``, ..., the acceptance at each depth."""
-    by_depth = enumerate(stats.acceptance_per_position, start=1)
-    rates = {f"acceptance_{depth}": rate for depth, rate in by_depth}
-    return {"tau": stats.mean_accepted_tokens, **rates}
 
 
 def top_k_counts(outputs: tuple[torch.Tensor, ...], _: Any = None) -> Any:
@@ -94,11 +72,8 @@ def top_k_counts(outputs: tuple[torch.Tensor, ...], _: Any = None) -> Any:
 
 
 def top_k_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Top-k accuracies by name: ``top1_2`` is that of k = 1 at distance 2.
-
-    Args:
-        prediction: its predictions are from :func:`top_k_counts`.
-    """
+    """Top-k accuracies by name, from :func:`top_k_counts`: ``top1_2`` is that of k = 1 at distance
+    2."""
     counts = prediction.predictions
     if not isinstance(counts, np.ndarray):
         return {}

@@ -5,8 +5,6 @@ are written where a training's checkpoints are, and removed with its end. A trai
 reads those of its first part.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +18,6 @@ from torch import Tensor
 from hf_spec.files import replacing
 from hf_spec.model.sequences import KEEPER
 
-#: Share of the free disk that may be used.
-MOST_OF_DISK = 0.5
 #: How names of files end, and what they call the states.
 SUFFIX, STATES = ".safetensors", "states"
 
@@ -30,7 +26,6 @@ class KeptStates:
     """States of sequences, each in a file that is named after its tokens and the kind of states.
 
     Args:
-        folder: the files' folder, which is created.
         num_bytes: most bytes of all files; sequences that find no room are computed each time.
         base: identifies the base's weights: files that were written with others are removed.
     """
@@ -91,20 +86,14 @@ class KeptStates:
 @contextmanager
 def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
     """Keep states in the block, a training, if they recur; afterwards they are removed, unless it
-    ends with an error.
-
-    Args:
-        trainer: the training's Trainer.
-        folder: of its checkpoints.
-        base: see :class:`KeptStates`.
-    """
+    ends with an error. The folder is that of checkpoints; ``base`` as in :class:`KeptStates`."""
     args = trainer.args
     # Where layers are sharded, all processes run the base together.
     if args.num_train_epochs <= 1 or not args.kept_states or trainer.trains_base or trainer.sharded:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    room = min(args.kept_states * 1e9, MOST_OF_DISK * shutil.disk_usage(folder).free)
+    room = min(args.kept_states * 1e9, shutil.disk_usage(folder).free / 2)
     own = folder / f"states-{args.process_index}"
     token = KEEPER.set(KeptStates(own, int(room / args.world_size), base))
     try:

@@ -6,8 +6,6 @@ Prompting Aligned LLMs with Nothing", 2024, section 2.1). A model without a chat
 texts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +21,10 @@ from hf_spec.training.distill import seed_batch
 OWN_PROMPTS = "prompts.jsonl"
 #: Most tokens of a question; longer ones, which do not end in time, are left out.
 LONGEST = 80
-#: Tokens of the beginning of a text.
-BEGINNING = 24
 #: How the words are sampled. The model's own settings may be greedy.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
 #: Samples per prompt before it is given up: models may repeat themselves, or not end.
 MOST_SAMPLES = 8
-#: Prompts that are sampled together, for each answer.
-SHORTER = 4
 #: What stands for a user's words in a template.
 _WORDS = "0123456789"
 
@@ -43,21 +37,17 @@ def write_own_prompts(
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        tokenizer: its tokenizer.
-        path: the file.
-        count: number of prompts.
         batch_size: answers that are generated together; of prompts, which are shorter, four times
             as many are.
         seed: of the sampling.
         progress: called with the number of prompts so far, and of all.
 
     Raises:
-        ValueError: the model does not write so many: its template has no place for a user's words,
-            or the words do not end or repeat themselves.
+        ValueError: the model does not write so many.
     """
     texts: dict[str, None] = {}
     before, end = _around_words(tokenizer)
-    batch_size *= SHORTER
+    batch_size *= 4
     for number in range(-(-MOST_SAMPLES * count // batch_size)):
         progress(min(len(texts), count), count)
         if len(texts) >= count:
@@ -74,11 +64,7 @@ def write_own_prompts(
 
 
 def _around_words(tokenizer: Any) -> tuple[list[int], str]:
-    """Token ids before a user's words, and the text that ends them; empty without a chat template.
-
-    Raises:
-        ValueError: there is no such place.
-    """
+    """Token ids before a user's words, and the text after them, empty without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         starts = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         start = next((one for one in starts if one is not None), None)
@@ -113,7 +99,7 @@ def _written(model: Any, tokenizer: Any, before: list[int], end: str, batch: int
     rows = torch.tensor([before] * batch, device=model.device)
     found = model.generate(
         rows, attention_mask=torch.ones_like(rows), **SAMPLING, num_beams=1,
-        max_new_tokens=LONGEST if end else BEGINNING, assistant_strategy=None,
+        max_new_tokens=LONGEST if end else 24, assistant_strategy=None,
         **({"eos_token_id": first, "pad_token_id": first[0]} if single else {}),
     )[:, len(before) :]  # fmt: skip
     texts = []

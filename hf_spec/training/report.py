@@ -1,7 +1,5 @@
 """What a training tells people: how long it will take, a line per evaluation, what came out."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping
@@ -23,20 +21,19 @@ class Report(ProgressCallback):
 
     Args:
         trainer: the training, whose ``progress`` is from 0 to 1.
-        dry_run: whether it ends when its duration is known.
 
     Attributes:
-        seconds_per_step: mean of the first steps; None before they are over.
+        dry_run: whether the training ends when its duration is known.
+        seconds_per_step: mean of the first steps.
         steps: taken so far, without those before the training was resumed.
     """
 
-    def __init__(self, trainer: Any, dry_run: bool = False):
+    def __init__(self, trainer: Any):
         super().__init__()
-        self.trainer, self.dry_run = trainer, dry_run
-        self.seconds_per_step: float | None = None
-        self._speaks = False
+        self.trainer, self.dry_run = trainer, False
+        self.seconds_per_step, self.steps = 0.0, 0
+        self._speaks, self._before = False, 0.0
         self._began = self._timed_from = time.monotonic()
-        self.steps, self._shown, self._before = 0, 0, 0.0
         self._best: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -49,9 +46,9 @@ class Report(ProgressCallback):
             total, unit = state.max_steps, "step"
             if args.max_minutes is not None:
                 total, unit = round(60 * args.max_minutes), "s"
-            self._shown = round(total * self._before)
+            start = round(total * self._before)
             self.training_bar = tqdm(
-                total=total, initial=self._shown, unit=unit, dynamic_ncols=True, leave=False
+                total=total, initial=start, unit=unit, dynamic_ncols=True, leave=False
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -65,11 +62,10 @@ class Report(ProgressCallback):
             if self.dry_run:
                 control.should_training_stop = True
             elif self._speaks:
-                self._say(expected(self.seconds_per_step or 0.0, args, state))
+                self._say(expected(self.seconds_per_step, args, state))
         if self.training_bar is not None:
             done = round(self.training_bar.total * self.trainer.progress)
-            self.training_bar.update(done - self._shown)
-            self._shown = done
+            self.training_bar.update(done - self.training_bar.n)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass  # evaluations are short
@@ -114,12 +110,7 @@ class Report(ProgressCallback):
 def expected(
     seconds_per_step: float, args: Any, state: Any, seconds_per_evaluation: float | None = None
 ) -> str:
-    """How long a training will take, in words.
-
-    Args:
-        args, state: those of its Trainer.
-        seconds_per_evaluation: None if that is not known.
-    """
+    """How long a training will take, in words, by the arguments and the state of its Trainer."""
     each = f"{seconds_per_step:.2g} s"
     if args.max_minutes is not None:
         steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
@@ -138,12 +129,8 @@ def expected(
 
 
 def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
-    """What came out of a training, in words.
-
-    Args:
-        record: see :func:`hf_spec.training.train.train`.
-        speedup: over plain decoding, measured on held-out prompts; None if it was not.
-    """
+    """What came out of a training, in words, by its record and the speedup over plain decoding on
+    held-out prompts, if that was measured."""
     amount, settings, best = record["data"], record["settings"], record["best"]
     last = f", the last {record['timed_steps']:,}" * (record["timed_steps"] < settings["steps"])
     lines = [

@@ -1,7 +1,5 @@
 """Models whose parameters FSDP2 or DeepSpeed's ZeRO stage 3 splits over all processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,11 +21,8 @@ def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
 
 
 def gathered_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """A model's state dict, in which parameters of ZeRO stage 3 are copies, gathered one by one.
-
-    Args:
-        keep: whether this process wants the copies; all processes call this.
-    """
+    """A model's state dict, in which parameters of ZeRO stage 3 are copies, gathered one by one, in
+    processes that keep them; all processes call this."""
     state = model.state_dict()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "ds_id"):
@@ -42,10 +37,8 @@ def whole_root(model: Any) -> Iterator[None]:
     """Within the context the weights outside of decoder layers are whole in every process.
 
     Drafting reads embeddings, heads and adapters outside of the forwards, which would gather them.
-    Layers are still gathered one after the other.
-
-    Args:
-        model: a ``PeftModel`` that is sharded and has been trained for a step.
+    Layers are still gathered one after the other. The model, a ``PeftModel``, must have been
+    trained for a step.
     """
     if isinstance(model, FSDPModule):
         # Decoding calls the base inside, so that no forward of this module reshards it.

@@ -1,7 +1,5 @@
 """Where a training starts: a new adapter, or a trained one."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 from peft import PeftConfig
 from safetensors.torch import load_file
 
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
 from hf_spec.adapters.layer import name_on_disk
 from hf_spec.adapters.predicting import (
@@ -28,13 +26,7 @@ OF_TRAINING = ("loss", "decay", "ttt_steps", "markov_rank")
 
 
 def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
-    """The config of a new adapter for a base model.
-
-    Args:
-        method: the method.
-        model: the base model.
-        fields: fields that the user sets.
-    """
+    """The config of a new adapter for a base model, with fields that the user sets."""
     assert method.adapter_config is not None
     config = method.adapter_config(**{**method.trained, **fields})
     if isinstance(config, VocabularyConfig) and "draft_vocab_size" not in fields:
@@ -43,16 +35,12 @@ def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
 
 
 def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any, bool]:
-    """The config of a training that goes on from a trained adapter.
+    """The config of a training that goes on from a trained adapter, and whether that gets a Markov
+    head, which then is all that is trained.
 
     Args:
-        method: the method.
-        folder: the adapter folder.
-        fields: changed fields of its config: `OF_TRAINING`, learning rates, and ``markov_rank`` if
-            it has no Markov head yet.
-
-    Returns:
-        The config, and whether the adapter gets a Markov head, which then is all that is trained.
+        fields: changed fields of its config: `OF_TRAINING` and learning rates; ``markov_rank`` only
+            if it has no Markov head yet.
 
     Raises:
         ValueError: another field is changed, the adapter is of another type or has no weights, or
@@ -88,25 +76,18 @@ def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any
     return changed, rank != before
 
 
-def load_trained(model: Any, config: Any, folder: Path) -> None:
+def load_trained(adapter: ActiveAdapter, folder: Path) -> None:
     """Load a trained adapter's weights into one that gets a Markov head, and freeze them."""
-    adapter = find_active(model, config.type_name)
-    assert adapter is not None
-    weights = adapter.weights()
     stored = load_file(folder / WEIGHTS)
-    for name in weights:
-        is_new = name in MARKOV_HEAD
-        weights[name].requires_grad_(is_new)
-        if not is_new:
-            place = PEFT_PREFIX + name_on_disk(adapter.layer.prefix, name)
-            weights[name].data.copy_(stored[place])
+    for name, weight in adapter.weights().items():
+        weight.requires_grad_(name in MARKOV_HEAD)
+        if name not in MARKOV_HEAD:
+            weight.data.copy_(stored[PEFT_PREFIX + name_on_disk(adapter.config.type_name, name)])
 
 
-def set_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
+def set_vocabulary(adapter: ActiveAdapter, model: Any, answers: Sequence[Sequence[int]]) -> None:
     """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
-    adapter = find_active(model, config.type_name)
-    tokens = None if adapter is None else adapter.weights().get(VOCABULARY)
+    tokens = adapter.weights().get(VOCABULARY)
     if tokens is not None:
-        assert adapter is not None
         common = common_tokens(answers, len(tokens), vocab_size(model))
         adapter.module.set_vocabulary(common, model)

@@ -1,14 +1,12 @@
 """Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,15 @@ import torch
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.active import require_active
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.bench.environment import package_version
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
+from hf_spec.hub.card import TRAINING
 from hf_spec.hub.folder import attached, save_adapter
-from hf_spec.methods.registry import Method, get_method, methods
+from hf_spec.methods.registry import Method, methods
 from hf_spec.policy.devices import device_name
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import bit_sums, save_model
@@ -37,45 +37,29 @@ logger = logging.getLogger(__name__)
 
 #: Epochs of a training that ends by time.
 UNCOUNTED = 10_000
-#: Fields of a dry run.
-_DRY = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False}
-#: Record of the training, in the adapter folder.
-RECORD = "training.json"
 
 
 @dataclass
 class SpecArguments(TrainingArguments):
     """``TrainingArguments`` with what an adapter's training has besides."""
 
-    num_anchors: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most random positions per sequence that have probes. Default: the method's."
-        },
+    num_anchors: int | None = setting(
+        None, "Most random positions per sequence that have probes. Default: the method's."
     )
-    max_minutes: float | None = field(
-        default=None,
-        metadata={
-            "help": "Minutes to train for, evaluations included. Then the learning rate follows "
-            "the time, and epochs are not counted unless num_train_epochs is given."
-        },
+    max_minutes: float | None = setting(
+        None,
+        "Minutes to train for, evaluations included. Then the learning rate follows the time, and "
+        "epochs are not counted unless num_train_epochs is given.",
     )
-    kept_states: float = field(
-        default=16.0,
-        metadata={
-            "help": "Gigabytes of the base's hidden states that may be kept on disk until the "
-            "training ends, instead of computed in every epoch; at most half of the free disk. "
-            "0: none."
-        },
+    kept_states: float = setting(
+        16.0,
+        "Gigabytes of the base's hidden states that may be kept on disk until the training ends, "
+        "instead of computed in every epoch; at most half of the free disk. 0: none.",
     )
-    max_length: int = field(default=1024, metadata={"help": "Longer sequences are cut, in tokens."})
-    held_out: int = field(
-        default=32, metadata={"help": "Answers kept for evaluation, at most a quarter of all."}
-    )
-    served_prompts: int = field(
-        default=16, metadata={"help": "Held-out prompts decoded at each evaluation."}
-    )
-    served_tokens: int = field(default=64, metadata={"help": "New tokens of each."})
+    max_length: int = setting(1024, "Longer sequences are cut, in tokens.")
+    held_out: int = setting(32, "Answers kept for evaluation, at most a quarter of all.")
+    served_prompts: int = setting(16, "Held-out prompts decoded at each evaluation.")
+    served_tokens: int = setting(64, "New tokens of each.")
 
     def __post_init__(self) -> None:
         for name in ("max_length", "held_out", "served_prompts", "served_tokens"):
@@ -96,27 +80,20 @@ class SpecArguments(TrainingArguments):
 
 
 def trainable_method(name: str) -> Method:
-    """The method of this name.
-
-    Raises:
-        ValueError: there is no such method, or it cannot be trained.
-    """
-    trainable = [name for name, method in methods().items() if method.training is not None]
+    """The method of this name; a ValueError if there is none, or it cannot be trained."""
+    known = methods()
+    trainable = {name: method for name, method in known.items() if method.training is not None}
     if name not in trainable:
-        known = name in methods()
-        reason = f"{name!r} has nothing" if known else f"there is no method {name!r}"
+        reason = f"{name!r} has nothing" if name in known else f"there is no method {name!r}"
         raise ValueError(f"{reason} to train; choose one of {', '.join(trainable)}.")
-    return get_method(name)
+    return trainable[name]
 
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
     fields = added_fields(method.adapter_config, SpecPeftConfig)
-    return {
-        name: field
-        for name, field in fields.items()
-        if "recorded" not in field.metadata.get("help", "")
-    }
+    help_of = {name: field.metadata.get("help", "") for name, field in fields.items()}
+    return {name: field for name, field in fields.items() if "recorded" not in help_of[name]}
 
 
 def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -126,15 +103,10 @@ def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def split(rows: Any, held_out: int) -> tuple[Any, Any]:
-    """Split a data set into training and held-out examples, always the same ones.
+    """Split a ``datasets.Dataset`` into training and held-out examples, always the same ones.
 
-    Args:
-        rows: a ``datasets.Dataset``.
-        held_out: number of held-out examples; a quarter of the data at most (which the log says),
-            but one at least.
-
-    Raises:
-        ValueError: there is one example only, so that there is nothing to train on.
+    At most a quarter of the data is held out (which the log says), and one example at least. With
+    one example only there is nothing to train on: a ValueError.
     """
     most = max(len(rows) // 4, 1)
     if len(rows) < 2:
@@ -169,13 +141,8 @@ def check_lengths(rows: Any, max_length: int) -> None:
 
 
 def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> SpecArguments:
-    """The arguments of a training: those given, the config's, the method's, or the defaults.
-
-    Args:
-        method: the method.
-        folder: the folder of checkpoints.
-        config: the adapter's config, which may change the method's defaults.
-        given: fields of :class:`SpecArguments`.
+    """The arguments of a training whose checkpoints go to ``folder``: fields that are given, those
+    of the adapter's config, the method's, or the defaults.
 
     Raises:
         ValueError: the config leaves nothing to train, or a field is invalid.
@@ -209,20 +176,11 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
 
 
 def train(
-    model: Any,
-    rows: Any,
-    method_name: str,
-    output: Path,
-    config: dict[str, Any] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
-    resume: bool = False,
-    provenance: dict[str, Any] | None = None,
-    callbacks: Sequence[Any] = (),
-    tokenizer: Any = None,
-    start: Path | None = None,
-    dry_run: bool = False,
-) -> dict[str, Any]:
+    model: Any, rows: Any, method_name: str, output: Path, config: dict[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None, options: dict[str, Any] | None = None,
+    resume: bool = False, provenance: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
+    tokenizer: Any = None, start: Path | None = None, dry_run: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Train an adapter and write it to ``output``, except for the card.
 
     Args:
@@ -257,7 +215,8 @@ def train(
     with ExitStack() as stack:
         if dry_run:
             output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            arguments = {**arguments, **_DRY}
+            never = {"save_strategy": "no", "eval_strategy": "no"}
+            arguments = {**arguments, **never, "load_best_model_at_end": False}
         folder = output / "checkpoints"
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         if last is not None and not resume:
@@ -287,10 +246,11 @@ def train(
             )
             for name in base if adapter_config.trains_base else ():
                 model.get_parameter(name).requires_grad_(True)
+            adapter = require_active(model, adapter_config.type_name, method.name)
             if start is None:
-                set_vocabulary(model, adapter_config, training_rows["answer_ids"])
+                set_vocabulary(adapter, model, training_rows["answer_ids"])
             elif gets_head:
-                load_trained(model, adapter_config, start)
+                load_trained(adapter, start)
         data: dict[str, Any] = {
             "num_anchors": args.num_anchors or method.num_anchors,
             "max_length": args.max_length,
@@ -305,25 +265,25 @@ def train(
             data_collator=collate,
             eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
             callbacks=[NewAnchors(), *callbacks],
-            dry_run=dry_run,
         )
+        trainer.report.dry_run = dry_run
         with kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]
-            seconds = trainer.report.seconds_per_step or 0.0
+            seconds = trainer.report.seconds_per_step
             return {"expected": expected(seconds, args, trainer.state, each)}
         state = trainer.whole_state()
         if trainer.is_world_process_zero():
             if adapter_config.trains_base:
-                save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])
+                save_model(model, output, adapter_config, tokenizer)
             elif bit_sums(state[f"base_model.model.{name}"] for name in base) != before:
                 raise RuntimeError("training changed the base model; the adapter is not saved")
             save_adapter(peft_model, output, method.name, options, state)
             record = _record(trainer, method, options, adapter_config, result, provenance)
             if start is not None:
                 record["started_from"] = start.name
-            write_atomically(output / RECORD, json.dumps(record, indent=1))
+            write_atomically(output / TRAINING, json.dumps(record, indent=1))
         trainer.accelerator.wait_for_everyone()
     return record
 

@@ -18,7 +18,7 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.training.anchors import SimilarLengths
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
-from hf_spec.training.evaluation import EvalDecoding, decoding_metrics, top_k_counts, top_k_metrics
+from hf_spec.training.evaluation import EvalDecoding, top_k_counts, top_k_metrics
 from hf_spec.training.report import Report
 from hf_spec.training.sharded import gathered_state, whole_root
 
@@ -58,17 +58,11 @@ class SpecTrainer(Trainer):
 
     Args:
         eval_decoding: prompts to decode at each evaluation; None for no decoding.
-        dry_run: whether training ends after a few steps, when its duration is known.
     """
 
-    def __init__(
-        self, *args: Any, eval_decoding: EvalDecoding | None = None, dry_run: bool = False,
-        **kwargs: Any,
-    ):  # fmt: skip
-        super().__init__(
-            *args, compute_metrics=top_k_metrics, preprocess_logits_for_metrics=top_k_counts,
-            **kwargs,
-        )  # fmt: skip
+    def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
+        metrics = {"compute_metrics": top_k_metrics, "preprocess_logits_for_metrics": top_k_counts}
+        super().__init__(*args, **metrics, **kwargs)
         self.eval_decoding = eval_decoding
         #: When the training began, by the clock; of training that is over.
         self.began, self._time = 0.0, 0.0
@@ -76,7 +70,7 @@ class SpecTrainer(Trainer):
             self.add_callback(TimeLimit(self))
         for usual in (ProgressCallback, PrinterCallback):
             self.remove_callback(usual)
-        self.report = Report(self, dry_run)
+        self.report = Report(self)
         self.add_callback(self.report)
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
@@ -101,10 +95,10 @@ class SpecTrainer(Trainer):
                 "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
             )
         if split and not self.adapter_config.shards:
-            name = self.adapter_config.strategy
             raise ValueError(
-                f"'hf-spec train {name}' does not run under FSDP or DeepSpeed here: launch it "
-                "without them; several processes with whole copies of the model work."
+                f"'hf-spec train {self.adapter_config.strategy}' does not run under FSDP or "
+                "DeepSpeed here: launch it without them; several processes with whole copies of "
+                "the model work."
             )
         if self.trains_base and split:
             raise ValueError(
@@ -194,13 +188,11 @@ class SpecTrainer(Trainer):
         names = self.adapter_config.untrained(self.progress)
         adapter = find_active(self._base, self.adapter_config.type_name) if names else None
         weights: dict[str, Any] = {} if adapter is None else adapter.weights()
-        return {name: weights[name] for name in weights if name in names}
+        return {name: weight for name, weight in weights.items() if name in names}
 
     def whole_state(self) -> dict[str, Any]:
-        """The model's state dict with whole tensors; all processes call this.
-
-        Of sharded parameters only the first process gets them.
-        """
+        """The model's state dict with whole tensors; all processes call this, and the first one
+        gets those of sharded parameters."""
         if self.is_fsdp_enabled:
             return self.accelerator.get_state_dict(self.model)
         return gathered_state(self.unwrapped, self.is_world_process_zero())
@@ -221,9 +213,10 @@ class SpecTrainer(Trainer):
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.eval_decoding is not None:
-            metrics = decoding_metrics(self._decode(self.eval_decoding))
-            for name, value in metrics.items():
-                output.metrics[f"{metric_key_prefix}_{name}"] = value
+            stats = self._decode(self.eval_decoding)
+            output.metrics[f"{metric_key_prefix}_tau"] = stats.mean_accepted_tokens
+            for depth, rate in enumerate(stats.acceptance_per_position, start=1):
+                output.metrics[f"{metric_key_prefix}_acceptance_{depth}"] = rate
         return output
 
     def _decode(self, decoding: EvalDecoding) -> SpecStats:

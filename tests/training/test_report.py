@@ -56,7 +56,8 @@ def test_lines_of_a_training(monkeypatch, capsys) -> None:
 def test_a_dry_run_ends_when_steps_are_timed(monkeypatch, capsys) -> None:
     clock = FakeClock()
     monkeypatch.setattr(module.time, "monotonic", clock)
-    report = Report(SimpleNamespace(progress=0.0), dry_run=True)
+    report = Report(SimpleNamespace(progress=0.0))
+    report.dry_run = True
     run(report, clock, 4)
     assert report.seconds_per_step == 2.0 and capsys.readouterr().out == ""
     args = SimpleNamespace(max_minutes=None)
