@@ -119,12 +119,12 @@ def check_strict(
     Raises:
         ValueError: naming the model and what stands in the way.
     """
-    if drafter.prunes:
+    if drafter.pruning is not None and drafter.pruning.always:
         raise ValueError(
             f"exact={STRICT!r} with prune=True: pruned forwards leave nodes out midway. Give "
             "prune=False or 'auto', or leave one of the two out."
         )
-    drafter.prunes = False
+    drafter.pruning = None
     placed, attention = placement(model), model.config.get_text_config(decoder=True)
     kind = (
         placed, torch.get_num_threads(), attention._attn_implementation, batch_size,

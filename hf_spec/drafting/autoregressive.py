@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -97,7 +97,6 @@ class AutoregressiveDrafter(ForwardDrafter):
         key: see :class:`ForwardDrafter`.
     """
 
-    runs_modules: ClassVar[bool] = True
     cache: DraftCache  # from the call's first step
 
     def __init__(
@@ -105,17 +104,13 @@ class AutoregressiveDrafter(ForwardDrafter):
         key: tuple[Hashable, ...],
     ):  # fmt: skip
         super().__init__(model, options, key)
-        self.network, self.reads = network, reads
+        self.network, self.reads, self.token_ids = network, reads, network.token_ids
         self._committed = Committed()
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
         self._graphs: Graphs | None = None
         self._block: Tree | None = None  # the drafted rows, as nodes
         self._level: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        return self.network.token_ids
 
     def start(self, state: DecodeState) -> None:
         super().start(state)

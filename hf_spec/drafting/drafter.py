@@ -22,6 +22,10 @@ from hf_spec.model.hidden_states import Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.per_call import Changes
 
+#: Drafting runs modules of the model, such as its output embeddings.
+MODULES = "modules"
+#: Drafting runs forwards of its own, also of a part of the model or of another one.
+FORWARDS = "forwards"
 #: Makes a static tree from the options and the number of distances that are drafted.
 MakeTree = Callable[[Any, int], TokenTree]
 
@@ -37,17 +41,14 @@ class Drafter(CandidateGenerator):
             were sampled from.
         policy_chooses: whether the policy chooses among its draft tokens by their probabilities.
         reads: the target's hidden states that :meth:`advance` gets.
-        single_forward: whether a step is one forward pass; False if drafting runs the model, too.
-        runs_modules: whether drafting runs modules of the model, such as its output embeddings.
+        runs: what drafting runs: nothing, :data:`MODULES` or :data:`FORWARDS`.
         beside: modules beside the model that drafting runs, such as an assistant.
         probe_inputs: the learned inputs of its probes, if it has any.
         drafting: changes to the model while it drafts; None if drafting does not run it.
         pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
             ones depends on their tokens, so a pruned tree must not carry distributions.
-        prunes: whether steps do so; None: the policy decides in each step.
         distances: tokens after the next one that the probes of a node predict.
-        num_probes: number of probes of a node; 0 if there are none, or trees bring their own.
-        group: these probes, which the prompt's last token gets, too.
+        group: these probes, which the prompt's last token gets, too; empty if there are none.
     """
 
     trees: ClassVar[Mapping[str, MakeTree | None]] = {}
@@ -55,25 +56,17 @@ class Drafter(CandidateGenerator):
     can_sample: ClassVar[bool] = False
     policy_chooses: bool = False
     reads: Reads = Reads()
-    single_forward: ClassVar[bool] = True
-    runs_modules: ClassVar[bool] = False
+    runs: ClassVar[str] = ""
     beside: Sequence[nn.Module] = ()
     probe_inputs: ProbeInputs | None = None
     drafting: Changes | None = None
     pruning: Pruning | None = None
-    prunes: bool | None = False
     distances: int = 0
-    num_probes: int = 0
-    group: ProbeGroup | None = None
+    group: ProbeGroup = ProbeGroup.causal(0)
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions):
         self.model = model
         self.options: Any = options  # of the method's own class
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        """``(tokens,)`` int64 ids of the tokens that it predicts, ascending; None for all."""
-        return None
 
     @property
     def kind_of_forward(self) -> Hashable:

@@ -18,7 +18,7 @@ from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.draft_exit import DraftExit
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import (
     ADAPTIVE,
@@ -72,12 +72,14 @@ class ForwardDrafter(Drafter):
         exit: decides when to stop, where the policy chooses.
         tempering: for calls that sample.
         forward_per_level: whether each level takes a forward of its own, and not only the first.
+        token_ids: ``(tokens,)`` int64 ids that it predicts, ascending; None for all.
     """
 
+    token_ids: Tensor | None = None
     forward_per_level: bool = True
     trees = {CHAIN: None}
     unused: ClassVar[Sequence[str]] = ()
-    single_forward: ClassVar[bool] = False
+    runs = FORWARDS
 
     exit: DraftExit
     tempering: Tempering

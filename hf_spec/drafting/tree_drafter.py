@@ -18,7 +18,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.drafter import MODULES, Drafter
 from hf_spec.drafting.held import Holds
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import CHAIN
@@ -122,7 +122,7 @@ class TreeDrafter(Drafter, Holds):
 
     trees = {CHAIN: chain_tree}
     unused = ()
-    runs_modules: ClassVar[bool] = True
+    runs = MODULES
     per_distance: int = 0
     held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
 
@@ -138,6 +138,7 @@ class TreeDrafter(Drafter, Holds):
 
     @property
     def token_ids(self) -> Tensor | None:
+        """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
         return None if self.vocabulary is None else self.vocabulary.tokens
 
     def start(self, state: DecodeState) -> None:
