@@ -25,7 +25,7 @@ from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.losses import drafted_logits, future_losses, wanted_mean
+from hf_spec.drafting.losses import future_losses, own_logits, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.weights import output_bias, output_dtype, output_features, output_weight
@@ -185,16 +185,11 @@ def loss_of_states(
     if config.projection == "own":  # tokens that the heads do not have
         wanted = wanted.masked_fill(wanted >= weights[PROJECTION].shape[1], IGNORED)
     if config.loss == "distillation":
-        with torch.no_grad():
-            steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
-            later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
-            at = states_at(hidden, later.flatten(1))
-            vocabulary = DraftVocabulary.of(weights, model)
-            own = drafted_logits(vocabulary, lambda head: model_logits(model, at, head=head))
-            own = own.unflatten(1, wanted.shape[1:])
-            if config.projection == "own":
-                known = own[..., : weights[PROJECTION].shape[1]]
-                own = of_tokens(model, known, torch.finfo(known.dtype).min)
+        later = anchors[:, :, None] + torch.arange(1, config.num_heads + 1, device=anchors.device)
+        own = own_logits(model, hidden, later, DraftVocabulary.of(weights, model))
+        if config.projection == "own":
+            known = own[..., : weights[PROJECTION].shape[1]]
+            own = of_tokens(model, known, torch.finfo(known.dtype).min)
     losses, logits, labels = future_losses(
         model, weights, predict, states, batch.input_ids, anchors, wanted, own
     )

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, places_of
 from hf_spec.drafting.markov_head import MarkovHead
+from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED
 
 #: Share of the loss without the previous token, if there is also a loss given that token.
@@ -70,7 +71,7 @@ def future_losses(
         input_ids: ``(batch, seq)``
         anchors: ``(batch, anchors)`` columns t; distance d, from 1, predicts token t + d + 1.
         wanted: ``(batch, anchors, distances)`` these tokens, `IGNORED` where there is none.
-        own: the model's own logits there, for distillation, see :func:`drafted_logits`.
+        own: :func:`own_logits` there, for distillation.
 
     Returns:
         ``(batch, anchors, distances)`` losses; ``(batch, anchors, distances, tokens)`` logits; and
@@ -122,6 +123,22 @@ def drafted_logits(
         return predict(vocabulary)
     logits = predict(None)
     return logits[..., vocabulary.tokens.to(logits.device)]
+
+
+@torch.no_grad()
+def own_logits(
+    model: Any, hidden: Tensor, columns: Tensor, vocabulary: DraftVocabulary | None = None
+) -> Tensor:
+    """The model's own logits ``(batch, anchors, distances, tokens)``, for distillation.
+
+    Args:
+        hidden: ``(batch, seq, hidden)`` its final states.
+        columns: ``(batch, anchors, distances)`` where, as far as the sequence goes.
+        vocabulary: see :func:`drafted_logits`.
+    """
+    states = states_at(hidden, columns.clamp(max=hidden.shape[1] - 1).flatten(1))
+    logits = drafted_logits(vocabulary, lambda head: model_logits(model, states, head=head))
+    return logits.unflatten(1, columns.shape[1:])
 
 
 def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:

@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.autoregressive import DraftNetwork
-from hf_spec.drafting.losses import drafted_targets, prediction_losses, wanted_mean
-from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.drafting.losses import drafted_targets, own_logits, prediction_losses, wanted_mean
+from hf_spec.model.hidden_states import states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_features
@@ -108,12 +108,8 @@ def chain_loss(
     wanted = future_labels(batch.labels, batch.anchors, ProbeGroup.causal(steps))
     wanted = wanted.to(drafted.device)
     later = anchors[:, :, None] + torch.arange(1, steps + 1, device=anchors.device)
-    with torch.no_grad():
-        places = later.clamp(max=read.shape[1] - 1).flatten(1)
-        own = model_logits(model, states_at(final, places)).to(drafted.device)
-        own = own.unflatten(1, wanted.shape[1:])
-        ids = network.token_ids
-        targets = own if ids is None else own[..., ids.to(own.device)]
+    own, ids = own_logits(model, final, later).to(drafted.device), network.token_ids
+    targets = own if ids is None else own[..., ids.to(own.device)]
     losses = target_losses(drafted, targets, wanted, kind)
     shares = decay ** torch.arange(steps, device=losses.device)
     means = (wanted_mean(losses, wanted, 1) * shares).sum(-1)
