@@ -56,7 +56,6 @@ class Predictions:
     Attributes:
         tokens: ``(batch, distances, width)`` ids, likeliest first.
         log_probs: ``(batch, distances, width)`` float32, independent of the previous token.
-        known: see above.
     """
 
     def __init__(
@@ -111,23 +110,21 @@ class Predictions:
             log_probs = log_probs.masked_fill(known <= place, -torch.inf)
         return log_probs
 
-    def given(self, previous: Tensor, distances: slice = slice(None)) -> Tensor:
+    def given(self, previous: Tensor) -> Tensor:
         """Log-probabilities of :attr:`tokens`.
 
         Args:
             previous: ``(batch, distances, n)`` tokens before each distance.
-            distances: the distances, counted from 0.
 
         Returns:
             ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` without a
             Markov head.
         """
-        plain = self.log_probs[:, distances, None]
+        plain, tokens = self.log_probs[:, :, None], self.tokens
         if self._markov_head is None:
             return plain
         assert self._states is not None
-        states, tokens = self._states[:, distances], self.tokens[:, distances]
-        bias = self._markov_head.bias(previous.to(tokens.device), states, tokens)
+        bias = self._markov_head.bias(previous.to(tokens.device), self._states, tokens)
         weighed = plain + (bias if self._sharpness is None else self._sharpness * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))

@@ -158,14 +158,8 @@ class Transitions(Holds):
         return given, memory
 
     def confidence(self, previous: Tensor, states: Tensor) -> Tensor | None:
-        """How likely the likeliest token is accepted; None without a head of confidence.
-
-        Args:
-            previous, states: as in :meth:`given`.
-
-        Returns:
-            ``(...)`` probabilities.
-        """
+        """``(...)`` how likely the likeliest token is accepted; None without a head of confidence.
+        ``previous`` and ``states`` are as in :meth:`given`."""
         if not self.sure:
             return None
         before = self._embedded(previous)
@@ -187,14 +181,8 @@ class Transitions(Holds):
     def along(
         self, logits: Tensor, previous: Tensor, states: Tensor, vocabulary: object = None
     ) -> Tensor:
-        """Logits of consecutive distances given the tokens before.
-
-        Args:
-            logits: ``(..., distances, tokens)``
-            previous: ``(..., distances)`` the token before each distance; first the root.
-            states: ``(..., distances, hidden)``
-            vocabulary: not needed; see :meth:`MarkovHead.along`.
-        """
+        """:meth:`given` of consecutive distances, ``(..., distances, tokens)``; the first token of
+        ``previous`` is the root. The vocabulary is not needed."""
         found, memory = [], None
         for place in range(previous.shape[-1]):
             own, memory = self.given(
