@@ -253,12 +253,4 @@ class AutoregressiveDrafter(ForwardDrafter):
         own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
         own._root = own._block = own._level = own._graphs = None
         own._run_committed(own.cache, Rows(after, seen[0], [after.shape[1]]))
-        found, zeros = after[:, -1:], torch.zeros_like(after[:, -1:])
-        chain = [int(found)]
-        for depth in range(self.depth):
-            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
-            found = own.level(frontier)[:, -1].argmax(-1, keepdim=True)
-            if self.token_ids is not None:
-                found = self.token_ids[found]
-            chain.append(int(found))
-        return chain
+        return [int(after[:, -1]), *own.chain_after(after[:, -1:])]

@@ -81,7 +81,7 @@ class Committed:
         self._before: list[int] | None = None  # what was taken ahead, but of the latest step
 
     def add(self, result: StepResult, hidden: Tensor) -> None:
-        """Add a step's committed nodes: see :meth:`Drafter.advance`."""
+        """See :meth:`Drafter.advance`."""
         width = min(hidden.shape[1], result.tokens.shape[1])
         tokens = result.tokens[:, :width].to(hidden.device).clamp(min=0)
         self._parts.append((tokens, hidden[:, :width]))
@@ -130,7 +130,7 @@ class Committed:
         return Rows(*found, list(map(len, rows)), exact)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Follow the batch, whose row ``i`` is now the former ``rows[i]``, as the cache does."""
+        """See :meth:`Drafter.select`; the cache follows, too."""
         if self.cache is not None:
             self.cache.select(rows)
         for place, (tokens, hidden) in enumerate(self._parts):

@@ -17,7 +17,7 @@ from hf_spec.core.memory import recall
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.draft_exit import DraftExit
+from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import (
@@ -123,6 +123,18 @@ class ForwardDrafter(Drafter):
     def finish(self) -> None:
         """Discard what :meth:`level` has cached."""
 
+    def chain_after(self, root: Tensor) -> list[int]:
+        """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""
+        found, zeros = root, torch.zeros_like(root)
+        tokens: list[int] = []
+        for depth in range(self.depth):
+            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
+            found = self.level(frontier)[:, -1].argmax(-1, keepdim=True)
+            if self.token_ids is not None:
+                found = self.token_ids[found]
+            tokens.append(int(found))
+        return tokens
+
     def propose(self, state: DecodeState) -> Tree:
         self._growth, ahead, self._ahead = None, self._ahead, None
         if ahead is None or state.prefetched is None:
@@ -131,9 +143,8 @@ class ForwardDrafter(Drafter):
                 return Tree.roots(state.root)
             self.catch_up(state)
             ahead = self._grow(state, depth)
-        self._growth, packed = growth, _ = ahead
-        tree, host = state.received(packed)
-        growth.trees = host
+        self._growth, packed = ahead
+        tree, self._growth.trees = state.received(packed)
         return tree if self._exactly(state) is None else tree.changed(whole=True)
 
     def _exactly(self, state: DecodeState) -> int | None:
@@ -164,7 +175,7 @@ class Growth:
         samples: logits and noise of the likeliest node of each level, ``(batch, tokens)`` each,
             where tokens are sampled.
         likeliest: ``(batch,)`` the token of that node, from the first level below the root.
-        cost: tokens that a forward must bring; None while unknown, or if nothing depends on time.
+        cost: see :attr:`DecodeState.draft_cost`.
     """
 
     def __init__(self, exit: DraftExit, tempering: Tempering, state: DecodeState):
@@ -176,11 +187,7 @@ class Growth:
         self.cost = state.draft_cost()
 
     def learn(self, emitted: Sequence[Sequence[int]], ids: Tensor | None = None) -> None:
-        """Learn from the tokens that each sequence emitted.
-
-        Args:
-            ids: ``(tokens,)`` ids of the logits, ascending; None if these are the indices.
-        """
+        """Learn from the tokens that each sequence emitted; ``ids`` are those of the logits."""
         if self.trees is not None:
             self.exit.calibration.learn(self.trees, self.trust, emitted)
         if not self.samples or not self.tempering.learns():

@@ -13,8 +13,7 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
-from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences, window
 from hf_spec.drafting.committed import Committed, DraftCache
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState

@@ -11,8 +11,7 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.block_diffusion.network import BlockNetwork
-from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.losses import drafted_targets, own_logits, prediction_losses, wanted_mean
 from hf_spec.drafting.transitions import Transitions
