@@ -68,9 +68,10 @@ class Predictions:
         ids: Tensor | None = None,
         tempered: Tempered | None = None,
     ):
-        if tempered is not None:
-            tempered = tempered.on(logits.device)
-            logits = tempered.sharpness * logits + tempered.noise
+        self._tempered = None if tempered is None else tempered.on(logits.device)
+        self._ids = ids
+        if self._tempered is not None:
+            logits = self._tempered.sharpness * logits + self._tempered.noise
         if markov_head is not None:
             width = max(width, SHORTLIST)
         chosen, self.log_probs = likeliest(logits, width)
@@ -78,7 +79,6 @@ class Predictions:
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
         self._depends = markov_head is not None  # on the tokens before
-        self._sharpness = None if tempered is None else tempered.sharpness
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
         self._table: Tensor | None = None
@@ -125,7 +125,7 @@ class Predictions:
             return plain
         assert self._states is not None
         bias = self._markov_head.bias(previous.to(tokens.device), self._states, tokens)
-        weighed = plain + (bias if self._sharpness is None else self._sharpness * bias)
+        weighed = plain + (bias if self._tempered is None else self._tempered.sharpness * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
         found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
@@ -169,10 +169,8 @@ class Predictions:
         """
         if self._markov_head is None:
             return self.tokens
-        order = self.given(previous[:, :, None])[:, :, 0].argsort(
-            stable=True, dim=-1, descending=True
-        )
-        return self.tokens.gather(2, order)
+        found = self.given(previous[:, :, None])[:, :, 0]
+        return self.tokens.gather(2, found.argsort(stable=True, dim=-1, descending=True))
 
 
 def distribution(scores: Tensor) -> Tensor:

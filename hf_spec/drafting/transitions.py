@@ -207,8 +207,6 @@ class Conditional(Predictions):
         super().__init__(logits, width, known, ids=ids, tempered=tempered)
         self._logits, self._transitions, self._hidden = logits, transitions, states
         self._depends = True
-        self._width, self._ids = min(width, logits.shape[-1]), ids
-        self._tempered = None if tempered is None else tempered.on(logits.device)
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
 
     def expand(self, frontier: Frontier) -> Children | None:
@@ -225,7 +223,7 @@ class Conditional(Predictions):
         if self._tempered is not None:
             sharpness, noise = self._tempered
             logits = sharpness * logits + noise[:, place, None]
-        chosen, log_probs = likeliest(logits, self._width)
+        chosen, log_probs = likeliest(logits, self.tokens.shape[-1])
         sure = self._transitions.confidence(previous, states)
         if sure is not None and self._tempered is None:
             log_probs = with_confidence(log_probs, sure)

@@ -13,8 +13,7 @@ from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import FORWARDS, Drafter
-from hf_spec.drafting.head_drafter import HeadDrafter
-from hf_spec.drafting.heads import WEIGHTS
+from hf_spec.drafting.heads import WEIGHTS, HeadDrafter
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
