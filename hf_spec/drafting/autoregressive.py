@@ -10,8 +10,9 @@ Scaling up Inference Acceleration of Large Language Models via Training-Time Tes
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from modeling_patches.per_call import Changes
 AT_ONCE = 512
 
 
-class DraftNetwork(Protocol):
+class DraftNetwork(ABC):
     """The decoder.
 
     Attributes:
@@ -47,14 +48,16 @@ class DraftNetwork(Protocol):
     """
 
     num_layers: int
-    token_ids: Tensor | None
-    compiles: bool
-    own: Sequence[Tensor]
+    token_ids: Tensor | None = None
+    compiles: bool = True
+    own: Sequence[Tensor] = ()
 
+    @abstractmethod
     def features(self, states: Tensor) -> Tensor:
         """``(batch, n, hidden)`` what a row takes of the target's states ``(batch, n, features)``,
         which are those of :attr:`Drafter.reads`."""
 
+    @abstractmethod
     def run(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
@@ -83,7 +86,9 @@ class DraftNetwork(Protocol):
             before: ``(batch, 1, ...)`` what the row before the first one has returned for the next;
                 None if there is none.
         """
+        return self.run(tokens, hidden, positions, mask, cache)
 
+    @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """``(..., tokens)`` of states ``(..., hidden)``."""
 
@@ -92,9 +97,7 @@ class AutoregressiveDrafter(ForwardDrafter):
     """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
 
     Args:
-        network: the decoder.
-        reads: the target's states that it reads, of committed tokens.
-        key: see :class:`ForwardDrafter`.
+        reads: the target's states that the network reads, of committed tokens.
     """
 
     cache: DraftCache  # from the call's first step
