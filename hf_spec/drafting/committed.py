@@ -27,14 +27,8 @@ class DraftCache(TreeCache):
         return self._settled is None and super().is_uniform
 
     def commit_ahead(self, counts: Tensor, most: int) -> None:
-        """Close the block and keep the first nodes of each row.
-
-        Only for caches without recurrent layers.
-
-        Args:
-            counts: ``(batch,)`` nodes of each row.
-            most: no row keeps more.
-        """
+        """Close the block and keep the first ``counts`` (batch,) nodes of each row, of which none
+        keeps more than ``most``. Only for caches without recurrent layers."""
         assert self.recurrent is None
         if self.states.is_empty:
             self.states.join()
@@ -99,11 +93,8 @@ class Committed:
             self.cache.settle(list(map(sum, zip(before, counts))))
 
     def take(self, ahead: bool = False) -> Rows | None:
-        """All that was added since it was last taken; None if there is nothing.
-
-        Args:
-            ahead: the host does not know the latest counts yet, and does not ask for them.
-        """
+        """All that was added since it was last taken; None if there is nothing. If it is taken
+        ahead, the host does not know the latest counts yet, and does not ask for them."""
         parts, self._parts = self._parts, []
         counts, self._counts = self._counts, []
         if not parts:

@@ -69,8 +69,6 @@ class ForwardDrafter(Drafter):
     Attributes:
         depth: depth of the deepest draft token.
         width: nodes of a level that are continued.
-        exit: decides when to stop, where the policy chooses.
-        tempering: for calls that sample.
         forward_per_level: whether each level takes a forward of its own, and not only the first.
         token_ids: ``(tokens,)`` int64 ids that it predicts, ascending; None for all.
     """
@@ -81,8 +79,8 @@ class ForwardDrafter(Drafter):
     unused: ClassVar[Sequence[str]] = ()
     runs = FORWARDS
 
-    exit: DraftExit
-    tempering: Tempering
+    exit: DraftExit  # decides when to stop, where the policy chooses
+    tempering: Tempering  # for calls that sample
 
     def __init__(
         self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
@@ -96,9 +94,7 @@ class ForwardDrafter(Drafter):
         self.depth = options.max_depth or DEPTH
         self.width = 1 if options.tree == CHAIN else options.width
         self._key, self._owner = key, model if owner is None else owner
-        exactly = options.num_draft_tokens
-        self.num_draft_tokens = None if exactly == AUTO else int(exactly)
-        self.policy_chooses = self.num_draft_tokens is None
+        self.policy_chooses = options.num_draft_tokens == AUTO
         self.distances = self.depth
         self._growth: Growth | None = None  # of this step, if it drafts
         #: Of the next step, and its packed trees; see :meth:`prefetch`.
@@ -149,8 +145,9 @@ class ForwardDrafter(Drafter):
 
     def _exactly(self, state: DecodeState) -> int | None:
         """Number of draft tokens in every step; None if the policy chooses it."""
-        # What must not depend on time has one size.
-        return self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
+        if not self.policy_chooses:
+            return int(self.options.num_draft_tokens)
+        return None if state.timed else DEFAULT_DRAFT_TOKENS  # one size, whatever time it takes
 
     def _grow(self, state: DecodeState, depth: int) -> tuple[Growth, Tensor]:
         count = depth if self.width == 1 else self._exactly(state) or GROWN

@@ -136,9 +136,7 @@ def head_logits(
     """Logits of the first heads, ``(..., heads, tokens)``, without the model's scaling or soft cap.
 
     Args:
-        model: the base model.
-        weights: see :func:`head_states`.
-        states: ``(..., heads, hidden)`` outputs of their blocks.
+        states: ``(..., heads, hidden)`` outputs of their blocks, see :func:`head_states`.
         head: replaces the base's output embeddings if the heads share them.
     """
     if PROJECTION in weights:

@@ -63,7 +63,6 @@ def future_losses(
     share of `PLAIN_SHARE` is computed without that token, to train the shortlists.
 
     Args:
-        model: the base model.
         weights: the adapter's parameters.
         predict: logits ``(batch, n, vocab)`` from states ``(batch, n, hidden)``, n being all
             distances of all anchors, and from what replaces the output embeddings, if anything.
@@ -111,12 +110,8 @@ def drafted_targets(tokens: Tensor | None, wanted: Tensor) -> Tensor:
 def drafted_logits(
     vocabulary: DraftVocabulary | None, predict: Callable[[DraftVocabulary | None], Tensor]
 ) -> Tensor:
-    """Logits ``(..., tokens)`` of a draft vocabulary's tokens; None for all.
-
-    Args:
-        vocabulary: see above.
-        predict: logits by its output embeddings; by the model's for None.
-    """
+    """Logits ``(..., tokens)`` of a draft vocabulary's tokens; None for all. ``predict`` gives
+    those by its output embeddings, or by the model's for None."""
     if vocabulary is None:
         return predict(None)
     if vocabulary.is_of_base:
@@ -142,10 +137,5 @@ def own_logits(
 
 
 def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none.
-
-    Args:
-        losses, wanted: tensors of the same shape.
-        dim: the dimensions to average over.
-    """
+    """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none."""
     return losses.sum(dim) / (wanted >= 0).sum(dim).clamp(min=1)

@@ -35,11 +35,7 @@ class Match(NamedTuple):
 
 
 class NgramIndex:
-    """Index of the positions where each n-gram of a sequence ends.
-
-    Args:
-        min_ngram, max_ngram: smallest and largest indexed size.
-    """
+    """Index of the positions where each n-gram of a sequence ends, of the given sizes."""
 
     def __init__(self, min_ngram: int, max_ngram: int):
         self.sizes = range(max_ngram, min_ngram - 1, -1)
@@ -63,8 +59,6 @@ class NgramIndex:
         Among equal sizes the latest comes first; each position occurs once, with its longest match.
 
         Args:
-            tokens: the sequence.
-            limit: largest number of matches.
             source: the indexed tokens; None if they are the sequence.
             sizes: of the n-grams, longest first; None for all that are indexed.
         """
@@ -132,9 +126,7 @@ def continuation_tree(
     more), times the ``confidence`` in such matches. The ``max_nodes`` most probable nodes are kept.
 
     Args:
-        tokens: the sequence.
         matches: from :meth:`NgramIndex.matches`, longest n-gram first.
-        max_depth, max_nodes: limits of the tree.
         confidence: estimates learned so far; None for the initial ones.
         min_probability: draft tokens less probable than this are left out.
 

@@ -162,11 +162,8 @@ class Predictions:
         return tokens.to(root.device)
 
     def likeliest(self, previous: Tensor) -> Tensor:
-        """``(batch, distances, width)`` ids, likeliest first, given the previous tokens.
-
-        Args:
-            previous: ``(batch, distances)`` the token before each distance.
-        """
+        """``(batch, distances, width)`` ids, likeliest first, given the token before each distance,
+        ``(batch, distances)``."""
         if self._markov_head is None:
             return self.tokens
         found = self.given(previous[:, :, None])[:, :, 0]

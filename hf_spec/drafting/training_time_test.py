@@ -43,13 +43,11 @@ def unrolled(
     """Logits ``(batch, anchors, steps, tokens)`` of chains that follow the text.
 
     Args:
-        network: the decoder.
-        input_ids: ``(batch, seq)``
         states: ``(batch, seq, features)`` of the base, see :attr:`Drafter.reads`.
         anchors: ``(batch, anchors)`` columns t at which chains begin: step s, from 0, predicts
             token t + 2 + s.
         steps: length of the chains, from 1.
-        attention_mask: ``(batch, seq)``, 0 for padding; None for no padding.
+        attention_mask: 0 for padding; None for no padding.
     """
     device, (batch, seq) = states.device, input_ids.shape
     ids, anchors = input_ids.to(device), anchors.to(device)
@@ -87,12 +85,7 @@ def chain_loss(
     mean over sequences. Targets are the base's distributions over the draft vocabulary.
 
     Args:
-        model: the base.
-        network: the decoder that is trained.
-        batch: what it is trained on.
-        layers: whose states it reads, see :class:`Reads`; empty for the final ones.
-        steps: length of the chains.
-        decay: see above.
+        layers: whose states the network reads, see :class:`Reads`; empty for the final ones.
         kind: one of :data:`LOSSES`, see :func:`target_losses`.
 
     Returns:

@@ -55,15 +55,8 @@ def matrices(kind: str) -> tuple[str, str]:
 def shapes(
     kind: str, rank: int, hidden: int, known: int, drafted: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters by name.
-
-    Args:
-        kind: ``vanilla``, ``gated``, ``rnn`` or ``selector``.
-        rank: of the matrices.
-        hidden: size of the states.
-        known: number of tokens that may come before.
-        drafted: number of tokens that are predicted.
-    """
+    """Shapes of the parameters by name, given how many tokens may come before (``known``) and how
+    many are predicted (``drafted``)."""
     before, after = matrices(kind)
     found: dict[str, tuple[int, ...]] = {before: (known, rank), after: (drafted, rank)}
     if kind == "gated":
@@ -232,13 +225,8 @@ class Conditional(Predictions):
 
 
 def with_confidence(log_probs: Tensor, confidence: Tensor) -> Tensor:
-    """Log-probabilities of which the largest is replaced by a confidence.
-
-    The others share the rest as before, and none becomes the largest.
-
-    Args:
-        log_probs: ``(..., width)``, the largest first.
-        confidence: ``(...)`` in [0, 1].
+    """Log-probabilities ``(..., width)`` of which the first, the largest, is replaced by a
+    confidence ``(...)`` in [0, 1]; the others share the rest as before, none becomes the largest.
     """
     first, others = log_probs[..., :1], log_probs[..., 1:]
     # Of all other tokens together, those that are not listed included.

@@ -94,11 +94,7 @@ class BlockDrafter(TreeDrafter):
         super().warm(state)
 
     def _run(self, root: Tensor, ahead: bool = False) -> None:
-        """Run the block behind all committed tokens.
-
-        Args:
-            ahead: before the host knows those of the latest step.
-        """
+        """Run the block behind all committed tokens, perhaps before the host knows the latest."""
         rows, cache = self._committed.take(ahead), self.cache
         if rows is not None:
             width = max(rows.counts)

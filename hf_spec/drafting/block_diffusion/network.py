@@ -63,10 +63,6 @@ class Convolutions(nn.Module):
 
     with b a parameter and d, equal within groups of features, projected from the input.
 
-    Args:
-        config: of the adapter.
-        hidden: number of features.
-
     Attributes:
         base_kernel: ``(2, slots, hidden)`` b of input and output.
         kernel_projection: to d of both.
@@ -154,15 +150,7 @@ def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
 
 
 class BlockNetwork:
-    """Runs the decoder.
-
-    Args:
-        adapter: its parameters.
-        model: the base model, whose input embeddings are used.
-
-    Attributes:
-        device: where it runs.
-    """
+    """Runs the decoder of an adapter, with the input embeddings of its base model."""
 
     def __init__(self, adapter: BlockAdapter, model: Any):
         self.adapter, self.model, self.config = adapter, model, adapter.config
