@@ -23,8 +23,7 @@ from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.committed import Committed, DraftCache, Rows
+from hf_spec.drafting.committed import DraftCache, ReadsCommitted, Rows
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
@@ -93,14 +92,12 @@ class DraftNetwork(ABC):
         """``(..., tokens)`` of states ``(..., hidden)``."""
 
 
-class AutoregressiveDrafter(ForwardDrafter):
+class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
     """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
 
     Args:
         reads: the target's states that the network reads, of committed tokens.
     """
-
-    cache: DraftCache  # from the call's first step
 
     def __init__(
         self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
@@ -108,7 +105,6 @@ class AutoregressiveDrafter(ForwardDrafter):
     ):  # fmt: skip
         super().__init__(model, options, key)
         self.network, self.reads, self.token_ids = network, reads, network.token_ids
-        self._committed = Committed()
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
         self._graphs: Graphs | None = None
@@ -120,23 +116,15 @@ class AutoregressiveDrafter(ForwardDrafter):
         graphs = self._graphs = state.target.graphs if self.network.compiles else None
         if graphs is not None:
             graphs.hold(self.network.own)
-        self.cache = self._committed.cache = DraftCache(
+        self.cache = DraftCache(
             self.network.num_layers, state.batch_size, state.root.device,
             zeros if graphs is None else graphs.allocate,
         )  # fmt: skip
         if graphs is not None:  # code is for sizes: as many slots as the target's, at the same time
             self.cache.states.reserve(state.cache.capacity)
 
-    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        if hidden is not None:
-            self._committed.add(result, hidden)
-
-    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        super().observe(state, tree, result)
-        self._committed.confirm(result)
-
     def select(self, rows: Sequence[int]) -> None:
-        self._committed.select(rows)
+        super().select(rows)
         if self._root is not None:
             index = torch.tensor(rows, device=self._root[0].device)
             self._root = self._root[0][index], self._root[1][index]
@@ -150,7 +138,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         return self._ahead[1]
 
     def catch_up(self, state: DecodeState, ahead: bool = False) -> None:
-        rows = self._committed.take(ahead)
+        rows = self.take_committed(ahead)
         if rows is not None:
             self._run_committed(self.cache, rows)
 
