@@ -54,13 +54,13 @@ def graphs_for(
     asked = getattr(config, "_static_steps", False) and not config.disable_compile
     if not asked or (config.compile_config is None and model.device.type not in _ACCELERATORS):
         return None
-    if drafter.prunes:
+    if drafter.pruning is not None and drafter.pruning.always:
         raise ValueError(
             f"prune=True with cache_implementation={STATIC!r}: compiled steps have fixed shapes, "
             "and what is pruned differs from step to step. Give prune=False or 'auto', or leave "
             "cache_implementation out."
         )
-    drafter.prunes = False
+    drafter.pruning = None
     compile_config = config.compile_config or CompileConfig()
     graphs = Graphs(model, compile_config, (kind, drafter.kind_of_forward))
     graphs.tell = getattr(config, "_tell_made", None)
@@ -144,7 +144,7 @@ def warm(
         state.cache.rollback()
         if tree.num_probes and output.hidden is not None:
             root = torch.zeros_like(state.root)
-            probes = torch.full_like(root, drafter.num_probes)
+            probes = torch.full_like(root, len(drafter.group))
             tokens = state.root[:, None]
             result = StepResult(root[:, None], root + 1, tokens, probes, root, state.root)
             drafter.advance(result, states_at(output.hidden, tree.probes_of(root)))

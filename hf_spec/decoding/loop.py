@@ -108,12 +108,12 @@ def decode(
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, sequences, watch, handover.ends)
         steps.first(prefilled)
-        if drafter.prunes is None and not strategy.timed:
-            drafter.prunes = True
+        if drafter.pruning is not None and not strategy.timed:
+            drafter.pruning.always = True
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):
-            shapes = policy.shapes.all(drafter.num_probes, strategy.lookup)
+            shapes = policy.shapes.all(len(drafter.group), strategy.lookup)
             match = acceptance.matches(Tree.roots(state.root))
             strategy.draft_changes.run(warm, state, drafter, shapes, match)
         rows_stay = handover.wanted or strategy.strict or state.batch_size == 1

@@ -97,7 +97,7 @@ def prefill(
     later = LaterInputs.of(model, input_ids, model_kwargs)
 
     probe_inputs = None if drafter is None else drafter.probe_inputs
-    group = None if drafter is None else drafter.group
+    group = (drafter.group or None) if drafter is not None else None
 
     def make_target(cache: TreeCache, lengths: Tensor, later: LaterInputs) -> Target:
         """A tree forward after prompts of these lengths."""

@@ -82,11 +82,11 @@ def check_strict(
             "a prompt with padding: how plain generation rounds a row depends on the padding "
             "before it. Give prompts of equal length, or one at a time"
         )
-    elif drafter.prunes:
+    elif drafter.pruning is not None and drafter.pruning.always:
         why = "prune=True: pruned forwards leave nodes out midway. Give prune=False or 'auto'"
     if why is not None:
         raise ValueError(f"exact={STRICT!r} with {why}. Or leave one of the two out.")
-    drafter.prunes = False
+    drafter.pruning = None
     placed, attention = placement(model), model.config.get_text_config(decoder=True)
     kind = (
         placed, torch.get_num_threads(), attention._attn_implementation, batch_size,

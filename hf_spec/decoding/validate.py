@@ -78,7 +78,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     if watermark is not None and "SynthID" in type(watermark).__name__:
         why = "its processor keeps a state per call."
         refuse("watermarking_config", type(watermark).__name__, why)
-    if mode_kwargs.get("synced_gpus") and method.drafter.runs_modules:
+    if mode_kwargs.get("synced_gpus") and method.drafter.runs:
         refuse(
             "synced_gpus", True,
             "ranks with prompts of their own would run modules of the model at different times and "

@@ -10,8 +10,9 @@ Scaling up Inference Acceleration of Large Language Models via Training-Time Tes
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.committed import Committed, DraftCache, Rows
+from hf_spec.drafting.committed import DraftCache, ReadsCommitted, Rows
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
@@ -39,7 +39,7 @@ AT_ONCE = 512
 MaskRows = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
-class DraftNetwork(Protocol):
+class DraftNetwork(ABC):
     """The decoder.
 
     Attributes:
@@ -53,15 +53,17 @@ class DraftNetwork(Protocol):
     """
 
     num_layers: int
-    token_ids: Tensor | None
-    compiles: bool
-    own: Sequence[Tensor]
-    masks: MaskRows | None
+    token_ids: Tensor | None = None
+    compiles: bool = True
+    own: Sequence[Tensor] = ()
+    masks: MaskRows | None = None
 
+    @abstractmethod
     def features(self, states: Tensor) -> Tensor:
         """``(batch, n, hidden)`` what a row takes of the target's states ``(batch, n, features)``,
         which are those of :attr:`Drafter.reads`."""
 
+    @abstractmethod
     def run(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
@@ -90,62 +92,46 @@ class DraftNetwork(Protocol):
             before: ``(batch, 1, ...)`` what the row before the first one has returned for the next;
                 None if there is none.
         """
+        return self.run(tokens, hidden, positions, mask, cache)
 
+    @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """``(..., tokens)`` of states ``(..., hidden)``."""
 
 
-class AutoregressiveDrafter(ForwardDrafter):
+class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
     """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
 
     Args:
-        network: the decoder.
-        reads: the target's states that it reads, of committed tokens.
-        key: see :class:`ForwardDrafter`.
+        reads: the target's states that the network reads, of committed tokens.
     """
-
-    runs_modules: ClassVar[bool] = True
-    cache: DraftCache  # from the call's first step
 
     def __init__(
         self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
         key: tuple[Hashable, ...],
     ):  # fmt: skip
         super().__init__(model, options, key)
-        self.network, self.reads = network, reads
-        self._committed = Committed()
+        self.network, self.reads, self.token_ids = network, reads, network.token_ids
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
         self._graphs: Graphs | None = None
         self._block: Tree | None = None  # the drafted rows, as nodes
         self._level: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
-    @property
-    def token_ids(self) -> Tensor | None:
-        return self.network.token_ids
-
     def start(self, state: DecodeState) -> None:
         super().start(state)
         graphs = self._graphs = state.target.graphs if self.network.compiles else None
         if graphs is not None:
             graphs.hold(self.network.own)
-        self.cache = self._committed.cache = DraftCache(
+        self.cache = DraftCache(
             self.network.num_layers, state.batch_size, state.root.device,
             zeros if graphs is None else graphs.allocate,
         )  # fmt: skip
         if graphs is not None:  # code is for sizes: as many slots as the target's, at the same time
             self.cache.states.reserve(state.cache.capacity)
 
-    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        if hidden is not None:
-            self._committed.add(result, hidden)
-
-    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        super().observe(state, tree, result)
-        self._committed.confirm(result)
-
     def select(self, rows: Sequence[int]) -> None:
-        self._committed.select(rows)
+        super().select(rows)
         if self._root is not None:
             index = torch.tensor(rows, device=self._root[0].device)
             self._root = self._root[0][index], self._root[1][index]
@@ -159,7 +145,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         return self._ahead[1]
 
     def catch_up(self, state: DecodeState, ahead: bool = False) -> None:
-        rows = self._committed.take(ahead)
+        rows = self.take_committed(ahead)
         if rows is not None:
             self._run_committed(self.cache, rows)
 
@@ -265,12 +251,4 @@ class AutoregressiveDrafter(ForwardDrafter):
         own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
         own._root = own._block = own._level = own._graphs = None
         own._run_committed(own.cache, Rows(after, seen[0], [after.shape[1]]))
-        found, zeros = after[:, -1:], torch.zeros_like(after[:, -1:])
-        chain = [int(found)]
-        for depth in range(self.depth):
-            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
-            found = own.level(frontier)[:, -1].argmax(-1, keepdim=True)
-            if self.token_ids is not None:
-                found = self.token_ids[found]
-            chain.append(int(found))
-        return chain
+        return [int(after[:, -1]), *own.chain_after(after[:, -1:])]

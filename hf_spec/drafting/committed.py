@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import states_at
 
 
@@ -27,14 +30,8 @@ class DraftCache(TreeCache):
         return self._settled is None and super().is_uniform
 
     def commit_ahead(self, counts: Tensor, most: int) -> None:
-        """Close the block and keep the first nodes of each row.
-
-        Only for caches without recurrent layers.
-
-        Args:
-            counts: ``(batch,)`` nodes of each row.
-            most: no row keeps more.
-        """
+        """Close the block and keep the first ``counts`` (batch,) nodes of each row, of which none
+        keeps more than ``most``. Only for caches without recurrent layers."""
         assert self.recurrent is None
         if self.states.is_empty:
             self.states.join()
@@ -67,43 +64,39 @@ class Rows(NamedTuple):
     exact: Tensor | None = None
 
 
-class Committed:
-    """Collects what steps commit until the drafter runs it, which plain steps put off.
+class ReadsCommitted(Drafter):
+    """A drafter that runs committed tokens in a cache of its own. What steps commit is collected
+    until then, which plain steps put off."""
 
-    Attributes:
-        cache: where it runs; None before the call's first step.
-    """
+    cache: DraftCache  # from the call's first step
 
-    def __init__(self) -> None:
-        self.cache: DraftCache | None = None
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._counts: list[Tensor | list[int]] = []
         self._before: list[int] | None = None  # what was taken ahead, but of the latest step
 
-    def add(self, result: StepResult, hidden: Tensor) -> None:
-        """Add a step's committed nodes: see :meth:`Drafter.advance`."""
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        if hidden is None:
+            return
         width = min(hidden.shape[1], result.tokens.shape[1])
         tokens = result.tokens[:, :width].to(hidden.device).clamp(min=0)
         self._parts.append((tokens, hidden[:, :width]))
         self._counts.append(result.counts)
 
-    def confirm(self, result: HostResult) -> None:
-        """Replace the counts of the latest step, or what the cache has of them if they were taken
-        ahead, by those that the host has settled on: see :meth:`Drafter.observe`."""
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        super().observe(state, tree, result)
+        # These counts replace those of the latest step, or what the cache has of them.
         counts, before = [len(path) for path in result.path], self._before
         self._before = None
         if before is None:
             self._counts[-1] = counts
         else:
-            assert self.cache is not None
             self.cache.settle(list(map(sum, zip(before, counts))))
 
-    def take(self, ahead: bool = False) -> Rows | None:
-        """All that was added since it was last taken; None if there is nothing.
-
-        Args:
-            ahead: the host does not know the latest counts yet, and does not ask for them.
-        """
+    def take_committed(self, ahead: bool = False) -> Rows | None:
+        """All that was committed since it was last taken; None if there is nothing. If it is taken
+        ahead, the host does not know the latest counts yet, and does not ask for them."""
         parts, self._parts = self._parts, []
         counts, self._counts = self._counts, []
         if not parts:
@@ -130,9 +123,8 @@ class Committed:
         return Rows(*found, list(map(len, rows)), exact)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Follow the batch, whose row ``i`` is now the former ``rows[i]``, as the cache does."""
-        if self.cache is not None:
-            self.cache.select(rows)
+        super().select(rows)
+        self.cache.select(rows)
         for place, (tokens, hidden) in enumerate(self._parts):
             index = torch.tensor(rows, device=tokens.device)
             self._parts[place] = tokens[index], hidden[index]

@@ -157,8 +157,7 @@ class DraftVocabulary(Holds):
 
 
 class _Rows(NamedTuple):
-    """Rows of the output embeddings: ids ``(size,)``, weights ``(size, hidden)``, bias ``(size,)``
-    or None."""
+    """Rows of the output embeddings."""
 
     tokens: Tensor
     weight: Tensor

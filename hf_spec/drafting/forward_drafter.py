@@ -17,8 +17,8 @@ from hf_spec.core.memory import recall
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.draft_exit import DraftExit
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.calibration import DraftExit
+from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import (
     ADAPTIVE,
@@ -69,18 +69,18 @@ class ForwardDrafter(Drafter):
     Attributes:
         depth: depth of the deepest draft token.
         width: nodes of a level that are continued.
-        exit: decides when to stop, where the policy chooses.
-        tempering: for calls that sample.
         forward_per_level: whether each level takes a forward of its own, and not only the first.
+        token_ids: ``(tokens,)`` int64 ids that it predicts, ascending; None for all.
     """
 
+    token_ids: Tensor | None = None
     forward_per_level: bool = True
     trees = {CHAIN: None}
     unused: ClassVar[Sequence[str]] = ()
-    single_forward: ClassVar[bool] = False
+    runs = FORWARDS
 
-    exit: DraftExit
-    tempering: Tempering
+    exit: DraftExit  # decides when to stop, where the policy chooses
+    tempering: Tempering  # for calls that sample
 
     def __init__(
         self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
@@ -94,9 +94,7 @@ class ForwardDrafter(Drafter):
         self.depth = options.max_depth or DEPTH
         self.width = 1 if options.tree == CHAIN else options.width
         self._key, self._owner = key, model if owner is None else owner
-        exactly = options.num_draft_tokens
-        self.num_draft_tokens = None if exactly == AUTO else int(exactly)
-        self.policy_chooses = self.num_draft_tokens is None
+        self.policy_chooses = options.num_draft_tokens == AUTO
         self.distances = self.depth
         self._growth: Growth | None = None  # of this step, if it drafts
         #: Of the next step, and its packed trees; see :meth:`prefetch`.
@@ -121,6 +119,18 @@ class ForwardDrafter(Drafter):
     def finish(self) -> None:
         """Discard what :meth:`level` has cached."""
 
+    def chain_after(self, root: Tensor) -> list[int]:
+        """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""
+        found, zeros = root, torch.zeros_like(root)
+        tokens: list[int] = []
+        for depth in range(self.depth):
+            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
+            found = self.level(frontier)[:, -1].argmax(-1, keepdim=True)
+            if self.token_ids is not None:
+                found = self.token_ids[found]
+            tokens.append(int(found))
+        return tokens
+
     def propose(self, state: DecodeState) -> Tree:
         self._growth, ahead, self._ahead = None, self._ahead, None
         if ahead is None or state.prefetched is None:
@@ -129,15 +139,15 @@ class ForwardDrafter(Drafter):
                 return Tree.roots(state.root)
             self.catch_up(state)
             ahead = self._grow(state, depth)
-        self._growth, packed = growth, _ = ahead
-        tree, host = state.received(packed)
-        growth.trees = host
+        self._growth, packed = ahead
+        tree, self._growth.trees = state.received(packed)
         return tree if self._exactly(state) is None else tree.changed(whole=True)
 
     def _exactly(self, state: DecodeState) -> int | None:
         """Number of draft tokens in every step; None if the policy chooses it."""
-        # What must not depend on time has one size.
-        return self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
+        if not self.policy_chooses:
+            return int(self.options.num_draft_tokens)
+        return None if state.timed else DEFAULT_DRAFT_TOKENS  # one size, whatever time it takes
 
     def _grow(self, state: DecodeState, depth: int) -> tuple[Growth, Tensor]:
         count = depth if self.width == 1 else self._exactly(state) or GROWN
@@ -162,7 +172,7 @@ class Growth:
         samples: logits and noise of the likeliest node of each level, ``(batch, tokens)`` each,
             where tokens are sampled.
         likeliest: ``(batch,)`` the token of that node, from the first level below the root.
-        cost: tokens that a forward must bring; None while unknown, or if nothing depends on time.
+        cost: see :attr:`DecodeState.draft_cost`.
     """
 
     def __init__(self, exit: DraftExit, tempering: Tempering, state: DecodeState):
@@ -174,11 +184,7 @@ class Growth:
         self.cost = state.draft_cost()
 
     def learn(self, emitted: Sequence[Sequence[int]], ids: Tensor | None = None) -> None:
-        """Learn from the tokens that each sequence emitted.
-
-        Args:
-            ids: ``(tokens,)`` ids of the logits, ascending; None if these are the indices.
-        """
+        """Learn from the tokens that each sequence emitted; ``ids`` are those of the logits."""
         if self.trees is not None:
             self.exit.calibration.learn(self.trees, self.trust, emitted)
         if not self.samples or not self.tempering.learns():

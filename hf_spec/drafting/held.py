@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -23,14 +23,11 @@ class Holds:
         """All tensors that it holds, always in the same order."""
         return [one for name in self.held for one in _inside(getattr(self, name))]
 
-    def using(self, tensors: Sequence[Tensor]) -> Self:
+    def using(self, tensors: Iterable[Tensor]) -> Self:
         """A copy that holds these in place of :meth:`tensors`."""
-        return self._copy(iter(tensors))
-
-    def _copy(self, tensors: Iterator[Tensor]) -> Self:
-        own = copy.copy(self)
+        own, rest = copy.copy(self), iter(tensors)
         for name in self.held:
-            setattr(own, name, _replaced(getattr(self, name), tensors))
+            setattr(own, name, _replaced(getattr(self, name), rest))
         return own
 
 
@@ -47,7 +44,7 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
     if value is None or isinstance(value, Tensor):
         return None if value is None else next(tensors)
     if isinstance(value, Holds):
-        return value._copy(tensors)
+        return value.using(tensors)
     if isinstance(value, Mapping):
         return {name: _replaced(part, tensors) for name, part in value.items()}
     parts = [_replaced(part, tensors) for part in value]

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 
 class LayerType:
@@ -32,7 +32,8 @@ class LayerType:
     own: tuple[str, ...] = ()
 
     def config_class(self) -> type[Any]:
-        return LlamaConfig
+        found: type[Any] = CONFIG_MAPPING[self.name]
+        return found
 
     def layer(self, config: Any, index: int) -> nn.Module:
         return LlamaDecoderLayer(config, index)
@@ -108,14 +109,8 @@ class Qwen3(LayerType):
 
     name = "qwen3"
 
-    def config_class(self) -> type[Any]:
-        return Qwen3Config
-
     def layer(self, config: Any, index: int) -> nn.Module:
         return Qwen3DecoderLayer(config, index)
-
-    def norm(self, size: int, eps: float) -> nn.Module:
-        return Qwen3RMSNorm(size, eps)
 
     def _normed(
         self, attention: Any, context: Tensor, shape: tuple[int, ...]
@@ -133,11 +128,6 @@ class Gemma4(LayerType):
 
     name = "gemma4_text"
     own = ("attention_k_eq_v",)
-
-    def config_class(self) -> type[Any]:
-        from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
-
-        return Gemma4TextConfig
 
     def layer(self, config: Any, index: int) -> nn.Module:
         from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer

@@ -11,7 +11,7 @@ from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.ngram import END, Confidence, Match, NgramIndex, continuation_tree
+from hf_spec.drafting.ngram import END, Confidence, Limits, Match, NgramIndex, continuation_tree
 
 #: Longest n-gram that is looked up in earlier answers.
 HISTORY_NGRAM = 4
@@ -35,7 +35,7 @@ class History:
         """That of a model and size, which all calls share; None if ``size`` is 0."""
         return recall(model, (History, size), lambda: cls(size)) if size else None
 
-    def matches(self, tokens: Sequence[int], limits: Any) -> list[Match]:
+    def matches(self, tokens: Sequence[int], limits: Limits) -> list[Match]:
         """Occurrences of the sequence's end; see :meth:`NgramIndex.matches`."""
         known, index = self._parts
         sizes = range(min(limits.max_ngram, HISTORY_NGRAM), limits.min_ngram - 1, -1)
@@ -54,14 +54,9 @@ class History:
 
 
 class SequenceLookup:
-    """N-gram lookup in one growing sequence that learns how reliable it is.
+    """N-gram lookup in one growing sequence that learns how reliable it is."""
 
-    Args:
-        limits: see :class:`hf_spec.drafting.ngram.Limits`.
-        history: texts that are searched, too.
-    """
-
-    def __init__(self, limits: Any, history: History | None = None):
+    def __init__(self, limits: Limits, history: History | None = None):
         self.limits, self.history = limits, history
         self.index = NgramIndex(limits.min_ngram, limits.max_ngram)
         self.confidence = Confidence()
@@ -101,7 +96,7 @@ class SequenceLookup:
 class BatchLookup:
     """A :class:`SequenceLookup` for each sequence of a batch."""
 
-    def __init__(self, limits: Any, batch_size: int, history: History | None = None):
+    def __init__(self, limits: Limits, batch_size: int, history: History | None = None):
         self.rows = [SequenceLookup(limits, history) for _ in range(batch_size)]
 
     def lookup(

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, places_of
 from hf_spec.drafting.markov_head import MarkovHead
+from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED
 
 #: Share of the loss without the previous token, if there is also a loss given that token.
@@ -62,7 +63,6 @@ def future_losses(
     share of `PLAIN_SHARE` is computed without that token, to train the shortlists.
 
     Args:
-        model: the base model.
         weights: the adapter's parameters.
         predict: logits ``(batch, n, vocab)`` from states ``(batch, n, hidden)``, n being all
             distances of all anchors, and from what replaces the output embeddings, if anything.
@@ -70,7 +70,7 @@ def future_losses(
         input_ids: ``(batch, seq)``
         anchors: ``(batch, anchors)`` columns t; distance d, from 1, predicts token t + d + 1.
         wanted: ``(batch, anchors, distances)`` these tokens, `IGNORED` where there is none.
-        own: the model's own logits there, for distillation, see :func:`drafted_logits`.
+        own: :func:`own_logits` there, for distillation.
 
     Returns:
         ``(batch, anchors, distances)`` losses; ``(batch, anchors, distances, tokens)`` logits; and
@@ -110,12 +110,8 @@ def drafted_targets(tokens: Tensor | None, wanted: Tensor) -> Tensor:
 def drafted_logits(
     vocabulary: DraftVocabulary | None, predict: Callable[[DraftVocabulary | None], Tensor]
 ) -> Tensor:
-    """Logits ``(..., tokens)`` of a draft vocabulary's tokens; None for all.
-
-    Args:
-        vocabulary: see above.
-        predict: logits by its output embeddings; by the model's for None.
-    """
+    """Logits ``(..., tokens)`` of a draft vocabulary's tokens; None for all. ``predict`` gives
+    those by its output embeddings, or by the model's for None."""
     if vocabulary is None:
         return predict(None)
     if vocabulary.is_of_base:
@@ -124,11 +120,22 @@ def drafted_logits(
     return logits[..., vocabulary.tokens.to(logits.device)]
 
 
-def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none.
+@torch.no_grad()
+def own_logits(
+    model: Any, hidden: Tensor, columns: Tensor, vocabulary: DraftVocabulary | None = None
+) -> Tensor:
+    """The model's own logits ``(batch, anchors, distances, tokens)``, for distillation.
 
     Args:
-        losses, wanted: tensors of the same shape.
-        dim: the dimensions to average over.
+        hidden: ``(batch, seq, hidden)`` its final states.
+        columns: ``(batch, anchors, distances)`` where, as far as the sequence goes.
+        vocabulary: see :func:`drafted_logits`.
     """
+    states = states_at(hidden, columns.clamp(max=hidden.shape[1] - 1).flatten(1))
+    logits = drafted_logits(vocabulary, lambda head: model_logits(model, states, head=head))
+    return logits.unflatten(1, columns.shape[1:])
+
+
+def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none."""
     return losses.sum(dim) / (wanted >= 0).sum(dim).clamp(min=1)

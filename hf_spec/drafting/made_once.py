@@ -24,7 +24,6 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
     Args:
         owner: a tensor of the adapter; there is one such table per owner.
         others: the other inputs: tensors; modules, with PEFT's adapters on them; or None.
-        make: computes the table.
     """
     weights, switches = [owner], []
     for other in others:

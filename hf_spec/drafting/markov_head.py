@@ -83,15 +83,11 @@ class MarkovHead(Holds):
     def logits(
         self, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None = None
     ) -> Tensor:
-        """The bias of all tokens, or of those of a vocabulary.
+        """The bias ``(..., vocab)`` of all tokens, or of those of a vocabulary.
 
         Args:
             previous: ``(...)`` previous tokens.
             states: ``(..., hidden)`` that give the logits to which the bias is added.
-            vocabulary: see above.
-
-        Returns:
-            ``(..., vocab)``
         """
         inner = functional.silu(self._embedded(previous) + self._projected(states))
         change = functional.linear(inner, self.weights.output[0])

@@ -6,6 +6,7 @@ the length of the sequence. Plain lists and dictionaries are fast enough for sho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,11 +35,7 @@ class Match(NamedTuple):
 
 
 class NgramIndex:
-    """Index of the positions where each n-gram of a sequence ends.
-
-    Args:
-        min_ngram, max_ngram: smallest and largest indexed size.
-    """
+    """Index of the positions where each n-gram of a sequence ends, of the given sizes."""
 
     def __init__(self, min_ngram: int, max_ngram: int):
         self.sizes = range(max_ngram, min_ngram - 1, -1)
@@ -62,8 +59,6 @@ class NgramIndex:
         Among equal sizes the latest comes first; each position occurs once, with its longest match.
 
         Args:
-            tokens: the sequence.
-            limit: largest number of matches.
             source: the indexed tokens; None if they are the sequence.
             sizes: of the n-grams, longest first; None for all that are indexed.
         """
@@ -90,14 +85,14 @@ class Confidence:
     """
 
     def __init__(self) -> None:
-        self._hits: dict[int, int] = {}
-        self._trials: dict[int, int] = {}
+        self._hits: Counter[int] = Counter()
+        self._trials: Counter[int] = Counter()
         self._deeper_trials = 5.0
         self._deeper_hits = 0.8 * self._deeper_trials
 
     def first(self, size: int) -> float:
         """Probability that the first token of a continuation is right, given the n-gram's size."""
-        return (self._hits.get(size, 0) + 1) / (self._trials.get(size, 0) + 2)
+        return (self._hits[size] + 1) / (self._trials[size] + 2)
 
     @property
     def deeper(self) -> float:
@@ -106,8 +101,8 @@ class Confidence:
 
     def observe(self, size: int, accepted: int, depth: int) -> None:
         """Learn from a step that accepted ``accepted`` draft tokens of a tree of this depth."""
-        self._trials[size] = self._trials.get(size, 0) + 1
-        self._hits[size] = self._hits.get(size, 0) + (accepted > 0)
+        self._trials[size] += 1
+        self._hits[size] += accepted > 0
         if accepted > 0 and depth > 1:
             # Old evidence fades: loops and copied passages begin and end.
             keep = 0.9
@@ -131,9 +126,7 @@ def continuation_tree(
     more), times the ``confidence`` in such matches. The ``max_nodes`` most probable nodes are kept.
 
     Args:
-        tokens: the sequence.
         matches: from :meth:`NgramIndex.matches`, longest n-gram first.
-        max_depth, max_nodes: limits of the tree.
         confidence: estimates learned so far; None for the initial ones.
         min_probability: draft tokens less probable than this are left out.
 
@@ -143,13 +136,18 @@ def continuation_tree(
     if not matches or max_depth < 1:
         return Row.root(tokens[-1])
     confidence = confidence or Confidence()
-    chance, deeper = confidence.first(matches[0].size), confidence.deeper
-    shares = _shares(matches)
+    longest = matches[0].size
+    chance, deeper = confidence.first(longest), confidence.deeper
+    weights = [
+        WEIGHT_PER_NGRAM ** (match.size - longest) / (1 + order)
+        for order, match in enumerate(matches)
+    ]
+    total = sum(weights)
     probability = [1.0]
     children: dict[tuple[int, int], int] = {}  # nodes by parent and token
     here = len(tokens)
-    for (end, _, source), share in zip(matches, shares):
-        weight = chance * share
+    for (end, _, source), share in zip(matches, weights):
+        weight = chance * (share / total)
         parent = 0
         for depth in range(1, max_depth + 1):
             place = end + depth - 1
@@ -169,17 +167,6 @@ def continuation_tree(
     row = Row(parents, found, probability).likeliest_first()
     size = 1 + min(sum(prob >= min_probability for prob in row.probs[1:]), max_nodes)
     return Row(row.parents[:size], row.tokens[:size], row.probs[:size])
-
-
-def _shares(matches: Sequence[Match]) -> list[float]:
-    """The weight of each match; the sum is 1."""
-    longest = matches[0].size
-    weights = [
-        WEIGHT_PER_NGRAM ** (match.size - longest) / (1 + order)
-        for order, match in enumerate(matches)
-    ]
-    total = sum(weights)
-    return [weight / total for weight in weights]
 
 
 @dataclass(frozen=True)

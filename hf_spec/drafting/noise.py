@@ -118,12 +118,8 @@ class SamplingNoise:
         return -self.temperature * noise.log()
 
     def emit(self, counts: Tensor, most: int) -> None:
-        """Go on to the tokens after those that a step emitted, which the host does not know yet.
-
-        Args:
-            counts: ``(batch,)`` emitted tokens of each sequence; 0 for finished ones.
-            most: no sequence has emitted more.
-        """
+        """Go on to the tokens after those that a step emitted, which the host does not know yet:
+        ``counts`` (batch,), 0 for finished sequences, and at most ``most``."""
         self._emitted = counts.to(self.device), most
 
     def advance(self, counts: Sequence[int]) -> None:
@@ -139,12 +135,9 @@ class SamplingNoise:
         self._generators = [self._generators[row] for row in rows]
 
     def give_back(self, used: int) -> None:
-        """Undo the draws for tokens that were never emitted, so that the default generator goes on
-        as after plain ``generate``. Does nothing if anything else has drawn since.
-
-        Args:
-            used: number of tokens that were emitted.
-        """
+        """Undo the draws for tokens that were never emitted, as only ``used`` were, so that the
+        default generator goes on as after plain ``generate``. Does nothing if anything else has
+        drawn since."""
         with _DRAWING:
             unused = [one for one in self._states if one.token >= used]
             if not unused or unused[0].token > used:

@@ -56,7 +56,6 @@ class Predictions:
     Attributes:
         tokens: ``(batch, distances, width)`` ids, likeliest first.
         log_probs: ``(batch, distances, width)`` float32, independent of the previous token.
-        known: see above.
     """
 
     def __init__(
@@ -69,9 +68,10 @@ class Predictions:
         ids: Tensor | None = None,
         tempered: Tempered | None = None,
     ):
-        if tempered is not None:
-            tempered = tempered.on(logits.device)
-            logits = tempered.sharpness * logits + tempered.noise
+        self._tempered = None if tempered is None else tempered.on(logits.device)
+        self._ids = ids
+        if self._tempered is not None:
+            logits = self._tempered.sharpness * logits + self._tempered.noise
         if markov_head is not None:
             width = max(width, SHORTLIST)
         chosen, self.log_probs = likeliest(logits, width)
@@ -79,7 +79,6 @@ class Predictions:
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
         self._depends = markov_head is not None  # on the tokens before
-        self._sharpness = None if tempered is None else tempered.sharpness
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
         self._table: Tensor | None = None
@@ -111,24 +110,22 @@ class Predictions:
             log_probs = log_probs.masked_fill(known <= place, -torch.inf)
         return log_probs
 
-    def given(self, previous: Tensor, distances: slice = slice(None)) -> Tensor:
+    def given(self, previous: Tensor) -> Tensor:
         """Log-probabilities of :attr:`tokens`.
 
         Args:
             previous: ``(batch, distances, n)`` tokens before each distance.
-            distances: the distances, counted from 0.
 
         Returns:
             ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` without a
             Markov head.
         """
-        plain = self.log_probs[:, distances, None]
+        plain, tokens = self.log_probs[:, :, None], self.tokens
         if self._markov_head is None:
             return plain
         assert self._states is not None
-        states, tokens = self._states[:, distances], self.tokens[:, distances]
-        bias = self._markov_head.bias(previous.to(tokens.device), states, tokens)
-        weighed = plain + (bias if self._sharpness is None else self._sharpness * bias)
+        bias = self._markov_head.bias(previous.to(tokens.device), self._states, tokens)
+        weighed = plain + (bias if self._tempered is None else self._tempered.sharpness * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
         found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
@@ -165,17 +162,12 @@ class Predictions:
         return tokens.to(root.device)
 
     def likeliest(self, previous: Tensor) -> Tensor:
-        """``(batch, distances, width)`` ids, likeliest first, given the previous tokens.
-
-        Args:
-            previous: ``(batch, distances)`` the token before each distance.
-        """
+        """``(batch, distances, width)`` ids, likeliest first, given the token before each distance,
+        ``(batch, distances)``."""
         if self._markov_head is None:
             return self.tokens
-        order = self.given(previous[:, :, None])[:, :, 0].argsort(
-            stable=True, dim=-1, descending=True
-        )
-        return self.tokens.gather(2, order)
+        found = self.given(previous[:, :, None])[:, :, 0]
+        return self.tokens.gather(2, found.argsort(stable=True, dim=-1, descending=True))
 
 
 def distribution(scores: Tensor) -> Tensor:

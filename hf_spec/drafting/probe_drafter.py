@@ -30,7 +30,6 @@ class ProbeDrafter(TreeDrafter):
 
     reads = Reads("probes")
     probe_inputs: ProbeInputs
-    group: ProbeGroup
 
     def __init__(
         self,
@@ -44,13 +43,12 @@ class ProbeDrafter(TreeDrafter):
         super().__init__(model, options, source, weights)
         self.probe_inputs = probe_inputs
         self.group = group or ProbeGroup.causal(source.max_depth)
-        self.num_probes = len(self.group)
-        self.per_distance = self.num_probes // max(source.max_depth, 1)
-        self.distances = self.num_probes // self.per_distance
+        self.per_distance = len(self.group) // max(source.max_depth, 1)
+        self.distances = len(self.group) // self.per_distance
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        count = 0 if self.hidden is None else self.num_probes
+        count = 0 if self.hidden is None else len(self.group)
         self.num_predicted = [count // self.per_distance * on for on in state.active]
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:

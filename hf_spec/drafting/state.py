@@ -122,11 +122,7 @@ class DecodeState:
         return self.sequences.remaining
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows in this order, and have all parts follow.
-
-        Args:
-            rows: the former index of each row; each at most once.
-        """
+        """Keep these rows in this order, each at most once, and have all parts follow."""
         parts: list[FollowsBatch | None] = [
             self.sequences, self.cache, self.target, self.drafter, self.lookups, self.noise
         ]  # fmt: skip
@@ -144,11 +140,7 @@ class DecodeState:
         return self.looked_up
 
     def received(self, packed: Tensor) -> tuple[Tree, HostTree]:
-        """Trees that a drafter has grown, from what was prefetched of them, if it was.
-
-        Args:
-            packed: see :meth:`Tree.unpacked`.
-        """
+        """Packed trees that a drafter has grown, from what was prefetched of them, if it was."""
         tree = Tree.unpacked(packed, self.prefetched)
         host = tree.host
         assert host is not None

@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.autoregressive import DraftNetwork
-from hf_spec.drafting.losses import drafted_targets, prediction_losses, wanted_mean
-from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.drafting.losses import drafted_targets, own_logits, prediction_losses, wanted_mean
+from hf_spec.model.hidden_states import states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_features
@@ -43,13 +43,11 @@ def unrolled(
     """Logits ``(batch, anchors, steps, tokens)`` of chains that follow the text.
 
     Args:
-        network: the decoder.
-        input_ids: ``(batch, seq)``
         states: ``(batch, seq, features)`` of the base, see :attr:`Drafter.reads`.
         anchors: ``(batch, anchors)`` columns t at which chains begin: step s, from 0, predicts
             token t + 2 + s.
         steps: length of the chains, from 1.
-        attention_mask: ``(batch, seq)``, 0 for padding; None for no padding.
+        attention_mask: 0 for padding; None for no padding.
     """
     device, (batch, seq) = states.device, input_ids.shape
     ids, anchors = input_ids.to(device), anchors.to(device)
@@ -90,12 +88,7 @@ def chain_loss(
     mean over sequences. Targets are the base's distributions over the draft vocabulary.
 
     Args:
-        model: the base.
-        network: the decoder that is trained.
-        batch: what it is trained on.
-        layers: whose states it reads, see :class:`Reads`; empty for the final ones.
-        steps: length of the chains.
-        decay: see above.
+        layers: whose states the network reads, see :class:`Reads`; empty for the final ones.
         kind: one of :data:`LOSSES`, see :func:`target_losses`.
 
     Returns:
@@ -111,12 +104,8 @@ def chain_loss(
     wanted = future_labels(batch.labels, batch.anchors, ProbeGroup.causal(steps))
     wanted = wanted.to(drafted.device)
     later = anchors[:, :, None] + torch.arange(1, steps + 1, device=anchors.device)
-    with torch.no_grad():
-        places = later.clamp(max=read.shape[1] - 1).flatten(1)
-        own = model_logits(model, states_at(final, places)).to(drafted.device)
-        own = own.unflatten(1, wanted.shape[1:])
-        ids = network.token_ids
-        targets = own if ids is None else own[..., ids.to(own.device)]
+    own, ids = own_logits(model, final, later).to(drafted.device), network.token_ids
+    targets = own if ids is None else own[..., ids.to(own.device)]
     losses = target_losses(drafted, targets, wanted, kind)
     shares = decay ** torch.arange(steps, device=losses.device)
     means = (wanted_mean(losses, wanted, 1) * shares).sum(-1)

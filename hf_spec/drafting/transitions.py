@@ -55,15 +55,8 @@ def matrices(kind: str) -> tuple[str, str]:
 def shapes(
     kind: str, rank: int, hidden: int, known: int, drafted: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters by name.
-
-    Args:
-        kind: ``vanilla``, ``gated``, ``rnn`` or ``selector``.
-        rank: of the matrices.
-        hidden: size of the states.
-        known: number of tokens that may come before.
-        drafted: number of tokens that are predicted.
-    """
+    """Shapes of the parameters by name, given how many tokens may come before (``known``) and how
+    many are predicted (``drafted``)."""
     before, after = matrices(kind)
     found: dict[str, tuple[int, ...]] = {before: (known, rank), after: (drafted, rank)}
     if kind == "gated":
@@ -158,14 +151,8 @@ class Transitions(Holds):
         return given, memory
 
     def confidence(self, previous: Tensor, states: Tensor) -> Tensor | None:
-        """How likely the likeliest token is accepted; None without a head of confidence.
-
-        Args:
-            previous, states: as in :meth:`given`.
-
-        Returns:
-            ``(...)`` probabilities.
-        """
+        """``(...)`` how likely the likeliest token is accepted; None without a head of confidence.
+        ``previous`` and ``states`` are as in :meth:`given`."""
         if not self.sure:
             return None
         before = self._embedded(previous)
@@ -187,14 +174,8 @@ class Transitions(Holds):
     def along(
         self, logits: Tensor, previous: Tensor, states: Tensor, vocabulary: object = None
     ) -> Tensor:
-        """Logits of consecutive distances given the tokens before.
-
-        Args:
-            logits: ``(..., distances, tokens)``
-            previous: ``(..., distances)`` the token before each distance; first the root.
-            states: ``(..., distances, hidden)``
-            vocabulary: not needed; see :meth:`MarkovHead.along`.
-        """
+        """:meth:`given` of consecutive distances, ``(..., distances, tokens)``; the first token of
+        ``previous`` is the root. The vocabulary is not needed."""
         found, memory = [], None
         for place in range(previous.shape[-1]):
             own, memory = self.given(
@@ -219,8 +200,6 @@ class Conditional(Predictions):
         super().__init__(logits, width, known, ids=ids, tempered=tempered)
         self._logits, self._transitions, self._hidden = logits, transitions, states
         self._depends = True
-        self._width, self._ids = min(width, logits.shape[-1]), ids
-        self._tempered = None if tempered is None else tempered.on(logits.device)
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
 
     def expand(self, frontier: Frontier) -> Children | None:
@@ -237,7 +216,7 @@ class Conditional(Predictions):
         if self._tempered is not None:
             sharpness, noise = self._tempered
             logits = sharpness * logits + noise[:, place, None]
-        chosen, log_probs = likeliest(logits, self._width)
+        chosen, log_probs = likeliest(logits, self.tokens.shape[-1])
         sure = self._transitions.confidence(previous, states)
         if sure is not None and self._tempered is None:
             log_probs = with_confidence(log_probs, sure)
@@ -246,13 +225,8 @@ class Conditional(Predictions):
 
 
 def with_confidence(log_probs: Tensor, confidence: Tensor) -> Tensor:
-    """Log-probabilities of which the largest is replaced by a confidence.
-
-    The others share the rest as before, and none becomes the largest.
-
-    Args:
-        log_probs: ``(..., width)``, the largest first.
-        confidence: ``(...)`` in [0, 1].
+    """Log-probabilities ``(..., width)`` of which the first, the largest, is replaced by a
+    confidence ``(...)`` in [0, 1]; the others share the rest as before, none becomes the largest.
     """
     first, others = log_probs[..., :1], log_probs[..., 1:]
     # Of all other tokens together, those that are not listed included.

@@ -1,8 +1,4 @@
-"""Base class of drafters whose draft tokens form trees of predictions of future tokens.
-
-It says how far a drafter predicts, whether that takes probes, and what it predicts at positions of
-finished sequences.
-"""
+"""Base class of drafters whose draft tokens form trees of predictions of future tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.drafter import MODULES, Drafter
 from hf_spec.drafting.held import Holds
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import CHAIN
@@ -48,7 +44,7 @@ class TreeSource:
     #: Whether it uses probabilities; otherwise only the order of tokens. They are on the device, so
     #: growing can be compiled, and can begin before the host knows how a step has ended.
     weighs: ClassVar[bool] = False
-    #: Whether the policy chooses how many of its draft tokens are taken.
+    #: See :class:`Drafter`.
     policy_chooses: bool = False
 
     def __init__(self, states: TreeStates):
@@ -68,8 +64,6 @@ class TreeSource:
         """The trees of the current step.
 
         Args:
-            drafter: computes predictions and attaches its probes.
-            state: the decoding state.
             known: distances that each row has predictions for.
             depth: deepest draft token that any row can use.
         """
@@ -80,39 +74,29 @@ class TreeSource:
     def prefetch(
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
     ) -> Tensor | None:
-        """See :meth:`Drafter.prefetch`.
-
-        Args:
-            drafter, state: see :meth:`propose`.
-            known: distances that each row has predictions for; as a tensor, ``(batch,)``.
-        """
+        """See :meth:`Drafter.prefetch`; ``known`` may be a tensor ``(batch,)``."""
         return None
 
     def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
-        """Called after each step, plain ones included.
-
-        Args:
-            emitted: tokens that each row emitted.
-            num_drafted: number of draft tokens that were forwarded.
-        """
+        """Called after each step, plain ones included, with the tokens that each row emitted and
+        the number of draft tokens that were forwarded."""
 
     def warm(self, drafter: TreeDrafter, state: DecodeState) -> None:
-        """Compile what steps with predictions run."""
+        """See :meth:`Drafter.warm`."""
 
     def details(self) -> dict[str, Any]:
-        """For ``SpecStats.details``."""
+        """See :meth:`Drafter.details`."""
         return {}
 
 
 class TreeDrafter(Drafter, Holds):
-    """A drafter with trees.
+    """A drafter that says how far it predicts, whether that takes probes, and what it predicts.
 
     Args:
         source: provides the trees of each step.
         weights: the adapter's parameters; its Markov head and vocabulary may be among them.
 
     Attributes:
-        distances: number of tokens after the next one that it predicts.
         per_distance: probes per distance; 0 if predictions take no step tokens, so that every step
             has all of them.
         vocabulary: the tokens that are predicted; None for all.
@@ -122,7 +106,7 @@ class TreeDrafter(Drafter, Holds):
 
     trees = {CHAIN: chain_tree}
     unused = ()
-    runs_modules: ClassVar[bool] = True
+    runs = MODULES
     per_distance: int = 0
     held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
 
@@ -138,6 +122,7 @@ class TreeDrafter(Drafter, Holds):
 
     @property
     def token_ids(self) -> Tensor | None:
+        """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
         return None if self.vocabulary is None else self.vocabulary.tokens
 
     def start(self, state: DecodeState) -> None:
@@ -171,12 +156,8 @@ class TreeDrafter(Drafter, Holds):
         return None if known is None else self.source.prefetch(self, state, known)
 
     def build_trees(self, trees: Sequence[TreeState], state: DecodeState) -> Tree:
-        """Trees of these shapes with their tokens and probes.
-
-        Args:
-            trees: the tree of each row, no deeper than the row's predictions.
-            state: the state with the hidden states of the previous step.
-        """
+        """Trees of these shapes, each no deeper than the row's predictions, with their tokens and
+        probes."""
         key, device = tuple(trees), str(state.root.device)
         if key not in self._steps:
             if len(self._steps) == KEPT_STEPS:
@@ -195,12 +176,12 @@ class TreeDrafter(Drafter, Holds):
         """Tokens of all nodes, ``(batch, nodes)``, and their distributions if they are sampled.
 
         Args:
-            state: the state with the hidden states of the previous step.
             trees: the tree of each row, no deeper than ``depth``, from 1, and the row's
                 predictions.
         """
         width = 1 + max(max(tree.ranks) for tree in trees)
-        return self.predict(state, depth, width).ranked(trees, state.root), None
+        predictions = self.predict(state, depth, width, self.num_predicted)
+        return predictions.ranked(trees, state.root), None
 
     @property
     def num_predicted_ahead(self) -> Sequence[int] | Tensor | None:
@@ -208,20 +189,11 @@ class TreeDrafter(Drafter, Holds):
         return None if self.hidden is None else self.num_predicted
 
     def predict(
-        self, state: DecodeState, depth: int, width: int,
-        known: Sequence[int] | Tensor | None = None, tempered: Tempered | None = None,
+        self, state: DecodeState, depth: int, width: int, known: Sequence[int] | Tensor,
+        tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
-        """Predictions from the hidden states of the previous step.
-
-        Args:
-            state: the decoding state.
-            depth: number of distances, at most those that are known.
-            width: tokens to keep per distance.
-            known: distances that each row has predictions for; None for :attr:`num_predicted`.
-            tempered: changes the logits, over :attr:`vocabulary`; for calls that sample.
-        """
+        """Predictions from the hidden states of the previous step."""
         assert self.hidden is not None
-        known = self.num_predicted if known is None else known
         return self.predictions(self.hidden, state.root, known, depth, width, tempered)
 
     def predictions(
@@ -234,23 +206,21 @@ class TreeDrafter(Drafter, Holds):
             hidden: see :attr:`hidden`.
             root: ``(batch,)`` tokens.
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
+            depth: number of distances, at most those that are known.
+            width: tokens to keep per distance.
+            tempered: changes the logits, over :attr:`vocabulary`; for calls that sample.
         """
-        states = self.given_root(self.states(hidden, depth), root)
-        return self._predictions(states, known, width, tempered)
+        return self._predictions(self.states(hidden, depth), root, known, width, tempered)
 
     def given_root(self, states: Tensor, root: Tensor) -> Tensor:
-        """States given the root, where the adapter has a Markov head.
-
-        Args:
-            states: ``(batch, depth, hidden)``, see :meth:`states`.
-            root: ``(batch,)`` tokens.
-        """
+        """:meth:`states` given the root, where the adapter has a Markov head."""
         return states if self.markov_head is None else self.markov_head.given_root(states, root)
 
     def _predictions(
-        self, states: Tensor, known: Sequence[int] | Tensor, width: int,
+        self, states: Tensor, root: Tensor, known: Sequence[int] | Tensor, width: int,
         tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
+        states = self.given_root(states, root)
         make: Any = Conditional if isinstance(self.markov_head, Transitions) else Predictions
         made: Predictions = make(
             self.logits(states), width, known, self.markov_head, states, self.token_ids, tempered
@@ -267,16 +237,10 @@ class TreeDrafter(Drafter, Holds):
         Returns:
             ``(batch, depth, tokens)``
         """
-        states = self.given_root(self.states(hidden, previous.shape[1]), previous[:, 0])
-        return self.logits_given(states, previous)
+        return self._given(self.states(hidden, previous.shape[1]), previous)
 
-    def logits_given(self, states: Tensor, previous: Tensor) -> Tensor:
-        """:meth:`logits` if the tokens before are known.
-
-        Args:
-            states: ``(batch, depth, hidden)`` given the root, see :meth:`given_root`.
-            previous: see :meth:`given`.
-        """
+    def _given(self, states: Tensor, previous: Tensor) -> Tensor:
+        states = self.given_root(states, previous[:, 0])
         logits = self.logits(states)
         if self.markov_head is None:
             return logits
@@ -284,12 +248,7 @@ class TreeDrafter(Drafter, Holds):
 
     @abstractmethod
     def states(self, hidden: Tensor, depth: int) -> Tensor:
-        """``(batch, depth, hidden)`` states that the distances are predicted from.
-
-        Args:
-            hidden: see :attr:`hidden`.
-            depth: number of distances.
-        """
+        """``(batch, depth, hidden)`` states that the distances are predicted from."""
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
@@ -314,9 +273,8 @@ class TreeDrafter(Drafter, Holds):
         """
 
     def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
-        """Predictions at tokens of a finished sequence, as in decoding.
-
-        The sequence's tokens are the root and, with a Markov head, those before each distance.
+        """Predictions at tokens of a finished sequence, whose other tokens are the root and, with a
+        Markov head, those before each distance.
 
         Args:
             input_ids, places: see :meth:`future_states`.
@@ -330,8 +288,7 @@ class TreeDrafter(Drafter, Holds):
             some = places[done : done + len(states), None].to(ids.device)
             at = some + torch.arange(1, self.distances + 1, device=ids.device)
             before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
-            states = self.given_root(states, before[:, 0])
-            logits = self.logits_given(states, before)
+            logits = self._given(states, before)
             done += len(states)
             yield logits if self.vocabulary is None else self.vocabulary.of_all(logits)
 
@@ -341,5 +298,5 @@ class TreeDrafter(Drafter, Holds):
         own = self.model(input_ids).logits[:, -1:].argmax(-1).to(input_ids.device)
         (states,) = self.future_states(torch.cat([input_ids, own], dim=1), last)
         own = own[0].to(states.device)
-        predictions = self._predictions(self.given_root(states, own), (self.distances,), 1)
+        predictions = self._predictions(states, own, (self.distances,), 1)
         return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()

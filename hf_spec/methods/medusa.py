@@ -33,11 +33,11 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
-from hf_spec.drafting.head_drafter import HeadDrafter
 from hf_spec.drafting.heads import (
     BIASES,
     PROJECTION,
     WEIGHTS,
+    HeadDrafter,
     HeadsAdapter,
     HeadsConfig,
     heads_loss,

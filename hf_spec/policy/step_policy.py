@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from hf_spec.core.memory import locked
+from hf_spec.core.pruning import Pruning
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import Array
@@ -134,17 +135,18 @@ class StepPolicy:
             limits: depth of the deepest draft token that each row can use.
         """
         self._live = sum(active)
-        host = tree.host
+        host, pruning = tree.host, drafter.pruning
         if host is None or tree.whole or not self.enabled:
             self._plan = plan = Plan(tree.num_tokens - 1)
-            self.prunes = self._prunes(drafter.prunes, plan, self._width_of(tree))
+            self.prunes = self._prunes(pruning, plan, self._width_of(tree))
             return tree
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)
-        group = 0 if self.lookups_only else drafter.num_probes
-        self._plan = plan = self._best(probs, host.parents, group, drafter.prunes)
+        group = 0 if self.lookups_only else len(drafter.group)
+        always = pruning is not None and pruning.always
+        self._plan = plan = self._best(probs, host.parents, group, always)
         width = self.shapes.width(1 + plan.drafted, plan.probed * group)
-        self.prunes = self._prunes(drafter.prunes, plan, width)
+        self.prunes = self._prunes(pruning, plan, width)
         tree = tree.likeliest(plan.drafted)
         if not plan.probed:
             return tree
@@ -152,7 +154,7 @@ class StepPolicy:
         probed = best_ends(probs[:, :nodes], host.parents[:, :nodes], plan.probed)
         return drafter.attach_probes(tree, (probed * drafter.distances).tolist())
 
-    def _best(self, probs: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
+    def _best(self, probs: Array, parents: Array, group: int, prunes: bool) -> Plan:
         """The plan of the largest value; ``probs`` are of paths, likeliest first, ``group`` is the
         number of probes under a node that has them."""
         setting, shapes, live = self.setting, self.shapes, float(self._live)
@@ -200,11 +202,12 @@ class StepPolicy:
         self.stats.num_fallback_steps += 1
         return Plan(expected=live)
 
-    def _prunes(self, wanted: bool | None, plan: Plan, tokens: int) -> bool:
-        """Whether the step prunes unlikely draft tokens; if ``wanted`` is None, whether that
-        pays."""
-        if wanted is not None or not plan.drafted:
-            return bool(wanted and plan.drafted)
+    def _prunes(self, pruning: Pruning | None, plan: Plan, tokens: int) -> bool:
+        """Whether the step prunes unlikely draft tokens."""
+        if pruning is None or not plan.drafted:
+            return False
+        if pruning.always:
+            return True
         drafted = plan.expected - self._live if plan.expected else self._live
         return self.setting.prunes(tokens, drafted)
 

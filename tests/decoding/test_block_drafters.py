@@ -13,8 +13,7 @@ from test_shrinking import staggered
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.drafting.block_diffusion.network import BlockNetwork
-from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.block_diffusion.network import block_sequences
 from hf_spec.methods.registry import methods
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
@@ -158,7 +158,7 @@ def test_training_runs_the_blocks_of_the_reference(
         padded[row, start : start + ids.shape[1]] = ids[0]
         states[row, start : start + ids.shape[1]] = features[0]
         mask[row, start : start + ids.shape[1]] = 1
-    module = "hf_spec.drafting.block_diffusion.sequences.token_hidden"
+    module = "hf_spec.drafting.block_diffusion.network.token_hidden"
     monkeypatch.setattr(module, lambda *_: states)
     both = torch.stack([anchors, anchors + 3])
     hidden = block_sequences(network, padded, mask, both)

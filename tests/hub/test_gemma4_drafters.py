@@ -21,7 +21,7 @@ from torch.nn import functional
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.block_diffusion.network import block_sequences
 from hf_spec.drafting.training_time_test import unrolled
 from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
 from hf_spec.methods.eagle3.network import Eagle3Network

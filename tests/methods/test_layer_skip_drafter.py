@@ -21,8 +21,7 @@ from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.calibration import Calibration
-from hf_spec.drafting.draft_exit import AGAIN
+from hf_spec.drafting.calibration import AGAIN, Calibration
 from hf_spec.drafting.lookup import BatchLookup, merged
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState

@@ -109,9 +109,8 @@ def advance(drafter: Any, ids: Tensor, hidden: Tensor, parts: list[tuple[int, in
     zeros = torch.zeros(len(parts), dtype=torch.long)
     result = StepResult(path, torch.tensor(counts), tokens, zeros, zeros, zeros)
     drafter.advance(result, states)
-    drafter._committed.confirm(
-        HostResult([[*range(n)] for n in counts], [[]] * len(parts), [0] * len(parts))
-    )
+    host = HostResult([[*range(n)] for n in counts], [[]] * len(parts), [0] * len(parts))
+    drafter.observe(None, None, host)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -129,7 +129,7 @@ def naive_likely(
 def test_likely_candidates_one_at_a_time(fresh: Tiny, top_k: int) -> None:
     model = fresh()
     weights = trained_like(model)
-    pruning = EarlyPruning(model, weights, 1, top_k)
+    pruning = EarlyPruning(model, weights, 1, top_k, True)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(4, len(TREE), 32, generator=generator)
     tokens = torch.randint(VOCAB, (4, len(TREE)), generator=generator)

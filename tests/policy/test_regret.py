@@ -15,6 +15,7 @@ from covering import covering
 from fake_clock import FakeClock
 
 from hf_spec.core.host_tree import Row
+from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.policy.learned import Learned
@@ -26,8 +27,8 @@ DEPTH = 6
 class NoProbes:
     """A drafter without probes that cannot prune."""
 
-    num_probes = distances = 0
-    prunes = False
+    group, distances = ProbeGroup.causal(0), 0
+    pruning = None
 
 
 @functools.cache

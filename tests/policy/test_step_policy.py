@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,13 +102,13 @@ class Probing:
     """A drafter with so many probes of a node, that notes which nodes have them."""
 
     def __init__(self, num_probes: int = 0, prunes: bool | None = False):
-        self.num_probes = self.distances = num_probes
-        self.prunes = prunes
+        self.group, self.distances = ProbeGroup.causal(num_probes), num_probes
+        self.pruning = None if prunes is False else SimpleNamespace(always=bool(prunes))
         self.probed: list[list[int]] = []
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         self.probed = [[node for node, n in enumerate(row) if n] for row in ahead]
-        return tree.attach_probes(ProbeGroup.causal(self.num_probes), ahead)
+        return tree.attach_probes(self.group, ahead)
 
 
 def line(slope: float) -> Seconds:

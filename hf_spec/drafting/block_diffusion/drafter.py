@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,9 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.block_diffusion.network import BlockNetwork, window
-from hf_spec.drafting.block_diffusion.sequences import block_sequences
-from hf_spec.drafting.committed import Committed, DraftCache
+from hf_spec.core.verify import StepResult
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences, window
+from hf_spec.drafting.committed import DraftCache, ReadsCommitted
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Transitions
@@ -35,7 +34,7 @@ class BlockOptions(DraftOptions):
     """
 
 
-class BlockDrafter(TreeDrafter):
+class BlockDrafter(ReadsCommitted, TreeDrafter):
     """Trees of a block's likeliest tokens.
 
     Args:
@@ -44,7 +43,6 @@ class BlockDrafter(TreeDrafter):
     """
 
     options: BlockOptions
-    cache: DraftCache  # from the call's first step
 
     def __init__(
         self, model: Any, options: BlockOptions, adapter: ActiveAdapter,
@@ -57,26 +55,15 @@ class BlockDrafter(TreeDrafter):
         self.markov_head = Transitions.of(config.markov_head, weights, config.selector_top_k)
         self.reads = Reads("committed", tuple(config.feature_layers))
         self.distances = source.max_depth
-        self._committed = Committed()
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
         layers, batch = self.network.config.num_layers, state.batch_size
         self.cache = DraftCache(layers, batch, self.network.device)
-        self._committed.cache = self.cache
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = None
-        if hidden is not None:
-            self._committed.add(result, hidden)
-
-    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        super().observe(state, tree, result)
-        self._committed.confirm(result)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self._committed.select(rows)
+        super().advance(result, hidden)
 
     def prefetch(self, state: DecodeState) -> Tensor | None:
         # Where reads are free, only accepted tokens run.
@@ -95,12 +82,8 @@ class BlockDrafter(TreeDrafter):
         super().warm(state)
 
     def _run(self, root: Tensor, ahead: bool = False) -> None:
-        """Run the block behind all committed tokens.
-
-        Args:
-            ahead: before the host knows those of the latest step.
-        """
-        rows, cache = self._committed.take(ahead), self.cache
+        """Run the block behind all committed tokens, perhaps before the host knows the latest."""
+        rows, cache = self.take_committed(ahead), self.cache
         if rows is not None:
             width = max(rows.counts)
             cache.begin(Tree.chain(rows.tokens[:, :width]))

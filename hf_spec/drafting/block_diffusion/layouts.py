@@ -118,7 +118,6 @@ def convert(
 
     Args:
         kind: ``dflash`` or ``dspark``.
-        tensors: by their names in the file.
         config: the content of its ``config.json``.
 
     Raises:
@@ -269,11 +268,7 @@ def _features(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def _layer_type(layers: Mapping[str, Any], foreign: bool) -> LayerType:
-    """The type of a checkpoint's layers.
-
-    Args:
-        foreign: whether its layout is one whose layers are Qwen3's.
-    """
+    """The type of a checkpoint's layers; ``foreign`` layouts are those whose layers are Qwen3's."""
     kind = LAYER_TYPES.get(str(layers.get(TYPE)))
     if kind is None or kind.name not in TYPES:
         return LAYER_TYPES[TYPES[0]]  # named after the base; names of tensors tell

@@ -11,12 +11,11 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.block_diffusion.network import BlockNetwork
-from hf_spec.drafting.block_diffusion.sequences import block_sequences
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.losses import drafted_logits, drafted_targets, prediction_losses, wanted_mean
+from hf_spec.drafting.losses import drafted_targets, own_logits, prediction_losses, wanted_mean
 from hf_spec.drafting.transitions import Transitions
-from hf_spec.model.hidden_states import model_logits, output_logits, states_at
+from hf_spec.model.hidden_states import model_logits, output_logits
 from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.weights import placement
 
@@ -59,9 +58,7 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
     if config.loss == "distillation":
         with torch.no_grad():
             hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
-            at = states_at(hidden, later.flatten(1))
-            own = drafted_logits(vocabulary, lambda head: model_logits(model, at, head=head))
-            own = own.unflatten(1, later.shape[1:]).to(device)
+        own = own_logits(model, hidden, later, vocabulary).to(device)
     wanted = drafted_targets(None if vocabulary is None else vocabulary.tokens, wanted)
     losses = prediction_losses(logits, wanted, own)
     shares = config.decay ** torch.arange(1, distances + 1, device=device)

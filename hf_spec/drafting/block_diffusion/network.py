@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hf_spec.adapters.module import Adapter
@@ -26,6 +26,7 @@ from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.transitions import fresh, prefix, shapes
 from hf_spec.model.hidden_states import soft_capped
 from hf_spec.model.row_embeddings import RowEmbeddings
+from hf_spec.model.sequences import token_hidden
 from modeling_patches.cache_name import CACHE
 from modeling_patches.weights import device_of, placement
 
@@ -61,10 +62,6 @@ class Convolutions(nn.Module):
         y_t = sum_j (b_j + d_tj) * x_(t-j)
 
     with b a parameter and d, equal within groups of features, projected from the input.
-
-    Args:
-        config: of the adapter.
-        hidden: number of features.
 
     Attributes:
         base_kernel: ``(2, slots, hidden)`` b of input and output.
@@ -153,15 +150,7 @@ def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
 
 
 class BlockNetwork:
-    """Runs the decoder.
-
-    Args:
-        adapter: its parameters.
-        model: the base model, whose input embeddings are used.
-
-    Attributes:
-        device: where it runs.
-    """
+    """Runs the decoder of an adapter, with the input embeddings of its base model."""
 
     def __init__(self, adapter: BlockAdapter, model: Any):
         self.adapter, self.model, self.config = adapter, model, adapter.config
@@ -249,3 +238,45 @@ def window(config: BlockConfig, anchors: Tensor, queries: Tensor, keys: Tensor) 
     else:  # speculators counts from the anchor, and one token further
         seen = key >= anchors[:, None, :, None] - size
     return seen if config.sliding_window_non_causal else seen & (key <= own)
+
+
+def block_sequences(
+    network: BlockNetwork, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor
+) -> Tensor:
+    """Run blocks at many places of whole sequences, as in decoding: for training, and for finished
+    sequences. Gradients flow to the adapter.
+
+    Args:
+        input_ids: ``(batch, seq)``
+        attention_mask: ``(batch, seq)``, 0 for padding, on either side; None for no padding.
+        anchors: ``(batch, anchors)`` columns t. The context of a block are the tokens up to t; its
+            first token is that of column t + 1, or the last one of the sequence.
+
+    Returns:
+        ``(batch, anchors, distances, hidden)`` states that the tokens of columns t + 2, t + 3, ...
+        are predicted from.
+    """
+    config, device = network.config, network.device
+    layers = tuple(config.feature_layers or ())
+    features = token_hidden(network.model, input_ids, attention_mask, layers).to(device)
+    batch, seq = input_ids.shape
+    ids, anchors = input_ids.to(device), anchors.to(device)
+    real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(device)
+    places = (real.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache()
+    network.append(features, places, cache)
+
+    tokens = network.blocks(ids.gather(1, (anchors + 1).clamp(max=seq - 1)))
+    count, size = anchors.shape[1], tokens.shape[-1]
+    first = places.gather(1, anchors) + 1  # position of each block's first token
+    own = first[:, :, None] + torch.arange(size, device=device)
+    queries, keys = own.flatten(1), torch.cat([places, own.flatten(1)], 1)
+    block = torch.arange(count, device=device).repeat_interleave(size)
+    upto = torch.arange(seq, device=device) <= anchors[:, block, None]
+    same = (block[:, None] == block).expand(batch, -1, -1)
+    full = torch.cat([upto & (real[:, None] != 0), same], 2)[:, None]
+    sliding = full
+    if config.sliding_layers:
+        sliding = full & window(config, first[:, block], queries, keys)
+    hidden = network.run(tokens.flatten(1), queries, full, sliding, cache)
+    return network.predicting(hidden.view(batch, count, size, -1))

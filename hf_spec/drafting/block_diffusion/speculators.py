@@ -20,10 +20,6 @@ def speculators_files(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and the tensors of ``model.safetensors``.
 
-    Args:
-        model: the base model.
-        adapter: the adapter.
-
     Raises:
         ValueError: the adapter has what speculators does not know.
     """

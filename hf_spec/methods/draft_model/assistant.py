@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.options import key_of
@@ -25,7 +24,6 @@ class AssistantDrafter(ForwardDrafter):
         ValueError: it is not a model, or has another tokenizer.
     """
 
-    runs_modules: ClassVar[bool] = True
     options: GrowOptions
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
@@ -46,13 +44,8 @@ class AssistantDrafter(ForwardDrafter):
         known, wanted = input_features(assistant)[0], input_features(model)[0]
         #: Tokens that both models have.
         self.shared = min(known, wanted)
-        self._ids: Tensor | None = None
         if self.shared != wanted:
-            self._ids = torch.arange(self.shared, device=placement(assistant).device)
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        return self._ids
+            self.token_ids = torch.arange(self.shared, device=placement(assistant).device)
 
 
 def _check_tokenizer(model: Any, assistant: Any) -> None:

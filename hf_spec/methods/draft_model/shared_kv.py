@@ -152,8 +152,7 @@ class SharedKVDrafter(AssistantDrafter):
     # -- stock assisted decoding -------------------------------------------------------------
 
     def chain(self, input_ids: Tensor) -> list[int]:
-        model, root = self.model, input_ids[:, -1:]
-        known = input_ids[:, :-1].to(placement(model).device)
+        model, known = self.model, input_ids[:, :-1].to(placement(self.model).device)
         if not known.shape[1]:  # nothing to attend to
             return []
         source = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -165,10 +164,4 @@ class SharedKVDrafter(AssistantDrafter):
         take_over(cache, source, None, known.shape[1])
         own = copy.copy(self)
         own._hidden, own._seen = states[0][:, -1], own._see(cache, torch.zeros_like(known[:, :1]))
-        found, zeros = root, torch.zeros_like(root)
-        chain: list[int] = []
-        for depth in range(self.depth):
-            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
-            found = own.level(frontier)[:, -1].argmax(-1, keepdim=True)
-            chain.append(int(found))
-        return chain
+        return own.chain_after(input_ids[:, -1:])

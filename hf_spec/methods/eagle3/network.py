@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.drafting.autoregressive import MaskRows
+from hf_spec.drafting.autoregressive import DraftNetwork, MaskRows
 from hf_spec.drafting.training_time_test import chain_loss
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from hf_spec.model.hidden_states import soft_capped
@@ -19,15 +18,12 @@ from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.weights import device_of
 
 
-class Eagle3Network:
-    """See :class:`hf_spec.drafting.autoregressive.DraftNetwork`.
+class Eagle3Network(DraftNetwork):
+    """An adapter's decoder on its base.
 
     Raises:
         ValueError: the model lacks some of the tokens that it predicts.
     """
-
-    compiles = True
-    own: Sequence[Tensor] = ()
 
     def __init__(self, model: Any, adapter: Eagle3Adapter):
         self.model, self.adapter = model, adapter
@@ -70,12 +66,6 @@ class Eagle3Network:
             self.embedded(tokens), hidden, positions, mask, cache
         )
         return found
-
-    def run_true(
-        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, positions: Tensor,
-        mask: Tensor, cache: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return self.run(tokens, hidden, positions, mask, cache)
 
     def _masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
         hidden = self.features(self.adapter.mask_hidden).expand(batch, count, -1)

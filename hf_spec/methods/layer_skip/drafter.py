@@ -10,7 +10,7 @@ drafting continues from the likeliest one, and the next likeliest ones become it
 
 from collections.abc import Hashable, Sequence
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.forward_drafter import Growth
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import key_of, samples_drafts
@@ -41,8 +41,7 @@ class LayerSkipDrafter(Drafter):
     """Drafts token by token with the chosen sublayers left out."""
 
     can_sample = True
-    single_forward: ClassVar[bool] = False
-    runs_modules: ClassVar[bool] = True
+    runs = FORWARDS
     options: LayerSkipOptions
     drafting: Changes
 

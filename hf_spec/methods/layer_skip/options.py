@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hf_spec.core.checks import check_choices, check_count, check_range, distinct_layers
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import locked
-from hf_spec.drafting.draft_exit import DraftExit
+from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.options import DraftOptions, refuse
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.drafting.autoregressive import MaskRows
+from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.training_time_test import ChainCache
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 from hf_spec.model.tree_mask import slot_positions
@@ -17,17 +16,14 @@ from modeling_patches.mtp import MtpLayers
 from modeling_patches.weights import device_of
 
 
-class MtpNetwork:
-    """The layers with the model's embeddings; see :class:`DraftNetwork`.
+class MtpNetwork(DraftNetwork):
+    """The layers with the model's embeddings.
 
     Layer ``d`` predicts what follows a draft token of depth ``d``, and takes the output of layer
     ``d - 1`` at the row before (DeepSeek-V3, section 2.2). So a row runs through all layers that
     are still to come, and the next row takes the outputs of all but the last, side by side. Below
     the last layer's depth, it is used again and takes its own output.
     """
-
-    token_ids: Tensor | None = None
-    masks: MaskRows | None = None
 
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
@@ -38,7 +34,7 @@ class MtpNetwork:
         self.compiles = self._logits is output_logits and not any(
             map(layers.by_positions, range(self.depth))
         )
-        self.own: Sequence[Tensor] = [*layers.parameters(), *layers.buffers()]
+        self.own = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
 
     def features(self, states: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.losses import drafted_logits, future_losses, wanted_mean
-from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
+from hf_spec.drafting.losses import future_losses, own_logits, wanted_mean
+from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import future_labels, probe_sequences
 from modeling_patches.modules import num_layers
@@ -273,12 +273,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     offsets, _ = group_tensors(group, str(device))
     own = None
     if config.loss == "distillation":
-        at = (anchors[:, :, None] + offsets).clamp(max=labels.shape[1] - 1)
-        with torch.no_grad():
-            later = states_at(states.token_hidden, at.flatten(1))
-            vocabulary = DraftVocabulary.of(prompts.weights, model)
-            own = drafted_logits(vocabulary, lambda head: model_logits(model, later, head=head))
-            own = own.unflatten(1, wanted.shape[1:])
+        vocabulary = DraftVocabulary.of(prompts.weights, model)
+        own = own_logits(model, states.token_hidden, anchors[:, :, None] + offsets, vocabulary)
     losses, logits, labels = future_losses(
         model, prompts.weights, lambda states, head: prompts.logits(model, states, head=head), made,
         input_ids, anchors, wanted, own,

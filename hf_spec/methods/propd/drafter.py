@@ -12,9 +12,8 @@ from hf_spec.core.checks import check_count
 from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.head_drafter import HeadDrafter
-from hf_spec.drafting.heads import WEIGHTS
+from hf_spec.drafting.drafter import FORWARDS, Drafter
+from hf_spec.drafting.heads import WEIGHTS, HeadDrafter
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
@@ -80,7 +79,7 @@ def drafting_method(options: ProPDOptions) -> Method:
     method = get_method(name) if isinstance(name, str) else None
     if method is None or method.wraps is not None:
         raise ValueError(f"drafter={name!r}: give {HEADS!r}, or the name of another strategy.")
-    if not method.drafter.single_forward:
+    if method.drafter.runs == FORWARDS:
         raise ValueError(
             f"drafter={name!r} runs the model to draft: only the trees of strategies with one "
             "forward per step are pruned."
@@ -104,10 +103,12 @@ class EarlyPruning:
     """Drops draft tokens that are unlikely by the early head, which reads the states behind so many
     layers, and their subtrees; see :class:`hf_spec.core.pruning.Pruning`."""
 
-    def __init__(self, model: Any, weights: Mapping[str, Tensor], layer: int, top_k: int):
+    def __init__(
+        self, model: Any, weights: Mapping[str, Tensor], layer: int, top_k: int, always: bool
+    ):
         dtype = placement(model).dtype  # of hidden states
         names = (MATRIX, BIAS, GAIN)
-        self.model, self.layer, self.top_k = model, layer, top_k
+        self.model, self.layer, self.top_k, self.always = model, layer, top_k, always
         self.weights = {name: weights[name].detach().to(dtype) for name in names}
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
@@ -164,10 +165,10 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> D
         method = drafting_method(options)
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
     if options.prune:
-        drafter.prunes = None if options.prune == "auto" else True
         _check_exits(drafter, config.prune_layer)
         top_k = options.prune_top_k or config.prune_top_k
-        drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k)
+        always = options.prune != "auto"
+        drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k, always)
     return drafter
 
 
