@@ -29,7 +29,7 @@ from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.losses import future_losses, own_logits, wanted_mean
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
-from hf_spec.model.hidden_states import Head, Reads, model_logits, output_logits, states_at
+from hf_spec.model.hidden_states import Head, Reads, model_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.weights import (
     output_bias,
@@ -130,21 +130,7 @@ def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     return states.unflatten(1, hidden.shape[:-1]).movedim(0, -2)
 
 
-def head_logits(
-    model: Any, weights: Mapping[str, Tensor], states: Tensor, head: Head | None = None
-) -> Tensor:
-    """Logits of the first heads, ``(..., heads, tokens)``, without the model's scaling or soft cap.
-
-    Args:
-        states: ``(..., heads, hidden)`` outputs of their blocks, see :func:`head_states`.
-        head: replaces the base's output embeddings if the heads share them.
-    """
-    if PROJECTION in weights:
-        return _projected(model, weights[PROJECTION], states)
-    return output_logits(model, states, head)
-
-
-def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
+def projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
     """Own projections of ``states`` (..., heads, hidden), with the model's bias if it has one.
 
     Tokens that the model has gained since get the lowest logits, and lost ones none.
@@ -186,7 +172,7 @@ def loss_of_states(
         if config.projection == "shared":
             return model_logits(model, states.to(hidden), head=head)
         each = states.unflatten(1, (-1, config.num_heads))
-        return _projected(model, weights[PROJECTION], each).flatten(1, 2)
+        return projected(model, weights[PROJECTION], each).flatten(1, 2)
 
     own = None
     if config.projection == "own":  # tokens that the heads do not have
@@ -248,9 +234,9 @@ class HeadDrafter(TreeDrafter):
         return head_states(used, hidden).to(hidden)
 
     def logits(self, states: Tensor) -> Tensor:
-        if self.exact and PROJECTION not in self.weights:
-            return model_logits(self.model, states, head=self.vocabulary)
-        return head_logits(self.model, self.weights, states, self.vocabulary)
+        if PROJECTION in self.weights:
+            return projected(self.model, self.weights[PROJECTION], states)
+        return super().logits(states)
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         hidden = token_hidden(self.model, input_ids)[0]

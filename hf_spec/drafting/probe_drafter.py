@@ -12,7 +12,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
-from hf_spec.model.hidden_states import Reads, output_logits
+from hf_spec.model.hidden_states import Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
 
@@ -72,9 +72,6 @@ class ProbeDrafter(TreeDrafter):
         """Combine final hidden states of probes, ``(batch, probes, hidden)``, into one state per
         distance, ``(batch, distances, hidden)``."""
         return hidden
-
-    def logits(self, states: Tensor) -> Tensor:
-        return output_logits(self.model, states, self.vocabulary)
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         if not any(map(any, ahead)):

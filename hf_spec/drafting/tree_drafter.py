@@ -21,7 +21,7 @@ from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Conditional, Transitions
-from hf_spec.model.hidden_states import shapes_logits
+from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 
 #: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
 AT_ONCE = 384
@@ -250,10 +250,12 @@ class TreeDrafter(Drafter, Holds):
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         """``(batch, depth, hidden)`` states that the distances are predicted from."""
 
-    @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """Logits ``(batch, depth, tokens)`` of :meth:`states`, over :attr:`vocabulary` if it has
         one. The model's scaling and soft cap are applied only if :attr:`exact`."""
+        if self.exact:
+            return model_logits(self.model, states, head=self.vocabulary)
+        return output_logits(self.model, states, self.vocabulary)
 
     @property
     def exact(self) -> bool:

@@ -7,7 +7,6 @@ after the next one, which are the draft tokens of the next step (section 3.2).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
 from hf_spec.methods.registry import Method
-from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import computed_states, future_labels, probe_sequences
 from hf_spec.policy.tree_source import tree_source
@@ -130,8 +129,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     ).probe_hidden
     wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
     losses, logits, labels = future_losses(
-        model, weights, partial(output_logits, model), hidden, batch.input_ids, batch.anchors,
-        wanted,
+        model, weights, lambda states, head: model_logits(model, states, head=head), hidden,
+        batch.input_ids, batch.anchors, wanted,
     )  # fmt: skip
     means = wanted_mean(losses, labels, (1, 2))
     return {"loss": means.mean(), "logits": logits, "labels": labels}

@@ -17,11 +17,12 @@ import hf_spec
 from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core.tree import Tree
 from hf_spec.drafting import predictions
-from hf_spec.drafting.heads import head_logits, head_states
+from hf_spec.drafting.heads import head_states
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
+from hf_spec.model.hidden_states import output_logits
 from hf_spec.policy.adaptive_trees import AdaptiveTrees, Proposal, grow
 from hf_spec.policy.plans import best_ends, ends
 
@@ -295,7 +296,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
         markov_head, states = MarkovHead.of(weights, model), head_states(weights, hidden)
         if markov_head is not None:
             states = markov_head.given_root(states, state.root)
-        logits = head_logits(model, weights, states)
+        logits = output_logits(model, states)
         for row in range(len(logits)):
             if not state.active[row]:
                 continue

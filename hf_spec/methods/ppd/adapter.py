@@ -28,7 +28,7 @@ from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.losses import future_losses, own_logits, wanted_mean
-from hf_spec.model.hidden_states import Head, model_logits, output_logits
+from hf_spec.model.hidden_states import Head, model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import future_labels, probe_sequences
 from modeling_patches.modules import num_layers
@@ -238,17 +238,13 @@ class PromptTokens:
             hidden = hidden + torch.nn.functional.silu(inner + weights["head_bias"].to(hidden))
         return hidden
 
-    def logits(
-        self, model: Any, states: Tensor, exact: bool = True, head: Head | None = None
-    ) -> Tensor:
+    def logits(self, model: Any, states: Tensor, head: Head | None = None) -> Tensor:
         """Logits ``(batch, n, tokens)`` of :meth:`states`, by the base's output embeddings or what
-        replaces them; with its scaling and soft cap if they are to be exact."""
+        replaces them, with its scaling and soft cap."""
         if self.config.head == "vocabulary":  # added to logits, so their scale matters
             own = states @ self.weights["head"].to(states).T
             return model_logits(model, states) + of_tokens(model, own, 0.0)
-        if exact:
-            return model_logits(model, states, head=head)
-        return output_logits(model, states, head)
+        return model_logits(model, states, head=head)
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:

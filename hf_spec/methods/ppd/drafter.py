@@ -75,4 +75,6 @@ class PPDDrafter(ProbeDrafter):
         return self.prompts.states(hidden)
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.prompts.logits(self.model, states, self.exact, self.vocabulary)
+        if self.prompts.config.head == "vocabulary":
+            return self.prompts.logits(self.model, states)
+        return super().logits(states)

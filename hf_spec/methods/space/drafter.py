@@ -59,11 +59,6 @@ class SpaceDrafter(ProbeDrafter):
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
         super().__init__(model, options, used, source, adapter.weights())
 
-    def logits(self, states: Tensor) -> Tensor:
-        if not self.exact:
-            return super().logits(states)
-        return model_logits(self.model, states, head=self.vocabulary)
-
     def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
