@@ -168,14 +168,9 @@ class RecurrentStates:
     def commit(
         self, before: list[int], counts: Sequence[int], path: Tensor, narrowed: Tensor
     ) -> None:
-        """Advance the states along each row's accepted path.
-
-        Args:
-            before: lengths of the rows before the step.
-            counts: accepted nodes per row; 0 leaves a row as it is.
-            path: ``(batch, depth)`` accepted nodes.
-            narrowed: the same among the nodes that deeper layers have kept.
-        """
+        """Advance the states by ``counts`` nodes of each row's accepted path, where rows had the
+        lengths ``before`` the step; ``narrowed`` is ``path`` ``(batch, depth)`` among the nodes
+        that deeper layers have kept."""
         missing = [place for place in self._index if place not in self._kept]
         if missing and any(counts):
             raise RuntimeError(

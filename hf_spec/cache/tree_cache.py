@@ -176,12 +176,8 @@ class TreeCache(StatefulCache):
         return OpenBlock(start, None, start + count)
 
     def narrow(self, rows: Tensor) -> None:
-        """Keep only some query tokens of the open block for the layers that have yet to write.
-
-        Args:
-            rows: ``(batch, n)`` indices of the kept query tokens in the block. Each keeps its slot,
-                so an accepted token has the same slot in every layer.
-        """
+        """Keep only these query tokens ``(batch, n)`` of the open block for the layers that have
+        yet to write. Each keeps its slot, so an accepted token has the same slot in every layer."""
         assert self.block is not None
         slots = self.lengths[:, None] + self.block.first + rows.to(self.lengths.device)
         self.block = self.block._replace(slots=slots)
@@ -216,7 +212,7 @@ class TreeCache(StatefulCache):
         self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
 
     def rollback(self) -> None:
-        """Close the block and discard all of its nodes."""
+        """Close the block and discard its nodes."""
         self.block = None
 
     def repair(self) -> None:
@@ -244,14 +240,9 @@ class TreeCache(StatefulCache):
     def traced_with(
         self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree
     ) -> TreeCache:
-        """The cache with an open block as a graph sees it, which serves all lengths.
-
-        Args:
-            tensors: in place of :meth:`tensors`.
-            lengths: in place of :attr:`lengths`.
-            slots: ``(batch, n)`` slots that the block writes. Attention sees all slots.
-            tree: in place of the block's.
-        """
+        """The cache with an open block as a graph sees it, which serves all lengths: with these
+        :meth:`tensors`, :attr:`lengths`, slots ``(batch, n)`` that the block writes, and tree, in
+        place of its own. Attention sees all slots."""
         assert self.block is not None
         own = TreeCache(len(self.layers), self.batch_size, lengths.device)
         given = list(tensors)

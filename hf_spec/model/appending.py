@@ -40,11 +40,7 @@ class Prefilled:
     num_probes: int = 0
 
     def committed(self, result: StepResult) -> StepResult:
-        """The prompt as the result of a step.
-
-        Args:
-            result: of a step whose tree was the prompt's last token.
-        """
+        """The prompt as a result, given that of a step whose tree was the prompt's last token."""
         most, device = max(map(len, self.following)), result.tokens.device
         counts = sent([len(row) + 1 for row in self.following], device)
         rows = [row + [0] * (most + 1 - len(row)) for row in self.following]

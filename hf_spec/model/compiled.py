@@ -31,13 +31,9 @@ PARTS = 64
 
 
 class CompiledTarget(Target):
-    """A target whose steps are compiled; prompts are not.
+    """A target whose steps are compiled; prompts are not."""
 
-    Args:
-        graphs: keeps the compiled code.
-    """
-
-    graphs: Graphs
+    graphs: Graphs  # keeps the compiled code
 
     def __init__(self, *args: Any, graphs: Graphs, **kwargs: Any):
         super().__init__(*args, **kwargs)
