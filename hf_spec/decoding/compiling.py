@@ -27,8 +27,6 @@ from modeling_patches.weights import placement
 #: Value of ``cache_implementation``.
 STATIC = "static"
 
-#: Arguments of a call that only our configs have.
-_OURS = ("assistant_strategy", "assistant_kwargs")
 #: Devices for which Transformers compiles by default.
 _ACCELERATORS = ("cuda", "xpu", "neuron", "tpu")
 
@@ -109,7 +107,7 @@ def warm_up(
         "return_dict_in_generate": True,
     }  # fmt: skip
     # Transformers warns if it gets both a config and arguments for it.
-    for name in [name for name in given if hasattr(config, name) or name in _OURS]:
+    for name in [name for name in given if hasattr(config, name)]:
         setattr(config, name, given.pop(name))
     made, length = 0, SMALLEST
     if progress is not None:

@@ -101,12 +101,13 @@ class Handover:
             cache.recurrent.remember()
         self.start = cache.host_lengths
 
-    def ends(self, rows: Sequence[int]) -> list[int]:
-        """For each of these rows of the cache: 1 if its last token should be cached, else 0.
+    def ends(self) -> list[int]:
+        """For each row of the cache: 1 if its last token should be cached, else 0.
 
         Plain generation forwards the last token of a row that ends before others, so a caller's
         ``DynamicCache`` holds it. In a ``TreeCache``, rows are independent.
         """
+        rows = self.sequences.rows
         if self._target is None or self.cache is None or self.start is None:
             return [0] * len(rows)
         emitted, active = self.sequences.emitted, self.sequences.active

@@ -106,7 +106,7 @@ def decode(
         setting = len(prompt), context, device
         policy = StepPolicy(stats, strategy.learned, setting, strategy.timed, target.width)
         state.draft_cost = policy.draft_cost
-        steps = Steps(state, strategy, acceptance, policy, sequences, watch, handover.ends)
+        steps = Steps(state, strategy, acceptance, policy, watch, handover)
         steps.first(prefilled)
         if drafter.pruning is not None and not strategy.timed:
             drafter.pruning.always = True
@@ -121,7 +121,7 @@ def decode(
         prompt_seconds = watch.step()
 
         while model._has_unfinished_sequences(
-            not any(state.active) and not any(handover.ends(state.rows)), synced_gpus, model.device
+            not any(state.active) and not any(handover.ends()), synced_gpus, model.device
         ):
             if not any(state.active):
                 steps.cache_ends()

@@ -58,30 +58,22 @@ class Scorer:
         sequences: the call's sequences; prefixes of nodes are written into their scratch space.
 
     Attributes:
+        trivial: whether scores are just the logits.
+        rowwise: whether all processors treat each row alone and never look at its tokens.
         stateful: names of the processors that may keep a state.
         lockstep: whether all rows must take equally many tokens in each step.
     """
 
     def __init__(self, processors: LogitsProcessorList, sequences: Sequences):
-        self.processors = processors
         self.sequences = sequences
         stateless = LogitsProcessorList([one for one in processors if is_stateless(one)])
         self.stateful = [type(one).__name__ for one in processors if not is_stateless(one)]
         self._all = _split(processors)
         self._drafting = _split(stateless) if self.stateful else self._all
+        self.trivial, self.rowwise = not processors, not self._all[0]
         self.lockstep = bool(self.stateful) and len(sequences.lengths) > 1
         #: The last logits of all sequences of the call.
         self._logits: Tensor | None = None
-
-    @property
-    def trivial(self) -> bool:
-        """Whether scores are just the logits."""
-        return len(self.processors) == 0
-
-    @property
-    def rowwise(self) -> bool:
-        """Whether all processors treat each row alone and never look at its tokens."""
-        return not self._all[0]
 
     def __call__(
         self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False

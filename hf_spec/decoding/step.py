@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.continued import catch_up
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
 from hf_spec.drafting.state import DecodeState
@@ -26,19 +26,14 @@ from hf_spec.policy.step_policy import StepPolicy
 
 @dataclass
 class Steps:
-    """Takes a call's steps, one after the other, each of which changes the state.
-
-    Attributes:
-        ends: given rows of the call, 1 for each whose last token must be cached once it finishes.
-    """
+    """Takes a call's steps, one after the other, each of which changes the state."""
 
     state: DecodeState
     strategy: Strategy
     acceptance: Acceptance
     policy: StepPolicy
-    sequences: Sequences
     watch: Stopwatch
-    ends: Callable[[Sequence[int]], list[int]]
+    handover: Handover
 
     def first(self, prompt: Prefilled) -> None:
         """Take the first token after each prompt: a step whose tree is just the root."""
@@ -47,14 +42,14 @@ class Steps:
             result = self.acceptance(tree, prompt.logits[:, None], state.active)
             state.root = result.bonus.to(state.root.device)
             host, _ = result.to_host()
-        self._emit(tree, host)
+        self._emit(tree, host, tree)
         self.strategy.drafter.advance(prompt.committed(result), prompt.hidden)
 
     def take(self) -> None:
         """One step of all rows."""
         state, drafter, policy = self.state, self.strategy.drafter, self.policy
         prepared = state.target.prepared
-        ends = self.ends(state.rows)
+        ends = self.handover.ends()
         catch_up(state)
         tree = Tree.roots(state.root)
         if policy.drafts(state.lookups is not None):
@@ -85,7 +80,7 @@ class Steps:
         drafter.observe(state, tree, host)
         if state.lookups is not None:
             state.lookups.observe(host)
-        streamer = self.sequences.streamer
+        streamer = self.handover.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
             streamer.see_step(output.tree, host)
         if state.target.prepared == prepared:  # steps that compile are not typical
@@ -104,7 +99,7 @@ class Steps:
         """Cache the last tokens of finished rows as required, or run a forward for other ranks."""
         state, tree = self.state, Tree.roots(self.state.root)
         state.target(tree, match=self.acceptance.matches(tree))
-        state.cache.commit(self.ends(state.rows))
+        state.cache.commit(self.handover.ends())
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
@@ -114,7 +109,7 @@ class Steps:
             found["packed_bytes"] = self.strategy.packed_bytes
         return found
 
-    def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:
+    def _emit(self, tree: Tree, host: HostResult, kept: Tree) -> HostResult:
         """Append and stream what was accepted of a tree, of which pruning left ``kept``, and
         advance the state; returns the result without what a stop cut off."""
         state, noise, stats = self.state, self.state.noise, self.state.stats
@@ -122,13 +117,12 @@ class Steps:
         active, remaining = state.active, state.remaining
         if noise is not None:
             noise.advance([len(path) if on else 0 for path, on in zip(host.path, active)])
-        counts = self.sequences.append(host, self.acceptance.recorded)
+        counts = self.handover.sequences.append(host, self.acceptance.recorded)
         for row, count in enumerate(counts):
             if active[row]:
                 depth = min(tree.row_depths[row], remaining[row] - 1)
                 stats.record(count, depth, tree.row_sizes[row], len(host.tokens[row]) - 1)
-                if kept is not None:
-                    stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
+                stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
         if not all(state.active):  # some rows may have stopped before their last accepted token
             state.root = sent([row[-1] for row in state.tokens], state.root.device)
         return HostResult(
