@@ -127,7 +127,7 @@ class TreeAttention:
             if not isinstance(stock, Replaceable):
                 stock = Replaceable(AttentionInterface, current, stock)
                 AttentionInterface.register(current, stock)
-            self.changes.replace_function(AttentionInterface, current, grouped_sdpa)
+            self.changes.instead(AttentionInterface, current, grouped_sdpa)
             if current != "sdpa":
                 _warn_switched(current)
         elif current != "sdpa":

@@ -78,7 +78,7 @@ class Bitwise:
         self.nodes = Nodes([], [])
         self.products: dict[str, str] = {}
         self._windows = any(local_attention(model).values())
-        changes.replace_function(AttentionInterface, SDPA, self._attention)
+        changes.instead(AttentionInterface, SDPA, self._attention)
         for module in _modules(model):
             if (kind := _kind(module)) is not None:
                 changes.instead(module, "forward", partial(self._product, module, kind))

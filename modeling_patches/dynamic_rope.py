@@ -35,7 +35,6 @@ class Reach:
     """The reach of the tokens of one call; copies the rotary modules in their current state.
 
     Args:
-        model: a causal language model with :func:`followers`.
         lead: for each sequence, the reach of its first token: more than 1 if another sequence is
             longer.
         forgets: see :func:`forgets_at`; None if the sequences are already longer.

@@ -18,10 +18,8 @@ from modeling_patches.per_call import Changes
 def averaged_exits(
     model: Any, changes: Changes, count: int, first: Callable[[], int] = lambda: 0
 ) -> None:
-    """Replace the output of query tokens from `first` on by the mean of the last `count` layers.
-
-    `first` is called in these layers; with a `count` of 1 nothing changes.
-    """
+    """Replace the output of query tokens from `first` on by the mean of the last `count` layers, in
+    which `first` is called; with a `count` of 1 nothing changes."""
     if count == 1:
         return
     *before, last = decoder_layers(model)[-count:]

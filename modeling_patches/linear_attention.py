@@ -164,7 +164,7 @@ def tree_recurrences(model: nn.Module, changes: Changes, running: Running) -> No
             function = getattr(owner, name)
             if not isinstance(function, Replaceable):
                 setattr(owner, name, Replaceable(owner, name, function))
-            changes.replace_function(owner, name, partial(_function, name, running))
+            changes.instead(owner, name, partial(_function, name, running))
 
 
 def _forward(module: Any, inline: Inline, running: Running, /, *args: Any, **kwargs: Any) -> Any:

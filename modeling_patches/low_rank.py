@@ -161,10 +161,8 @@ class _Hook:
         return None if factors is None else self.updated(args[0], output, factors)
 
     def updated(self, inputs: Tensor, output: Tensor, factors: Factors) -> Tensor:
-        """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features).
-
-        If a module is split (tensor parallelism), either may be this rank's share.
-        """
+        """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features), of which
+        either may be this rank's share."""
         module = self.owner.modules[self.name]
         # No-ops unless the model is spread over devices, or the factors have a higher precision.
         down, up = factors.down.to(output.device), factors.up.to(output.device)

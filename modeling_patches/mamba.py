@@ -97,11 +97,9 @@ def mamba1_run(
 
 
 def _doubled(kept: Kept, state: Tensor, step: Step) -> Tensor:
-    """All tokens' states ``(batch, n, d, states)`` in few large operations: for GPUs and graphs.
-
-    Each token holds the affine map from the state after the ancestor that it has reached, and
-    composes it with that ancestor's in each round.
-    """
+    """All tokens' states ``(batch, n, d, states)`` in few large operations: for GPUs and graphs."""
+    # Each token holds the affine map from the state after the ancestor that it has reached, and
+    # composes it with that ancestor's in each round.
     scale = (kept["d"][..., None] * kept["a"][:, None]).exp()
     shift = kept["x"][..., None] * kept["b"][:, :, None]
     for above in step.jumps:

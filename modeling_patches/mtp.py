@@ -185,7 +185,6 @@ class MtpLayers(nn.Module):
     """All of these layers of a model, without weights at first.
 
     Args:
-        model: a causal language model.
         count: number of layers.
         sparse: whether their MLPs are mixtures of experts, where the model has both kinds.
 

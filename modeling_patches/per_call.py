@@ -54,14 +54,12 @@ class Changes:
                 module.register_forward_hook(_dispatch_after, with_kwargs=True)
         self._after.setdefault(module, []).append(hook)
 
-    def instead(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
-        """Call ``function`` instead of a method of this module, such as ``forward``."""
-        with _installing:
-            _dispatcher(module, method)
-        self._instead[module, method] = function
-
-    def replace_function(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Call ``function`` instead of a :class:`Replaceable` one."""
+    def instead(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Call ``function`` instead of a module's method, such as ``forward``, or instead of a
+        :class:`Replaceable` function."""
+        if isinstance(owner, nn.Module):
+            with _installing:
+                _dispatcher(owner, name)
         self._instead[owner, name] = function
 
     def update(self, other: Changes) -> Changes:

@@ -297,11 +297,8 @@ def kda_run(
     state: Tensor, step: Step, earlier: Kept | None, /, query: Tensor, key: Tensor, value: Tensor,
     g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """:func:`delta_run` with a decay per channel of the key; g is ``(batch, n, heads, d_k)``.
-
-    D_ij is a vector. It is not split into 2^c_i 2^-c_j, two products of matrices, as 2^-c_j
-    overflows.
-    """
+    """:func:`delta_run` with a decay per channel of the key; g is ``(batch, n, heads, d_k)``."""
+    # D_ij is a vector, and not split into 2^c_i 2^-c_j, two products of matrices: 2^-c_j overflows.
     q, k, v, b = _delta_inputs(query, key, value, beta, use_qk_l2norm_in_kernel)
     logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
     own = step.sums(logs.transpose(2, 3)).transpose(2, 3).contiguous()

@@ -117,7 +117,7 @@ def test_a_function_instead_of_a_method() -> None:
 
 def test_functions_of_no_module() -> None:
     changes, owner = Changes(), object()
-    changes.replace_function(owner, "name", len)
+    changes.instead(owner, "name", len)
     assert changes.run(replaced, owner, "name") is len
     assert replaced(owner, "name") is changes.run(replaced, owner, "other") is None
 
