@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.attention import zeros
-from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
@@ -147,11 +146,11 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
     def catch_up(self, state: DecodeState, ahead: bool = False) -> None:
         rows = self.take_committed(ahead)
         if rows is not None:
-            self._run_committed(self.cache, rows)
+            self._run_committed(rows)
 
-    def _run_committed(self, cache: DraftCache, rows: Rows) -> None:
+    def _run_committed(self, rows: Rows) -> None:
         """Run true rows and keep what the last one of each sequence says."""
-        network, width = self.network, max(rows.counts)
+        network, cache, width = self.network, self.cache, max(rows.counts)
         hidden = network.features(rows.hidden[:, :width])
         for start in range(0, width, AT_ONCE):
             part = slice(start, min(start + AT_ONCE, width))
@@ -182,29 +181,27 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         if not frontier.depth:
             return self.network.logits(self._root[0])
         before = self._root[1] if self._level is None else self._level
-        cache, hidden = self.cache, states_at(before, frontier.parents)
+        hidden = states_at(before, frontier.parents)
         self._block, first = extended(self._block, frontier)
         run = self._run_level if self._graphs is None else self._run_compiled
-        logits, self._level = run(cache, self._block, first, hidden)
+        logits, self._level = run(self._block, first, hidden)
         return logits
 
-    def _run_level(
-        self, cache: TreeCache, block: Tree, first: int, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _run_level(self, block: Tree, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and states after the drafted rows from the ``first`` one."""
+        cache = self.cache
         mask = masks.tree(block.ancestors[:, first:], cache.lengths, cache.begin(block, first))
         positions = cache.lengths[:, None] + block.depths[:, first:]
         tokens = block.tokens[:, first:]
         states, after = self.network.run(tokens, hidden, positions, mask, cache)
         return self.network.logits(states), after
 
-    def _run_compiled(
-        self, cache: TreeCache, block: Tree, first: int, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _run_compiled(self, block: Tree, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`_run_level` by compiled code, padded with copies of the last row to a size that
         recurs."""
-        graphs, network, lengths = self._graphs, self.network, cache.lengths
+        graphs, network, cache = self._graphs, self.network, self.cache
         assert graphs is not None
+        lengths = cache.lengths
         count = block.num_nodes - first
         width = bucket(count)
         cache.states.reserve(cache.max_length + first + width)
@@ -228,7 +225,7 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
 
         logits, after = graphs.run(
             ("draft", cache.layout), function, buffers + [one.contiguous() for one in small],
-            lambda: self._run_level(cache, block, first, hidden),
+            lambda: self._run_level(block, first, hidden),
             lambda found: [one[:, :count] for one in found], static=len(buffers),
         )  # fmt: skip
         return logits, after
@@ -250,5 +247,5 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         own = copy.copy(self)
         own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
         own._root = own._block = own._level = own._graphs = None
-        own._run_committed(own.cache, Rows(after, seen[0], [after.shape[1]]))
+        own._run_committed(Rows(after, seen[0], [after.shape[1]]))
         return [int(after[:, -1]), *own.chain_after(after[:, -1:])]

@@ -93,11 +93,11 @@ class BlockDrafter(ReadsCommitted, TreeDrafter):
                 cache.commit(rows.counts)
             else:
                 cache.commit_ahead(rows.exact, width)
-        self.hidden = self._block(cache, root)
+        self.hidden = self._block(root)
 
-    def _block(self, cache: DraftCache, root: Tensor) -> Tensor:
+    def _block(self, root: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` states of the slots that predict."""
-        network, lengths = self.network, cache.lengths
+        network, cache, lengths = self.network, self.cache, self.cache.lengths
         tokens = network.blocks(root.to(network.device))
         slots, count = cache.begin(Tree.chain(tokens)), tokens.shape[1]
         positions = lengths[:, None] + torch.arange(count, device=lengths.device)
