@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, PAD, Tiny, plainly, prompt, ragged
+from conftest import CLOSE, PAD, Tiny, check_same, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
 from naive_cache import row_of
 from running import drafting, fingerprint
@@ -139,8 +139,7 @@ class Turn:
                 ids = self.whole["input_ids"].clone()
                 ids[:, self.width - new :] += 1
                 again = {**self.whole, "input_ids": ids, **GREEDY}
-                ours = self.model.generate(**again, **self.spec, **{CACHE: copy.deepcopy(cache)})
-                assert ours.tolist() == plainly(self.model, **again).tolist()
+                check_same(self.model, {**self.spec, CACHE: copy.deepcopy(cache)}, **again)
             return
         known = max(cache.get_seq_length(), self.width)
         ids = torch.cat([self.sequences[:, :known], prompt(4, 3, seed=60)], 1)

@@ -77,8 +77,8 @@ def test_same_tokens(fresh: Tiny, used: list[int], architecture: str) -> None:
     assert not used, "plain generation must not"
 
 
-def test_weights_that_change(fresh: Tiny, used: list[int]) -> None:
-    model, inputs = fresh("llama"), prompt()
+def test_weights_that_change(shallow: Tiny, used: list[int]) -> None:
+    model, inputs = shallow(), prompt()
     head = model.get_output_embeddings()
     for kwargs in calls():
         generate(model, inputs, **kwargs)
@@ -96,10 +96,10 @@ def test_weights_that_change(fresh: Tiny, used: list[int]) -> None:
             assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
 
 
-def test_with_lora(fresh: Tiny, used: list[int]) -> None:
+def test_with_lora(shallow: Tiny, used: list[int]) -> None:
     config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    model: Any = get_peft_model(fresh("llama"), config).eval()
+    model: Any = get_peft_model(shallow(), config).eval()
     plain = generate(model, prompt()).sequences
     for kwargs in calls():
         assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain) and used
@@ -173,9 +173,9 @@ def test_queries_keys_and_values_are_one_product(
 
 @pytest.mark.parametrize("name", ["eagle3", "draft_model"])
 def test_drafts_take_them(
-    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch, name: str
+    shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    model = fresh("llama")
+    model = shallow()
     plain = generate(model, prompt()).sequences
     call = strategy(name, pack_weights=True)
     drafter = call.get("assistant_model")
@@ -201,7 +201,7 @@ def test_drafts_take_them(
 
 @pytest.mark.parametrize("settings", [{}, CAPTURED], ids=["eager", "captured"])
 def test_learned_updates_draft_beside_them(
-    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch,
+    shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
 ) -> None:  # fmt: skip
     """The drafting model has weights of its own in the modules that are packed."""
@@ -213,7 +213,7 @@ def test_learned_updates_draft_beside_them(
 
     propose = LayerSkipDrafter.propose
     monkeypatch.setattr(LayerSkipDrafter, "propose", noted)
-    model = fresh("llama")
+    model = shallow(layers=2)
     skip = LayerSkipConfig(skip_attention=[1], skip_mlp=[1], draft_rank=4)
     drafts = []
     with lent(model, skip, random=True):
@@ -254,7 +254,7 @@ def test_refused(fresh: Tiny) -> None:
         generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True}, **compiled)
 
 
-def test_by_itself(fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_itself(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 and bfloat16, with room, in steps that have no weights of their own; in float32
     not in strict ones."""
     inputs, spec = prompt(), {"assistant_strategy": "prompt_lookup"}
@@ -262,7 +262,7 @@ def test_by_itself(fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch
 
     def packs(model: Any = None, **more: Any) -> bool:
         used.clear()
-        generate(model or fresh("llama"), inputs, **spec, **{"assistant_kwargs": always, **more})
+        generate(model or shallow(), inputs, **spec, **{"assistant_kwargs": always, **more})
         return bool(used)
 
     assert packs()
@@ -277,9 +277,9 @@ def test_by_itself(fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch
         patch.setattr(packing, "_Copy", Stock)
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             patch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: True)
-            found = packing.packed_weights(fresh("llama").to(dtype), unasked=True)
+            found = packing.packed_weights(shallow().to(dtype), unasked=True)
             assert (found is None) == (name == "fp16")
-    model, small = fresh("llama"), SimpleNamespace(available=1000)
+    model, small = shallow(), SimpleNamespace(available=1000)
     assert packs(model)
     with monkeypatch.context() as patch:
         patch.setattr(packing.psutil, "virtual_memory", lambda: small)
@@ -291,11 +291,11 @@ def test_by_itself(fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("copy", [Stock, Other])
 def test_strict_takes_copies_with_the_same_bits(
-    fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch, copy: Any
+    shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch, copy: Any
 ) -> None:
     monkeypatch.setattr(packing, "_Copy", copy)
     bitwise.product.cache_clear()  # what the trials of other tests found
-    model, config = fresh("llama"), {"output_logits": True}
+    model, config = shallow(), {"output_logits": True}
     plain = generate(model, prompt(), **config)
     spec = {"assistant_strategy": "prompt_lookup", **config}
     found = generate(model, prompt(), **spec, assistant_kwargs={**PACKED, "exact": "strict"})

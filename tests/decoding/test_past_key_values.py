@@ -76,9 +76,7 @@ def test_users_dynamic_cache_over_turns(tiny: Tiny, spec: Spec, architecture: st
     for order in (({}, spec, {}), (spec, spec, {}, spec)):
         ids, cache = prompt(), DynamicCache(config=model.config)
         for number, strategy in enumerate(order):
-            expected = plainly(model, inputs=ids, **GREEDY)
-            ours = model.generate(ids, **GREEDY, **strategy, **{CACHE: cache})
-            assert ours.tolist() == expected.tolist()
+            ours = check_same(model, {**strategy, CACHE: cache}, ids, **GREEDY)
             ids = torch.cat([ours, turn(number)], dim=1)
 
 
@@ -144,8 +142,7 @@ def test_plain_generation_continues_a_tree_cache(tiny: Tiny, spec: Spec, archite
     assert model.generate(ids, **{CACHE: cache}, **GREEDY).tolist() == expected.tolist()
     # ... and ours goes on with what plain generation has appended.
     ids = torch.cat([expected, turn(1)], dim=1)
-    ours = model.generate(ids, **{CACHE: cache}, **GREEDY, **spec)
-    assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
+    check_same(model, {**spec, CACHE: cache}, ids, **GREEDY)
 
 
 @kinds_in_turn(5)
@@ -179,8 +176,7 @@ def test_an_edit_before_what_plain_generation_appended(
     edited[:, 20] += 1
     for given in (edited, torch.cat([ids[:, :31], turn(2)], dim=1), ids):
         cache = copy.deepcopy(out[CACHE])
-        ours = model.generate(given, **{CACHE: cache}, **GREEDY, **spec)
-        assert ours.tolist() == plainly(model, inputs=given, **GREEDY).tolist()
+        ours = check_same(model, {**spec, CACHE: cache}, given, **GREEDY)
         cached = ours[0, : cache.host_lengths[0]].tolist()
         assert cache.tokens == [cached] and len(cached) == ours.shape[1] - 1
 
@@ -260,8 +256,8 @@ def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
         ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **common
     )
     turn = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], 1)
-    ours = model.generate(turn, **{CACHE: first[CACHE]}, **common)
-    assert ours.tolist() == model.generate(turn, max_new_tokens=4, do_sample=False).tolist()
+    spec = {**drafting("prompt_lookup"), CACHE: first[CACHE]}
+    check_same(model, spec, turn, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt"])
@@ -288,8 +284,7 @@ def test_a_dynamic_cache_has_the_last_tokens_of_rows_that_ended_before_others(
         given, own = ragged(), DynamicCache(config=model.config)
         free = plainly(model, **given, **GREEDY)
         eos = [int(free[row, 11 + end]) for row, end in enumerate(ends) if end < 16]
-        out = model.generate(**given, **GREEDY, **spec, eos_token_id=eos, **{CACHE: own})
-        assert out.tolist() == model.generate(**given, **GREEDY, eos_token_id=eos).tolist()
+        out = check_same(model, {**spec, CACHE: own}, **given, **GREEDY, eos_token_id=eos)
         new = real_until_eos(out[:, 12:], eos)
         ids = torch.cat([out, turn(1, rows=3)], 1)
         mask = torch.cat([given["attention_mask"], new, torch.ones(3, 6).long()], 1)
@@ -373,9 +368,7 @@ def test_copies_go_on(tiny: Tiny, architecture: str, copied: Any) -> None:
     for number, one in enumerate((cache, other)):
         ids = torch.cat([out.sequences, turn(number, rows=2)], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 12:])], dim=1)
-        expected = plainly(model, input_ids=ids, attention_mask=mask, **settings)
-        ours = model.generate(ids, attention_mask=mask, **{CACHE: one}, **settings, **spec)
-        assert ours.tolist() == expected.tolist()
+        check_same(model, {**spec, CACHE: one}, ids, attention_mask=mask, **settings)
 
 
 def test_a_copy_of_a_compiled_call_does_not_hold_the_model(shallow: Tiny) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, CLOSE, POSITIONS, Tiny, plainly, prompt, ragged
+from conftest import ARCHITECTURES, CLOSE, POSITIONS, Tiny, check_same, plainly, prompt, ragged
 from covering import covering
 from running import drafting
 from transformers import DynamicCache, GenerationMixin
@@ -189,11 +189,8 @@ def test_rows_that_end_with_the_first_token(tiny: Tiny, first: list[Any]) -> Non
     ends = model.generate(**batch, max_new_tokens=1, do_sample=False)[0, -1].item()
     settings = {**GREEDY, "eos_token_id": ends}
     with adapted(model, "space"):
-        out = model.generate(**batch, **settings, **drafting("space"))
-        assert out.tolist() == model.generate(**batch, **settings).tolist()
-        one = {"max_new_tokens": 1, "do_sample": False}
-        out = model.generate(**batch, **one, **drafting("space"))
-        assert out.tolist() == model.generate(**batch, **one).tolist()
+        check_same(model, drafting("space"), **batch, **settings)
+        check_same(model, drafting("space"), **batch, max_new_tokens=1)
 
 
 def with_tokens(model: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from conftest import STRATEGIES, Tiny, prompt, ragged
+from conftest import STRATEGIES, Tiny, check_same, prompt, ragged
 from peft import PromptTuningConfig, get_peft_model
 from running import drafting, no_forward
 from transformers import (
@@ -90,8 +90,7 @@ def test_other_ways_to_generate(tiny: Tiny) -> None:
             config = GenerationConfig(**GREEDY, **spec)
             model.generate_batch(prompt().tolist(), generation_config=config)
     # On one rank it is a flag like any other.
-    ours = model.generate(prompt(), **GREEDY, **spec, synced_gpus=False)
-    assert ours.tolist() == model.generate(prompt(), **GREEDY).tolist()
+    check_same(model, {**spec, "synced_gpus": False}, prompt(), **GREEDY)
 
 
 def test_typo_in_a_keyword(tiny: Tiny) -> None:
@@ -166,10 +165,8 @@ def test_learned_states_for_every_layer(model_type: str, message: str) -> None:
         model.add_adapter(hf_spec.BitaConfig(), "refused")
     assert not getattr(model, "peft_config", None)
     model.add_adapter(hf_spec.BitaConfig(prompt_depth="none"), "fits")
-    plain = model.generate(prompt(), **GREEDY)
-    ours = model.generate(prompt(), **GREEDY, **drafting("bita"))
+    check_same(model, drafting("bita"), prompt(), **GREEDY)
     model.delete_adapter("fits")
-    assert ours.tolist() == plain.tolist()
 
 
 def test_encoder_decoder(spec: Spec) -> None:

@@ -191,10 +191,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chain": (drafting("mtp", tree="chain", lookup=True), {}),
     "exactly": (drafting("mtp", num_draft_tokens=5, width=2, max_depth=2), {}),
     "auto": ({"assistant_strategy": "mtp"}, {}),
-    "compiled": (
-        drafting("mtp", max_depth=2, width=2),  # few sizes of trees, each of which is a graph
-        CAPTURED,
-    ),
+    # Few sizes of trees, each of which is a graph.
+    "compiled": ({**drafting("mtp", max_depth=2, width=2), **CAPTURED}, {}),
     "sampled": (drafting("mtp"), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
 }
 
@@ -212,17 +210,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 )  # fmt: skip
 @pytest.mark.usefixtures("sizes_as_shipped")
 def test_output_is_that_of_plain_generation(name: str, setting: str, given: str) -> None:
-    inputs = GIVEN[given]
     model, (spec, settings) = model_of(name), SETTINGS[setting]
-    settings = {"max_new_tokens": 8, "do_sample": False, **settings}
-    torch.manual_seed(3)
-    stock = {
-        key: value for key, value in settings.items() if "comp" not in key and "cache" not in key
-    }
-    plain = model.generate(**inputs, **stock)
-    torch.manual_seed(3)
-    out = model.generate(**inputs, **settings, **spec)
-    assert out.tolist() == plain.tolist()
+    check_same(model, spec, **GIVEN[given], **{"max_new_tokens": 8, **settings})
     if setting != "auto":
         assert hf_spec.last_stats(model).num_drafted_tokens > 0
 

@@ -35,8 +35,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chain": ({"tree": "chain", "lookup": True}, {}),
     "penalty": ({"width": 2}, {"repetition_penalty": 1.3, "min_new_tokens": 8}),
     "sampled": ({}, {"do_sample": True, "temperature": 1.5, "top_k": 20}),
-    "compiled": ({"num_draft_tokens": 6}, CAPTURED),
+    "compiled": ({"num_draft_tokens": 6}, {}),
 }
+
+
+def speculation(assistant: Any, setting: str, max_depth: int) -> dict[str, Any]:
+    spec = drafting("draft_model", **{"max_depth": max_depth, **SETTINGS[setting][0]})
+    return {**spec, "assistant_model": assistant, **(CAPTURED if setting == "compiled" else {})}
 
 
 class Asked(NamedTuple):
@@ -159,16 +164,9 @@ def test_output_is_the_models_and_drafts_are_the_assistants(
     monkeypatch: pytest.MonkeyPatch, name: str, setting: str, given: str
 ) -> None:
     model, assistant = pair(name)
-    options, settings = SETTINGS[setting]
-    settings = {**GREEDY, **settings}
-    plain_settings = {key: value for key, value in settings.items() if key not in CAPTURED}
-    torch.manual_seed(3)
-    plain = model.generate(**GIVEN[given], **plain_settings)
-    torch.manual_seed(3)
-    spec = {**drafting("draft_model", **{"max_depth": 3, **options}), "assistant_model": assistant}
+    settings = {**GREEDY, **SETTINGS[setting][1]}
     with watched(monkeypatch) as seen:
-        out = model.generate(**GIVEN[given], **settings, **spec)
-    assert out.tolist() == plain.tolist()
+        check_same(model, speculation(assistant, setting, 3), **GIVEN[given], **settings)
     stats = hf_spec.last_stats(model)
     assert stats.num_drafted_tokens > 0 and stats.num_draft_forwards == len(seen)
     if setting == "wide":
@@ -184,10 +182,8 @@ def test_rows_that_finish_and_a_cache_that_goes_on(
     spec = {**drafting("draft_model", max_depth=2, width=2), "assistant_model": assistant}
     plain = model.generate(**ragged(), **GREEDY)
     settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
-    expected = model.generate(**ragged(), **settings)
     with watched(monkeypatch) as seen:
-        out = model.generate(**ragged(), **settings, **spec)
-        assert out.tolist() == expected.tolist()
+        check_same(model, spec, **ragged(), **settings)
         assert len(seen[-1].rows) < 3
         first = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
@@ -206,13 +202,8 @@ def test_trees_that_grow_before_the_step_is_over(
     """They see accepted nodes where these are before they are committed."""
     as_if(True, monkeypatch)
     model, assistant = pair(name)
-    options, settings = SETTINGS[setting]
     given = GIVEN["row" if setting == "sampled" else "batch"]
-    settings = {**GREEDY, **settings, "max_new_tokens": 16}
-    torch.manual_seed(3)
-    plain = model.generate(**given, **{k: v for k, v in settings.items() if k not in CAPTURED})
-    torch.manual_seed(3)
-    spec = {**drafting("draft_model", **{"max_depth": 2, **options}), "assistant_model": assistant}
+    settings = {**GREEDY, **SETTINGS[setting][1], "max_new_tokens": 16}
     caught_up = []
     catch_up = SharedKVDrafter.catch_up
     monkeypatch.setattr(
@@ -220,8 +211,7 @@ def test_trees_that_grow_before_the_step_is_over(
         lambda self, state: caught_up.append(len(state.rows)) or catch_up(self, state),
     )  # fmt: skip
     with watched(monkeypatch) as seen:
-        out = model.generate(**given, **settings, **spec)
-    assert out.tolist() == plain.tolist()
+        check_same(model, speculation(assistant, setting, 2), **given, **settings)
     assert len(caught_up) < hf_spec.last_stats(model).num_steps - 2
     Oracle(model, assistant).check(seen)
 
@@ -231,9 +221,8 @@ def test_positions_that_the_caller_gives(monkeypatch: pytest.MonkeyPatch) -> Non
     model, assistant = pair("gemma4_text")
     spec = {**drafting("draft_model", max_depth=1), "assistant_model": assistant}
     given = {"input_ids": prompt(), "position_ids": torch.arange(12)[None] + 7}
-    plain = model.generate(**given, **GREEDY)
     with watched(monkeypatch) as shifted:
-        assert model.generate(**given, **GREEDY, **spec).tolist() == plain.tolist()
+        check_same(model, spec, **given, **GREEDY)
     with watched(monkeypatch) as seen:
         model.generate(prompt(), **GREEDY, **spec)
     # Rotations tell distances only. fp32 at other angles.
@@ -292,9 +281,7 @@ def test_ordered_embeddings_read_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_dtype_of_its_own() -> None:
     model = base_of("gemma4_text")
     assistant = assistant_for("gemma4_text", initializer_range=0.1).to(torch.bfloat16)
-    spec = {**drafting("draft_model"), "assistant_model": assistant}
-    out = model.generate(**ragged(), **GREEDY, **spec)
-    assert out.tolist() == model.generate(**ragged(), **GREEDY).tolist()
+    check_same(model, {**drafting("draft_model"), "assistant_model": assistant}, **ragged())
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
