@@ -186,7 +186,7 @@ def conv_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Ten
     here = path.gather(1, back.clamp(0, depth - 1)) + size
     places = torch.where(back >= 0, here, size + back)
     rows = torch.cat([state.transpose(1, 2), kept["x"].to(state.dtype)], 1)
-    return entries(rows, places, 1).transpose(1, 2)
+    return entries(rows.transpose(1, 2), places, 2)
 
 
 def windows(

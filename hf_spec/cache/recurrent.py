@@ -81,7 +81,10 @@ class RecurrentStates:
             for group, places in enumerate(self.groups)
             for index, place in enumerate(places)
         }
-        stacked = [torch.stack([state for _, state in members]) for members in found.values()]
+        # All states have one layout, as code is compiled for each.
+        stacked = [
+            torch.stack([state for _, state in members]).contiguous() for members in found.values()
+        ]
         self.version = Version(lengths, stacked)
 
     def states(self) -> Iterator[tuple[Place, Tensor]]:

@@ -169,7 +169,8 @@ def test_compiled(kind: str, name: str) -> None:
     if kind == "jamba" and not experts_are_captured():
         assert "Expected inputs of BF16 type" in refused[0]
     else:
-        assert not refused and stats.details["compiled"]["made"]
+        # One for each size of trees; also those after the first step read states of one layout.
+        assert not refused and 0 < stats.details["compiled"]["made"] <= 3
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba"])
