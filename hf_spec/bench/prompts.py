@@ -166,13 +166,15 @@ def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
 
 
 def encode_long(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int, length: int
-) -> list[list[int]]:
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], others: Sequence[Prompt],
+    new_tokens: int, length: int,
+) -> list[list[int]]:  # fmt: skip
     """Token ids of prompts of ``length`` tokens at most, hardly fewer, with room for new tokens in
-    the model's context: the text of others comes before each.
+    the model's context: the text of ``others`` comes before each, and none twice, as what repeats
+    itself is easy to draft.
 
     Raises:
-        ValueError: there is no room for them, or no text.
+        ValueError: there is no room for them, or too little text.
     """
     limit = context_limit(model, tokenizer)
     if limit is not None and length + new_tokens > limit:
@@ -180,17 +182,25 @@ def encode_long(
             f"prompts of {length} tokens and {new_tokens} new ones do not fit the model's context "
             f"of {limit} tokens; lower one of them"
         )
-    texts = [prompt.text for prompt in prompts]
-    sizes = [len(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
-    if not any(sizes):
-        raise ValueError("the prompts have no text to fill a context with")
+
+    def size_of(prompt: Prompt) -> int:
+        return len(tokenizer(prompt.text, verbose=False)["input_ids"])
+
+    known = [(other, size_of(other)) for other in others]
     longer = []
-    for place, prompt in enumerate(prompts):
-        parts, size, other = [prompt.text], sizes[place], place
-        while size < length:
-            other = (other + 1) % len(prompts)
-            parts.insert(0, texts[other])
-            size += sizes[other]
+    for prompt in prompts:
+        place = others.index(prompt) + 1 if prompt in others else 0
+        parts, size = [prompt.text], size_of(prompt)
+        for other, more in known[place:] + known[:place]:
+            if size < length and other != prompt:
+                parts.insert(0, other.text)
+                size += more
+        if size < length:
+            raise ValueError(
+                f"prompts of {length} tokens: all prompts together have {size}, and none is taken "
+                "twice, as what repeats itself is easy to draft. Give more prompts, or make them "
+                "shorter."
+            )
         longer.append(replace(prompt, text="\n\n".join(parts)))
     return [encode_within(tokenizer, one.text, length, one.history)[0] for one in longer]
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_spec.bench.agreement import Agreement, classify
 from hf_spec.bench.contenders import PLAIN, Contender, with_compiled
-from hf_spec.bench.prompts import Prompt, batches, encode_long, encode_prompts
+from hf_spec.bench.prompts import Prompt, batches, encode_long, encode_prompts, spread
 from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
 
@@ -27,6 +27,7 @@ def run(
     *,
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
+    limit: int | None = None,
     prompt_tokens: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
@@ -44,6 +45,7 @@ def run(
         contenders: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
         batch_sizes: the benchmark runs once for each.
         max_new_tokens: limit for each prompt, from 1.
+        limit: most prompts that are measured, see :func:`hf_spec.bench.prompts.spread`.
         prompt_tokens: length of all prompts, which begin with text of others; None for their own.
         generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
             ``do_sample`` is among them.
@@ -64,10 +66,11 @@ def run(
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
     contenders = [PLAIN, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
+    others, prompts = prompts, spread(prompts, limit)
     if prompt_tokens is None:
         token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     else:
-        token_ids = encode_long(model, tokenizer, prompts, max_new_tokens, prompt_tokens)
+        token_ids = encode_long(model, tokenizer, prompts, others, max_new_tokens, prompt_tokens)
         truncated = 0
     if compiled:
         contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)

@@ -98,7 +98,7 @@ def bench(
           --strategies draft_model,transformers:assisted
     """
     from hf_spec.bench import contenders as entries
-    from hf_spec.bench.prompts import BUNDLED, read_prompts, spread
+    from hf_spec.bench.prompts import BUNDLED, read_prompts
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
@@ -114,7 +114,7 @@ def bench(
     # Only checks that everything is used; assistants are loaded later.
     entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
     source = prompts or BUNDLED
-    chosen = spread(read_prompts(source), limit)
+    read = read_prompts(source)
     check_writable(output)
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation, adapters)
@@ -135,9 +135,9 @@ def bench(
         notes(progress, "hf_spec.bench.session", "hf_spec.model.graphs"),
     ):
         result = run(
-            loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),
-            batch_sizes=sizes, max_new_tokens=max_new_tokens, prompt_tokens=prompt_tokens,
-            generate_kwargs=generate_kwargs, seed=seed,
+            loaded, tokenizer, read, entries.contenders(names, options, adapters, assistants),
+            batch_sizes=sizes, max_new_tokens=max_new_tokens, limit=limit,
+            prompt_tokens=prompt_tokens, generate_kwargs=generate_kwargs, seed=seed,
             compiled=(backend or DEFAULT_BACKEND) if compile else None,
             progress=lambda done, total: progress(done, total, note=""),
         )  # fmt: skip
