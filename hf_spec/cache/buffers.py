@@ -77,10 +77,12 @@ class AttentionStates:
         for key, tensor in sources.items():
             signature = tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device
             groups.setdefault(signature, []).append(key)
+        made = []
         for (heads, dim, dtype, device), members in groups.items():
             # Layers first: some models view a layer's rows and heads as one dimension.
             shape = (len(members), self.batch_size, heads, self.front + self.capacity, dim)
-            self._groups.append((self._new(shape, dtype, device), members))
+            made.append((self._new(shape, dtype, device), members))
+        self._groups = made  # all at once: memory may run out before
         self.attach()
 
     def attach(self) -> None:
