@@ -16,9 +16,9 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
+from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Output, Pass, Target
-from hf_spec.model.tree_mask import Block
 from modeling_patches.per_call import Changes
 
 #: Attributes of a target that differ between calls: tensors, or values by name.

@@ -19,9 +19,9 @@ from transformers import DynamicCache
 
 from hf_spec.cache.stateful import sequence_cache, states_before
 from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.model.block import near
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.tree_mask import near
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_spec.model.block import Block
 from hf_spec.model.packed_weights import PackedWeights, packed_product
 from hf_spec.model.target import Output, Target
-from hf_spec.model.tree_mask import Block
 from modeling_patches.bitwise import Bitwise, Nodes
 from modeling_patches.per_call import Changes
 

@@ -13,18 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.cache.buffers import bounded
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
+from hf_spec.model.block import Block, near, slot_positions
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.tree_mask import Block, tree_mask
-from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
@@ -233,7 +235,7 @@ class Target:
                 name: value.expand(-1, positions.shape[1], *value.shape[2:])
                 for name, value in self.per_token.items()
             },
-            "attention_mask": None if no_keys else tree_mask(self, block, keys, positions),
+            "attention_mask": None if no_keys else self._mask(block, keys, positions),
             CACHE: self.cache,
             "use_cache": takes_any_cache(self.model),
             "return_dict": True,
@@ -248,6 +250,37 @@ class Target:
         assert self.probe_embeddings is not None
         learned = self.probe_embeddings[block.kinds.to(self.device)]
         return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
+
+    def _mask(self, block: Block, keys: int, positions: Tensor) -> Any:
+        """The mask of nodes at these positions ``(batch, n)``, as the model's attention takes it;
+        probes see the front slots, too, besides ``keys`` others."""
+        attention, cache, lengths = self.attention, self.cache, self.cache.lengths
+        if block.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
+            full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
+        else:
+            full = masks.tree(block.visible, lengths, keys)
+        kinds = attention.locals
+        narrow = {local for local in kinds.values() if local is not None and local.size < keys}
+        made: dict[Local | None, Tensor] = {None: full}
+        front = cache.states.front if cache.block and cache.block.front else 0
+        if narrow or attention.wants_positions:
+            # Counted from each row's first token, whatever positions the caller gave.
+            at_queries = positions - self.position_shift
+            last = self.last_position - self.position_shift
+            at_keys = slot_positions(lengths, block.tree.depths, keys, last)
+            for local in narrow:
+                made[local] = full & near(local, at_queries, at_keys)
+            if attention.wants_positions:
+                if front:  # they stand where the sequence begins, as in prefix tuning
+                    at_keys = pad(at_keys, (front, 0))
+                attention.set_positions(at_queries, at_keys, self.padding)
+        if front and self.front_seen is not None:
+            learned = full.new_zeros((*positions.shape, front))[:, None]
+            seen = self.front_seen[block.kinds.to(full.device)]
+            learned[:, 0, -block.tree.num_probes :, front - self.num_front :] = seen
+            made = {local: torch.cat([learned, mask], dim=3) for local, mask in made.items()}
+        by_kind = {kind: made.get(local, made[None]) for kind, local in kinds.items()}
+        return attention.convert(by_kind, self.dtype)
 
     def _reaching(self, block: Block) -> Callable[..., Any]:
         """The model's call, with the nodes' reach if its rotary frequencies depend on it."""

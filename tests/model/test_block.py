@@ -7,7 +7,7 @@ import torch
 from random_trees import GROUPS, random_row
 
 from hf_spec.core.tree import Tree
-from hf_spec.model.tree_mask import Block
+from hf_spec.model.block import Block
 
 
 def test_tokens_and_probes() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.training_time_test import ChainCache
+from hf_spec.model.block import slot_positions
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
-from hf_spec.model.tree_mask import slot_positions
 from modeling_patches.mtp import MtpLayers
 from modeling_patches.weights import device_of
 
