@@ -192,7 +192,9 @@ def encode_long(
         place = others.index(prompt) + 1 if prompt in others else 0
         parts, size = [prompt.text], size_of(prompt)
         for other, more in known[place:] + known[:place]:
-            if size < length and other != prompt:
+            if size >= length:
+                break
+            if other != prompt:
                 parts.insert(0, other.text)
                 size += more
         if size < length:

@@ -65,12 +65,13 @@ def unrolled(
     count = anchors.shape[1]
     true = (columns <= anchors[:, :, None]) & real[:, None]  # (batch, anchors, seq)
     own = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    masked = None if network.masks is None else network.masks(batch, count)
     mask, at = true, positions.gather(1, anchors)
     for step in range(1, steps):
         mask = torch.cat([mask, own], -1)
         cache.positions = torch.cat([cache.positions, at + step], -1)
-        if network.masks is not None:
-            tokens, hidden = network.masks(batch, count)
+        if masked is not None:
+            tokens, hidden = masked
         else:
             tokens = ids.gather(1, (anchors + 1 + step).clamp(max=seq - 1))
         outputs, hidden = network.run(tokens, hidden, at + step, mask[:, None], cache)
