@@ -200,8 +200,8 @@ def encode_long(
         if size < length:
             raise ValueError(
                 f"prompts of {length} tokens: all prompts together have {size}, and none is taken "
-                "twice, as what repeats itself is easy to draft. Give more prompts, or ask for fewer "
-                "tokens."
+                "twice, as what repeats itself is easy to draft. Give more prompts, or ask for "
+                "fewer tokens."
             )
         longer.append(replace(prompt, text="\n\n".join(parts)))
     return [encode_within(tokenizer, one.text, length, one.history)[0] for one in longer]
