@@ -137,7 +137,9 @@ def prefill(
             check_packable(given)
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
-        chunks = captured(model, changes, reads.layers) if reads.nodes else []
+        watched = reads.nodes or (graphs is not None and not strict)
+        last = None if strict else _last
+        chunks = captured(model, changes, reads.layers, last) if watched else []
         parts = [Part(None, input_ids, model_kwargs, real)]
         used = None if strict else packed
         if used is not None:
@@ -148,7 +150,7 @@ def prefill(
                 if len(groups) > 1:
                     parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
         # Otherwise the model runs as it is, compiled if it is compiled.
-        if reads.nodes or used is not None:
+        if watched or used is not None:
             run = partial(changes.run, run)
         sources, ends, states = [], [], []
         rows = [[] for _ in sequences.tokens]
@@ -180,6 +182,11 @@ def prefill(
     cache.padding = padding_before(columns, cache.host_lengths)
     found.target.reach = reach_of(found.target, input_ids.shape[1])
     return found
+
+
+def _last(hidden: Tensor) -> Tensor:
+    # Transformers cuts it out: PyTorch's product of a part copies the whole weight in 16 bits.
+    return hidden[:, -1:]
 
 
 def _of_tokens(
@@ -243,7 +250,7 @@ def _read(
     """``hidden`` and ``following`` of :class:`Prefilled`, of the states ``(batch, columns,
     features)`` that Transformers' forwards of a prompt have left; real: see :class:`Part`."""
     none: list[list[int]] = [[] for _ in range(len(input_ids))]
-    if not chunks:
+    if not reads.nodes:
         return None, none
     if reads.tokens == "last":
         return chunks[-1][:, -1].clone(), none

@@ -68,9 +68,9 @@ class CompiledTarget(Target):
         named, others = self.variables()
         start = sent([first] if first else [], cache.lengths.device)
         small = [cache.lengths, *parts, *named.values(), start]
-        # In code for each layer's buffer, which takes longer to compile than the forward, or after
-        # it, at once for all.
-        moves = not graphs.in_parts
+        # In code for each layer's buffer, as all is one launch; else after it, at once for all,
+        # which takes no compiling and less time.
+        moves = graphs.shares_memory
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)

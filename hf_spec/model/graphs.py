@@ -100,8 +100,9 @@ class Graphs:
         self._tensors = frozenset(map(self._identity, tensors))
         options = repr(sorted(self._options.items(), key=repr))
         self._kind = kind, _state(model), config.backend, options, self.frozen
-        # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
-        self._shares_memory = placement(model).device.type != "cpu"
+        #: Whether inputs and results are in memory that every run of any code overwrites, as those
+        #: of CUDA graphs.
+        self.shares_memory = placement(model).device.type != "cpu"
         self.made = 0  # graphs that this call has compiled, or tried to
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model)
@@ -165,7 +166,7 @@ class Graphs:
     def in_parts(self) -> bool:
         """Whether code for a model's layers is made once, not as part of one code for all."""
         # With the weights inside, no layer equals another; CUDA graphs save most as one.
-        return self._backend in ("eager", "inductor") and not (self.frozen or self._shares_memory)
+        return self._backend in ("eager", "inductor") and not (self.frozen or self.shares_memory)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
@@ -201,7 +202,7 @@ class Graphs:
         self, graph: Graph, inputs: Sequence[Tensor],
         cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> Sequence[Tensor]:  # fmt: skip
-        if not self._shares_memory:
+        if not self.shares_memory:
             return cut(graph.code(*inputs))
         with _RUNNING:
             return [result.clone() for result in cut(graph.code(*inputs))]

@@ -135,7 +135,7 @@ def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start(self: Graphs, *args: Any) -> None:
         begin(self, *args)
-        self._shares_memory = True
+        self.shares_memory = True
 
     def overwriting(self: Graphs, *args: Any) -> Any:
         graph = compile_one(self, *args)
