@@ -232,7 +232,8 @@ class Graphs:
     def _whole(self, captured: torch.fx.GraphModule, static: Sequence[Tensor]) -> Function:
         if self._backend == "eager":  # runs the captured graph as it is
             return captured
-        for tensor in static:
+        # Freezing takes the values of what is static for constants.
+        for tensor in () if self.frozen else static:
             torch._dynamo.mark_static_address(tensor, guard=False)
         options = {**self._options, "guard_filter_fn": lambda guards: [False] * len(guards)}
         return torch.compile(

@@ -395,6 +395,18 @@ def test_frozen_weights(given: str, shallow: Any) -> None:
     assert torch.equal(seen[2], -seen[0])
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_code_with_the_weights_inside_reads_later_caches(shallow: Any) -> None:
+    """What earlier calls have cached is none of its constants."""
+    model, config = shallow(), CompileConfig(mode=None, options={"freezing": True})
+    kwargs = {"cache_implementation": "static", "compile_config": config}
+    for inputs in (prompt(9), prompt(31), prompt(17)):
+        plain = generate(model, inputs).sequences
+        output = generate(model, inputs, **strategy("prompt_lookup", max_nodes=4), **kwargs)
+        assert torch.equal(output.sequences, plain)
+    assert compiled(output)["kept"] == 1 and not compiled(output)["refused"]
+
+
 # -- few graphs --------------------------------------------------------------------------------
 
 
