@@ -31,8 +31,8 @@ TOGETHER = ("q_proj", "k_proj", "v_proj")
 SMALLEST = {torch.bfloat16: 2**18, torch.float16: 2**19, torch.float32: 2**19}
 #: Least tokens of a product, those of all rows: with fewer, PyTorch's own is as fast.
 LEAST_TOKENS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 2}
-#: Most tokens of a product.
-MOST_TOKENS = 64
+#: Most tokens of a product: with more, arranging the weight hardly counts.
+MOST_TOKENS = {torch.bfloat16: 256, torch.float16: 64, torch.float32: 64}
 #: Share of the free memory that copies take unasked.
 MOST_OF_MEMORY = 0.25
 #: Number of tokens that weights are arranged for.
@@ -116,9 +116,9 @@ class _Together:
         given = inputs, None if inputs.is_inference() else inputs._version
         if given[0] is self._inputs[0] and given[1] == self._inputs[1] and linear in self._ready:
             return self._ready.pop(linear)
-        tokens = inputs.numel() // inputs.shape[-1]
-        casts = torch.is_autocast_enabled("cpu") or inputs.dtype != linear.weight.dtype
-        few = LEAST_TOKENS[linear.weight.dtype] <= tokens <= MOST_TOKENS
+        tokens, dtype = inputs.numel() // inputs.shape[-1], linear.weight.dtype
+        casts = torch.is_autocast_enabled("cpu") or inputs.dtype != dtype
+        few = LEAST_TOKENS[dtype] <= tokens <= MOST_TOKENS[dtype]
         if not few or casts or torch.is_grad_enabled():
             return plain(linear, "forward")(inputs)
         if isinstance(inputs, FakeTensor):  # a packed tensor cannot be in captured code

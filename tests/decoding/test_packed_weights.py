@@ -233,7 +233,7 @@ def test_learned_updates_draft_beside_them(
 def test_long_prompts_and_gradients_take_the_models_own(
     fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MOST_TOKENS", 4)
+    monkeypatch.setattr(packing, "MOST_TOKENS", dict.fromkeys(packing.MOST_TOKENS, 4))
     model, inputs = fresh("llama"), prompt(24)
     plain = generate(model, inputs).sequences
     for kwargs in calls(max_nodes=7):
