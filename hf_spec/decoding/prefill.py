@@ -137,9 +137,8 @@ def prefill(
             check_packable(given)
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
-        watched = reads.nodes or (graphs is not None and not strict)
         last = None if strict else _last
-        chunks = captured(model, changes, reads.layers, last) if watched else []
+        chunks = captured(model, changes, reads.layers, last) if reads.nodes else []
         parts = [Part(None, input_ids, model_kwargs, real)]
         used = None if strict else packed
         if used is not None:
@@ -150,7 +149,7 @@ def prefill(
                 if len(groups) > 1:
                     parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
         # Otherwise the model runs as it is, compiled if it is compiled.
-        if watched or used is not None:
+        if reads.nodes or used is not None:
             run = partial(changes.run, run)
         sources, ends, states = [], [], []
         rows = [[] for _ in sequences.tokens]
@@ -250,7 +249,7 @@ def _read(
     """``hidden`` and ``following`` of :class:`Prefilled`, of the states ``(batch, columns,
     features)`` that Transformers' forwards of a prompt have left; real: see :class:`Part`."""
     none: list[list[int]] = [[] for _ in range(len(input_ids))]
-    if not reads.nodes:
+    if not chunks:
         return None, none
     if reads.tokens == "last":
         return chunks[-1][:, -1].clone(), none
