@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import hf_spec
+from hf_spec.decoding import selfcheck
 from hf_spec.decoding.selfcheck import check_tree_forward
 from modeling_patches.cache_name import CACHE
 
@@ -110,6 +111,21 @@ def test_what_a_drafter_needs_is_tried(tiny: Tiny, kind: type, config: Any, mess
     model.add_adapter(config)
     with pytest.raises(ValueError, match=message):
         model.generate(prompt(), **GREEDY, assistant_strategy=config.type_name.lower())
+
+
+def test_rounding_of_many_layers_is_no_defect(tiny: Tiny) -> None:
+    """In bfloat16, where that of Gemma 3 270M is as large."""
+    config = copy.deepcopy(tiny("llama").config)
+    config.num_hidden_layers, config.initializer_range = 16, 0.3
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).bfloat16().eval()
+    model.config.model_type = "remote"
+    with torch.no_grad():
+        error = selfcheck.Trial(model, padded=True).run(None, True)[1]
+        assert error > 0.05
+    model.generate(**ragged(), **GREEDY, **LOOKUP)
+    with pytest.raises(ValueError, match="Slots does not work with prompt_lookup"):
+        remote(tiny, Slots).bfloat16().generate(prompt(), **GREEDY, **LOOKUP)
 
 
 def test_once_per_model_and_kind_of_forward(tiny: Tiny) -> None:
