@@ -13,7 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
-from hf_spec.bench.contenders import Adapter, contenders, parse_names, read_adapters
+from hf_spec.bench.contenders import (
+    PLAIN,
+    Adapter,
+    contenders,
+    parse_names,
+    read_adapters,
+    with_compiled,
+)
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run as run_contenders
 from hf_spec.cli.options import parse_kwargs
@@ -340,3 +347,16 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
         f"{name} ran with its update beside the weights: the weights are quantized"
         for name in ("plain@tuned", "space")
     ]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_plain_steps_are_compiled_without_the_weights_inside(frozen):
+    """Which Transformers' later calls fail with; strategies take the environment's setting."""
+    lineup = [PLAIN, *contenders(["prompt_lookup"])]
+    with torch._inductor.config.patch(freezing=frozen):
+        _, plain, _, lookup = with_compiled(lineup, "inductor", 64)
+    configs = [one.kwargs["compile_config"] for one in (plain, lookup)]
+    assert [one.kwargs.get("max_cache_len") for one in (plain, lookup)] == [64, None]
+    assert (configs[0].options or {}).get("freezing", False) is False
+    assert (configs[0].mode is None) == frozen == (configs[0].options is not None)
+    assert configs[1] == type(configs[1])(backend="inductor")
