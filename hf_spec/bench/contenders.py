@@ -86,7 +86,7 @@ def _stock_config(backend: str) -> CompileConfig:
     config = CompileConfig(backend=backend)
     if backend == "inductor" and torch._inductor.config.freezing:
         options = {**torch._inductor.list_mode_options(config.mode), "freezing": False}
-        config = CompileConfig(backend=backend, mode=None, options=options)  # type: ignore[arg-type]
+        config = CompileConfig(backend=backend, mode=None, options=options)
     config._compile_all_devices = True  # also on a CPU
     return config
 
