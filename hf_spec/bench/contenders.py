@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CompileConfig
 
 import hf_spec
@@ -68,27 +67,18 @@ def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -
         longest: tokens of the longest call, prompt and new ones: the size that stock calls are
             compiled for.
     """
-    static = {"cache_implementation": "static"}
-    strategy = {**static, "compile_config": CompileConfig(backend=backend)}
-    plain = {**static, "compile_config": _stock_config(backend), "max_cache_len": longest}
+    config = CompileConfig(backend=backend)
+    config._compile_all_devices = True  # stock calls, too, also on a CPU
+    kwargs = {"cache_implementation": "static", "compile_config": config}
     result = []
     for contender in uncompiled:
         result.append(contender)
         if not contender.single_row:
-            options = {**contender.kwargs, **(plain if contender.stock else strategy)}
+            limit = {"max_cache_len": longest} if contender.stock else {}
+            options = {**contender.kwargs, **kwargs, **limit}
             name = f"{contender.name}{COMPILED}"
             result.append(replace(contender, name=name, kwargs=options, compiled=True))
     return result
-
-
-def _stock_config(backend: str) -> CompileConfig:
-    """How Transformers compiles plain steps, without Inductor's `freezing`, which fails there."""
-    config = CompileConfig(backend=backend)
-    if backend == "inductor" and torch._inductor.config.freezing:
-        options = {**torch._inductor.list_mode_options(config.mode), "freezing": False}
-        config = CompileConfig(backend=backend, mode=None, options=options)
-    config._compile_all_devices = True  # also on a CPU
-    return config
 
 
 @dataclass(frozen=True)

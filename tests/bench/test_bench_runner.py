@@ -13,14 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
-from hf_spec.bench.contenders import (
-    PLAIN,
-    Adapter,
-    contenders,
-    parse_names,
-    read_adapters,
-    with_compiled,
-)
+from hf_spec.bench.contenders import Adapter, contenders, parse_names, read_adapters
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run as run_contenders
 from hf_spec.cli.options import parse_kwargs
@@ -349,14 +342,19 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
     ]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_plain_steps_are_compiled_without_the_weights_inside(frozen):
-    """Which Transformers' later calls fail with; strategies take the environment's setting."""
-    lineup = [PLAIN, *contenders(["prompt_lookup"])]
-    with torch._inductor.config.patch(freezing=frozen):
-        _, plain, _, lookup = with_compiled(lineup, "inductor", 64)
-    configs = [one.kwargs["compile_config"] for one in (plain, lookup)]
-    assert [one.kwargs.get("max_cache_len") for one in (plain, lookup)] == [64, None]
-    assert (configs[0].options or {}).get("freezing", False) is False
-    assert (configs[0].mode is None) == frozen == (configs[0].options is not None)
-    assert configs[1] == type(configs[1])(backend="inductor")
+@pytest.mark.parametrize("set_outside", [False, True])
+def test_weights_in_graphs_are_for_strategies_alone(set_outside, tokenizer, prompts):
+    """Transformers' own compiled calls fail with them."""
+    model, seen = make_model(), {}
+    generate = model.generate
+
+    def noting(**kwargs):
+        frozen = torch._inductor.config.freezing
+        seen.setdefault(kwargs.get("assistant_strategy"), set()).add(frozen)
+        return generate(**kwargs)
+
+    model.generate = noting
+    with torch._inductor.config.patch(freezing=set_outside):
+        run(model, tokenizer, prompts[:1], ["prompt_lookup"], max_new_tokens=NEW)
+        assert torch._inductor.config.freezing == set_outside
+    assert seen == {None: {False}, "prompt_lookup": {set_outside}}
