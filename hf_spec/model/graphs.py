@@ -39,8 +39,9 @@ from modeling_patches.weights import placement
 logger = logging.getLogger(__name__)
 
 #: Largest relative error of logits and states that rounding explains, by the least precise dtype
-#: that is computed with: twice what was met (0.010 in float16, 0.052 in bfloat16, of Gemma 3 270M;
-#: 0.068 of the scores of a tree). Masks that hide or show a token too many give 0.1 to 0.6.
+#: that is computed with: more than what was met (0.010 in float16 and 0.052 in bfloat16, of Gemma 3
+#: 270M; 0.068 of the scores of a tree). A mask that hides or shows a neighbor mostly gives 0.1 to
+#: 0.6.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 #: Number of cache buffers kept per model.
