@@ -137,7 +137,10 @@ def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor
     if getattr(decoder, "hidden_size_per_layer_input", 0):
         missing = embeddings.shape[1] - tokens.shape[1]
         ids = torch.nn.functional.pad(tokens, (0, missing))
-        inputs["per_layer_inputs"] = decoder.get_per_layer_inputs(ids)
+        look_up = decoder.get_per_layer_inputs
+        # Gemma 4 takes embeddings instead, too, which it requires in Transformers 5.20.
+        other = dict.fromkeys({"inputs_embeds"} & inspect.signature(look_up).parameters.keys())
+        inputs["per_layer_inputs"] = look_up(ids, **other)
     return inputs
 
 
