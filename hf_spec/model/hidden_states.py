@@ -206,7 +206,7 @@ def captured(
         if fewer.shape == final.shape:
             return None
         # Not `contiguous()`, which keeps the strides of a single batch row: see output_logits.
-        fewer = fewer.flatten(0, 1).unflatten(0, fewer.shape[:2])
+        fewer = fewer.clone(memory_format=torch.contiguous_format)
         if isinstance(output, tuple):
             return (fewer, *output[1:])
         output.last_hidden_state = fewer

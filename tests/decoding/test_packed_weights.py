@@ -316,3 +316,14 @@ def test_16_bit_needs_instructions(
         )
         assert packing.packable(linear) == supported
     assert not packing.packable(linear.to(torch.float64))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_logits_of_an_unpacked_prompt_are_of_a_tensor_of_its_own(batch: int, fresh: Any) -> None:
+    """PyTorch's product with a part of another copies the whole weight in 16 bits."""
+    model, seen = adapt(fresh(), "medusa"), []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    generate(model, prompt(12, batch), **strategy("medusa", pack_weights=False), max_new_tokens=1)
+    hook.remove()
+    first = seen[0]
+    assert first.shape[:2] == (batch, 1) and first.stride() == torch.empty(first.shape).stride()
