@@ -357,7 +357,10 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
     """Probabilities in float32 from states in bfloat16 are no more exact than these."""
     model = fresh()
     graphs, states = Graphs(model, CAPTURED["compile_config"], "a test"), torch.ones(3, dtype=dtype)
-    graphs.run("near", lambda x: (x.float(),), [states], lambda: (states.float() * 1.06,), tuple)
+    for scale in (1.02, 1.06):
+        near = states.float() * scale
+        graphs.run(scale, lambda x: (x.float(),), [states], lambda near=near: (near,), tuple)
+        assert (graphs.get(scale, [states]) is None) == (dtype == torch.float32)
     assert bool(graphs.details()["refused"]) == (dtype == torch.float32)
     graphs.run("far", lambda x: (x.float(),), [states], lambda: (states.float() * 1.2,), tuple)
     assert graphs.details()["refused"] and graphs.get("far", [states]) is None
