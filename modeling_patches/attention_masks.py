@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from modeling_patches.fingerprint import is_users_attention
 from modeling_patches.given_positions import Positions
 from modeling_patches.per_call import Changes, Replaceable, step_aside
 from modeling_patches.positions import needs_positions, tree_positions
@@ -79,8 +81,9 @@ class Local(NamedTuple):
 class TreeAttention:
     """How a model runs forwards with 4-D masks: masks are converted, and ``changes`` run.
 
-    ``eager`` and ``flex_attention`` stay as they are; ``sdpa`` becomes :func:`grouped_sdpa` where
-    the model looks attention up by name, and so does, with one warning, anything else (flash).
+    ``eager``, ``flex_attention`` and functions that the user has registered stay as they are;
+    ``sdpa`` becomes :func:`grouped_sdpa` where the model looks attention up by name, and so does,
+    with one warning, anything else (flash).
 
     Args:
         checkpointing: whether forwards are recomputed for their gradients, which rules out changes;
@@ -102,17 +105,20 @@ class TreeAttention:
         self.locals = local_attention(model)
         self.changes = Changes()
         current = model.config.get_text_config(decoder=True)._attn_implementation
-        self._flex = current == "flex_attention"
+        self._flex, users = current == "flex_attention", is_users_attention(current)
+        #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
+        self._boolean = users and ALL_MASK_ATTENTION_FUNCTIONS.get(current) is sdpa_mask
         self.wants_positions = needs_positions(model)
         if checkpointing:
-            if self.wants_positions or current not in ("eager", "flex_attention", "sdpa"):
+            stays = users or current in ("eager", "flex_attention", "sdpa")
+            if self.wants_positions or not stays:
                 raise ValueError(
                     f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
                     "takes tree masks only with changes of ours, and activations are computed "
                     "again without them. Train without checkpointing, or with "
                     "attn_implementation='sdpa' if it is the attention."
                 )
-        elif current not in ("eager", "flex_attention"):
+        elif not users and current not in ("eager", "flex_attention"):
             self._take_over(model, current)
         positions = Positions()
         self.set_positions = positions.set
@@ -141,8 +147,9 @@ class TreeAttention:
         """Boolean masks (True = attend), keyed like ``locals`` -> the forward's attention_mask."""
         made: dict[int, Any] = {}
         for mask in masks.values():
-            if id(mask) not in made:
+            if id(mask) not in made and not self._boolean:
                 made[id(mask)] = block_mask(mask) if self._flex else _additive(mask, dtype)
+            made.setdefault(id(mask), mask)
         if "" in masks:
             return made[id(masks[""])]
         by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}

@@ -4,21 +4,20 @@ A tensor's version counter is not enough: writes through `.data`, as PEFT merges
 torch's fused optimizers do not change it.
 """
 
+import functools
+import math
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-
-#: Number of a tensor's entries that are compared.
-SAMPLED = 64
 
 
 @torch.no_grad()
 def contents(tensors: Sequence[Tensor]) -> Hashable:
     """A key that changes when one of these plain tensors is replaced or written to.
 
-    It consists of addresses, version counters and some entries of each tensor. What is not noticed
-    is a write that changes none of these, such as one to a few entries through `.data`. The host
+    It consists of addresses, version counters and at least one entry of each row and column. A
+    write that changes none of these is not noticed: one to single entries through `.data`. The host
     waits for each device once. Whoever keeps the key must keep the tensors, or others could get
     their addresses.
     """
@@ -27,7 +26,16 @@ def contents(tensors: Sequence[Tensor]) -> Hashable:
     )
     some: dict[torch.device, list[Tensor]] = {}
     for x in tensors:
-        entries = x.detach().reshape(-1)[:: max(x.numel() // SAMPLED, 1)]
+        entries = x.detach().reshape(-1)[:: _stride(x.shape)]
         some.setdefault(x.device, []).append(entries.float())
     # Bytes, since NaN does not equal itself.
     return places, tuple(torch.cat(parts).cpu().numpy().tobytes() for parts in some.values())
+
+
+@functools.cache
+def _stride(shape: torch.Size) -> int:
+    """The largest step through the entries of a shape that meets each row and each column."""
+    columns = shape[-1] if len(shape) > 1 else 1
+    rows = math.prod(shape) // max(columns, 1)
+    most = max(min(rows, columns - 1), 1)
+    return next(step for step in range(most, 0, -1) if math.gcd(step, columns) == 1)

@@ -177,16 +177,10 @@ def _uncompiled(function: Any) -> Callable[..., Any] | None:
     return None
 
 
-def foreign_hooks(model: nn.Module) -> set[str]:
-    """Names of the forward hooks on a model's modules that do not belong to this package."""
-    # Those by which Transformers collects `output_hidden_states` stay, and do nothing otherwise.
-    ours = (__name__.partition(".")[0], "transformers.utils.output_capturing")
-    return {
-        getattr(hook, "__name__", type(hook).__name__)
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if not (getattr(hook, "__module__", None) or "").startswith(ours)
-    }
+def own_function(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """What an instance has in the place of its class's method, without this package's changes."""
+    found = vars(module).get(name)
+    return found.own if isinstance(found, _Method) else found
 
 
 def _dispatch_before(module: nn.Module, args: Any, kwargs: Any = None) -> Any:

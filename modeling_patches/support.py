@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
 from modeling_patches.cache_name import CACHE
@@ -103,6 +104,17 @@ def _obstacles(model: Any) -> Iterator[str]:
     attends = any(hasattr(layer, "keys") for layer in layers)
     if attends and "position_ids" not in forward and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
+
+
+def activated_loras(model: Any) -> list[str]:
+    """Names of the active adapters that are PEFT's activated LoRA."""
+    found = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
+            variants = getattr(module, "lora_variant", {})
+            kinds = {name: type(variants.get(name)).__name__ for name in module.active_adapters}
+            found |= {name for name, kind in kinds.items() if kind.startswith("ALora")}
+    return sorted(found)
 
 
 def check_length(model: Any, length: int) -> None:

@@ -19,6 +19,8 @@ from covering import EVERY_CASE
 from running import drafting
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from modeling_patches import fingerprint
+
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
 
@@ -286,6 +288,17 @@ def sizes_as_shipped(one_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for user in ("hf_spec.model.compiled", "hf_spec.drafting.autoregressive"):
         monkeypatch.setattr(f"{user}.bucket", bucket)
+
+
+#: Hooks of tests look on, or fail: a model with them is to run as without, and is not tried.
+_IDLE_HOOKS = fingerprint._IDLE_HOOKS
+fingerprint._IDLE_HOOKS = (*_IDLE_HOOKS, "test_", "running.")
+
+
+@pytest.fixture
+def hooks_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of this test are those of a user."""
+    monkeypatch.setattr(fingerprint, "_IDLE_HOOKS", _IDLE_HOOKS)
 
 
 _plain: dict[Any, torch.Tensor] = {}

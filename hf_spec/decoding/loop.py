@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -73,8 +72,8 @@ def decode(
     )  # fmt: skip
     check_length(model, sequences.max_length)
     scorer = Scorer(logits_processor, sequences)
-    unsure = synced_gpus or real is not None
-    strategy = Strategy.of(model, config, unsure, assistant_model)
+    padded = real is not None
+    strategy = Strategy.of(model, config, len(input_ids), padded, synced_gpus, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
     if strategy.strict:
         mask = model_kwargs.get("attention_mask")
@@ -91,6 +90,7 @@ def decode(
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
                 drafter, drafter.reads, graphs, strategy.strict, strategy.packed,
+                strategy.rows_stay,
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
@@ -116,8 +116,14 @@ def decode(
             shapes = policy.shapes.all(len(drafter.group), strategy.lookup)
             match = acceptance.matches(Tree.roots(state.root))
             strategy.draft_changes.run(warm, state, drafter, shapes, match)
-        rows_stay = handover.wanted or strategy.strict or state.batch_size == 1
-        shrinks = not rows_stay and _may_shrink(model, target.model_kwargs, state.batch_size)
+        rows_stay = strategy.rows_stay or handover.wanted or strategy.strict
+        shrinks = (
+            not rows_stay
+            and state.batch_size > 1
+            and not any(
+                isinstance(one, (list, tuple, dict)) and one for one in target.model_kwargs.values()
+            )
+        )
         prompt_seconds = watch.step()
 
         while model._has_unfinished_sequences(
@@ -175,18 +181,3 @@ def _remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list
         if not active[row] and behind:
             rows[row] = behind.pop()
     return rows
-
-
-def _may_shrink(model: Any, model_kwargs: dict[str, Any], batch_size: int) -> bool:
-    """Whether a model, with these arguments of its forwards, may be called with fewer rows."""
-    if any(isinstance(one, (list, tuple, dict)) and one for one in model_kwargs.values()):
-        return False
-    # Hooks may have a value per batch row, as PEFT's for ``adapter_names`` do.
-    return not any(
-        (isinstance(value, (list, tuple)) and len(value) == batch_size)
-        or (isinstance(value, Tensor) and value.shape[:1] == (batch_size,))
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, functools.partial)
-        for value in hook.keywords.values()
-    )

@@ -80,6 +80,7 @@ def prefill(
     graphs: Graphs | None = None,
     strict: bool = False,
     packed: PackedWeights | None = None,
+    rows_stay: bool = False,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
@@ -90,6 +91,8 @@ def prefill(
         strict: whether later forwards equal plain steps bit for bit; the prompt, without a
             ``TreeCache``, then runs as in plain generation.
         packed: weights for all forwards, but for the prompt of strict ones.
+        rows_stay: whether a prompt runs as in plain generation, with all rows in one forward, as
+            hooks may count on it.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -118,7 +121,7 @@ def prefill(
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    takes_probes = sequences.width <= RIDING and attention in TAKES_MASKS
+    takes_probes = sequences.width <= RIDING and attention in TAKES_MASKS and not rows_stay
     of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
@@ -144,7 +147,7 @@ def prefill(
         if used is not None:
             used.add_to(changes)
             # Weights are packed on CPUs, where padding takes as long as tokens do.
-            if real is not None and of_tokens():
+            if real is not None and not rows_stay and of_tokens():
                 groups = like_lengths([len(row) for row in sequences.tokens])
                 if len(groups) > 1:
                     parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]

@@ -1,14 +1,16 @@
-"""A self-check of the tree forward on architectures that our tests do not cover.
+"""A self-check of the tree forward on models that our tests do not cover.
 
-It runs once per model and kind of forward: a small tree after a short random prompt must give the
-logits of plain generation along each path. A model that mishandles explicit masks or positions, or
-a drafter's changes, is refused here; otherwise it would silently generate wrong tokens, or fail in
-the middle of a call.
+Those are other architectures, and all models that are not as Transformers has made them: with hooks
+or attention of their users' own, or other modules. It runs once for each way in which a model runs
+and kind of forward: small trees after a short random prompt must give the logits of plain
+generation along each path. A model that mishandles explicit masks or positions, or a drafter's
+changes, is refused here; otherwise it would silently generate wrong tokens, or fail in the middle
+of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,19 +36,27 @@ from hf_spec.model.hidden_states import Reads, output_logits, taken
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
+from modeling_patches.fingerprint import Fingerprint, fingerprint
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import decoder_of
 from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends, empty_cache
 from modeling_patches.weights import placement
 
-#: The root with two children, of which the second has a child.
+#: The root with two children, of which the second has a child; the same in another order; and the
+#: longest path alone. Each with the nodes of the first tree that its nodes are.
 _TREE = TokenTree.from_paths([[0], [1], [1, 0]])
+_TREES = (
+    (TokenTree((-1, 0, 1, 0)), [0, 2, 3, 1]), (TokenTree((-1, 0, 1)), [0, 2, 3]),
+    (_TREE, [0, 1, 2, 3]),
+)  # fmt: skip
 #: What plain generation decodes instead: these nodes in turn. The second path is also what pruning
 #: leaves, and what is committed; the root follows it once more.
 _FORCED = [0, 1, 1, 0], [0, 2, 3, 0]
 _PATH = _FORCED[1][:3]
 _PROMPT, _PADDING = 8, 3
+#: Number of verdicts that are kept for a model.
+KEPT = 64
 
 _NO_TREE = (
     "does not take explicit masks and positions as tree attention needs them. Generate without "
@@ -60,49 +70,60 @@ _NO_STATES = (
 
 @torch.no_grad()
 def check_tree_forward(
-    model: Any, name: str, drafter: Drafter | None = None, padded: bool = False
-) -> None:
+    model: Any, name: str, drafter: Drafter | None = None, padded: bool = False,
+    running: Fingerprint | None = None, rows: int = 2,
+) -> None:  # fmt: skip
     """Raise a ValueError unless the model's tree forward equals plain generation; free for known
-    models.
+    models that are as Transformers has made them.
 
     Args:
         name: name of the feature that needs it, for errors.
         drafter: a drafter whose changes to forwards are checked, too. None if final states are
             read instead.
         padded: whether a call may have padding; equal on all ranks that share the model.
+        running: how the model runs; None to find out.
+        rows: the call's batch size, which hooks may count on; likewise equal on all ranks.
     """
-    if model.config.get_text_config(decoder=True).model_type in VERIFIED:
+    running = fingerprint(model) if running is None else running
+    if running.stock and model.config.get_text_config(decoder=True).model_type in VERIFIED:
         return
-    kind = (padded, None if drafter is None else drafter.kind_of_forward)
-    checked = memory(model).setdefault("self-checks", set())
-    if kind in checked:
+    rows = rows if running.rows_stay else 2
+    kind = None if drafter is None else drafter.kind_of_forward
+    key = running.state, rows, padded, kind
+    checked: dict[Hashable, None] = memory(model).setdefault("self-checks", {})
+    if key in checked:
         return
     reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
-    trials = [(Trial(model, padded), drafter, reads)]
+    whole = running.rows_stay
+    trials = [(Trial(model, padded, rows=rows), drafter, reads)]
     if not checked and forgets_at(model) is None:
         # Trials that cross the end of a context, where rotary frequencies may change.
         ends = [end for end in context_ends(model) if end > _PROMPT]
-        trials = [(Trial(model, False, end - _PROMPT - 1), None, False) for end in ends] + trials
+        before = [Trial(model, False, end - _PROMPT - 1, rows) for end in ends]
+        trials = [(trial, None, False) for trial in before] + trials
+    hooks = f" with hooks ({', '.join(sorted(running.hooks))})" if running.hooks else ""
     for trial, tried, read in trials:
         try:
-            problem, error = trial.run(tried, read)
+            problem, error = trial.run(tried, read, whole)
         except torch.OutOfMemoryError:
             raise
         except Exception as raised:
             raise ValueError(
-                f"{type(model).__name__} does not work with {name}: a trial raised "
+                f"{type(model).__name__}{hooks} does not work with {name}: a trial raised "
                 f"{type(raised).__name__}: {raised} Choose another strategy, or none."
             ) from raised
         if not error <= tolerance(trial.dtypes):  # NaN included
             if model.training:
                 problem = f"is in training mode, in which dropout may differ, or {problem}"
             raise ValueError(
-                f"{type(model).__name__} does not work with {name}: it {problem} (relative error "
-                f"{error:.2g} in a trial{' with padding' * trial.padded} at position "
+                f"{type(model).__name__}{hooks} does not work with {name}: it {problem} (relative "
+                f"error {error:.2g} in a trial{' with padding' * trial.padded} at position "
                 f"{trial.start})."
                 f"{' Call model.eval() first.' * model.training}"
             )
-    checked.add(kind)
+    checked[key] = None
+    for old in [*checked][:-KEPT]:
+        checked.pop(old, None)
 
 
 class _Pruning:
@@ -140,25 +161,21 @@ class Trial:
         self.mask = torch.ones_like(self.prompt)
         self.mask[-1, : _PADDING * padded] = 0
 
-    def _inputs(self, copies: int = 1) -> dict[str, Any]:
-        """Inputs for so many copies of the prompts."""
-        mask = self.mask.repeat(copies, 1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0) + self.start
+    def _inputs(self) -> dict[str, Any]:
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start
         return {
-            "attention_mask": mask, CACHE: empty_cache(self.model), "use_cache": True,
+            "attention_mask": self.mask, CACHE: empty_cache(self.model), "use_cache": True,
             **taken(self.model, position_ids=positions, logits_to_keep=1),
         }  # fmt: skip
 
     def _until(self, tokens: int) -> StoppingCriteriaList:
         return StoppingCriteriaList([MaxLengthCriteria(self.prompt.shape[1] + tokens)])
 
-    def plain(
-        self, tokens: int, copies: int = 1, processors: Iterable[Callable[..., Tensor]] = ()
-    ) -> Any:
+    def plain(self, tokens: int, processors: Iterable[Callable[..., Tensor]] = ()) -> Any:
         """The output of plain generation of so many tokens."""
         return GenerationMixin._sample(
-            self.model, self.prompt.repeat(copies, 1), LogitsProcessorList(processors),
-            self._until(tokens), self.config, **self._inputs(copies),
+            self.model, self.prompt, LogitsProcessorList(processors), self._until(tokens),
+            self.config, **self._inputs(),
         )  # fmt: skip
 
     def target(self, drafter: Drafter | None, reads: Reads, **options: Any) -> Target:
@@ -170,47 +187,57 @@ class Trial:
             self.model, self.prompt, self.config, inputs, handover, drafter, reads, **options
         ).target
 
-    def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
-        """What is wrong if the error, which is the largest relative one, is too large; ``reads``:
-        whether final states must be the inputs of the output embeddings."""
-        model, device = self.model, self.nodes.device
-        tree = Tree.of_shapes([_TREE] * 2, device).with_tokens(self.nodes)
+    def run(
+        self, drafter: Drafter | None, reads: bool, rows_stay: bool = False
+    ) -> tuple[str, float]:
+        """What is wrong if the error, which is the largest relative one, is too large.
+
+        Args:
+            drafter: see :func:`check_tree_forward`.
+            reads: whether final states must be the inputs of the output embeddings.
+            rows_stay: see :func:`prefill`.
+        """
+        model, rows, device = self.model, len(self.nodes), self.nodes.device
         (root, first, *_), (_, second, third, again) = self._plain()
+        expected = torch.stack([root, first, second, third], 1)
+        errors = []
         with as_before(model):
-            target = self.target(drafter, Reads("last" if reads else None))
-            if target.cache.max_length != _PROMPT:
-                raise ValueError(
-                    f"{_PROMPT} tokens of a prompt left {target.cache.max_length} in the cache."
-                )
+            reads_last = Reads("last" if reads else None)
+            target = self.target(drafter, reads_last, rows_stay=rows_stay)
             if drafter is not None and drafter.drafting is not None:
                 for node in range(2):
                     chain = Tree.chain(self.nodes[:, : node + 1])
                     target(chain, first=node, changes=drafter.drafting)
                 target.cache.rollback()
-            if drafter is not None and drafter.probe_inputs is not None:
-                probes = len(drafter.probe_inputs.embeddings)
-                tree = tree.attach_probes(ProbeGroup.causal(probes))
-            output = target(tree)
-            if output.hidden is not None:
-                hidden = output.hidden[:, : tree.num_tokens]
-                error = _disagreement(output_logits(model, hidden), output.logits)
-                if not error <= tolerance(self.dtypes):
-                    return _NO_STATES, error
-            errors = [_error(output.logits, torch.stack([root, first, second, third], 1))]
+            for shape, nodes in _TREES:
+                tree = Tree.of_shapes([shape] * rows, device).with_tokens(self.nodes[:, nodes])
+                if drafter is not None and drafter.probe_inputs is not None:
+                    probes = len(drafter.probe_inputs.embeddings)
+                    tree = tree.attach_probes(ProbeGroup.causal(probes))
+                output = target(tree)
+                if output.hidden is not None:
+                    hidden = output.hidden[:, : tree.num_tokens]
+                    error = _disagreement(output_logits(model, hidden), output.logits)
+                    if not error <= tolerance(self.dtypes):
+                        return _NO_STATES, error
+                errors.append(_error(output.logits, expected[:, nodes]))
             path = _PATH
             if drafter is not None and drafter.pruning is not None:
                 output = target(tree, pruning=_Pruning(drafter.pruning.layer))
                 path = [*range(len(_PATH))]
-                errors.append(_error(output.logits, torch.stack([root, second, third], 1)))
+                errors.append(_error(output.logits, expected[:, _PATH]))
             # The cache must then hold the accepted path as if it had been forwarded alone.
-            accepted = torch.tensor([path] * 2, device=device)
-            target.cache.commit([len(path)] * 2, accepted, output.tree.slots)
+            accepted = torch.tensor([path] * rows, device=device)
+            target.cache.commit([len(path)] * rows, accepted, output.tree.slots)
             errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
     def _plain(self) -> list[list[Tensor]]:
-        """Plain generation's logits ``(2, vocab)`` after each node of each of ``_FORCED``."""
-        forced = torch.cat([self.nodes[:, path] for path in _FORCED])
+        """Plain generation's logits ``(rows, vocab)`` after each node of each of ``_FORCED``."""
+        return [list(self._logits_along(self.nodes[:, path])) for path in _FORCED]
+
+    def _logits_along(self, forced: Tensor) -> Sequence[Tensor]:
+        """Plain generation's logits after each of these tokens ``(rows, n)``."""
         changes = Changes()
         changes.before(decoder_of(self.model), self._note_dtype)
 
@@ -219,9 +246,9 @@ class Trial:
             return torch.full_like(scores, -torch.inf).scatter_(1, forced[:, step, None], 0.0)
 
         with as_before(self.model):
-            output = changes.run(self.plain, forced.shape[1] + 1, len(_FORCED), [force])
-        steps = [logits.split(2) for logits in output.logits[1:]]
-        return [list(path) for path in zip(*steps)]
+            output = changes.run(self.plain, forced.shape[1] + 1, [force])
+        logits: Sequence[Tensor] = output.logits
+        return logits[1:]
 
     def _note_dtype(self, args: Any, kwargs: Any) -> None:
         """Before a forward: note the dtype of autocast, which may be on in the forward alone."""

@@ -21,6 +21,7 @@ from hf_spec.model.loading import warn_if_slow
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for
+from modeling_patches.fingerprint import fingerprint
 from modeling_patches.per_call import Changes
 from modeling_patches.weights import placement
 
@@ -40,6 +41,8 @@ class Strategy:
         draft_changes: let drafts compute with these copies, and with those of the modules that run
             beside the model.
         packed_bytes: memory of all these copies.
+        rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
+            count on it.
     """
 
     model: Any
@@ -55,16 +58,19 @@ class Strategy:
     packed: PackedWeights | None
     draft_changes: Changes
     packed_bytes: int
+    rows_stay: bool
 
     @classmethod
     def of(
-        cls, model: Any, config: GenerationConfig, unsure: bool = False, assistant: Any = None
-    ) -> Strategy:
+        cls, model: Any, config: GenerationConfig, rows: int = 1, padded: bool = False,
+        synced: bool = False, assistant: Any = None,
+    ) -> Strategy:  # fmt: skip
         """Set up the strategy of a prepared config.
 
         Args:
-            unsure: check tree masks with padding, too: rows are padded, or several ranks run the
-                model together.
+            rows: the batch size.
+            padded: whether rows are padded.
+            synced: whether several ranks run the model together, on batches of their own.
             assistant: the call's assistant model, if it has one.
 
         Raises:
@@ -74,7 +80,10 @@ class Strategy:
         method = get_method(config.assistant_strategy)
         options = method.parse_options(config.assistant_kwargs)
         drafter = method.make_drafter(model, options, assistant)
-        check_tree_forward(model, method.name, drafter, unsure)
+        running = fingerprint(model)
+        # Ranks must run the same trials, whatever their batches.
+        rows = 2 if synced else rows
+        check_tree_forward(model, method.name, drafter, padded or synced, running, rows)
         samples = bool(config.do_sample)
         timed, lookup = resolve(options, drafter, samples)
         adapter = _adapter(method, model)
@@ -89,7 +98,7 @@ class Strategy:
                 size += copies.num_bytes
         return cls(
             model, method, options, drafter, timed, lookup, adapter, samples, kind, graphs, packed,
-            changes, size,
+            changes, size, running.rows_stay,
         )  # fmt: skip
 
     @property

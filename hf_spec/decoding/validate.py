@@ -12,7 +12,7 @@ from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.methods.registry import get_method
-from modeling_patches.support import check_cache_stays, check_model
+from modeling_patches.support import activated_loras, check_cache_stays, check_model
 
 #: Options of other decoding modes.
 _OTHER_MODES = (
@@ -96,6 +96,12 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
                 "prompt-learning adapters put virtual tokens into the cache.",
                 "Disable the adapter, or generate without a strategy.",
             )  # fmt: skip
+    if activated := activated_loras(model):
+        refuse(
+            "alora_invocation_tokens", ", ".join(activated),
+            "PEFT applies an activated LoRA to the last tokens of each forward, which are other "
+            "ones in a forward of a tree.", "Disable the adapter, or generate without a strategy.",
+        )  # fmt: skip
     ask_for_compiling(config)
 
 

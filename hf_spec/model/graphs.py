@@ -13,16 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import ref
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -33,7 +31,7 @@ from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.model.repeats import compile_once
 from modeling_patches.contents import contents
-from modeling_patches.per_call import foreign_hooks
+from modeling_patches.fingerprint import fingerprint
 from modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
@@ -100,13 +98,14 @@ class Graphs:
         tensors = _plain(chain(model.parameters(), model.buffers()))
         self._tensors = frozenset(map(self._identity, tensors))
         options = repr(sorted(self._options.items(), key=repr))
-        self._kind = kind, _state(model), config.backend, options, self.frozen
+        running = fingerprint(model)
+        self._kind = kind, running.state, config.backend, options, self.frozen
         #: Whether inputs and results are in memory that every run of any code overwrites, as those
         #: of CUDA graphs.
         self.shares_memory = placement(model).device.type != "cpu"
         self.made = 0  # graphs that this call has compiled, or tried to
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
-        self.obstacle = _obstacle(model)
+        self.obstacle = _obstacle(model, running.hooks)
         if self.obstacle is not None:
             self._warn(self.obstacle)
 
@@ -309,31 +308,10 @@ def _content(tensor: Tensor) -> Hashable:
     return _identity(tensor), contents([tensor])
 
 
-def _state(model: Any) -> Hashable:
-    """The model's Python state: active adapters, modes, the attention implementation."""
-    adapters = tuple(
-        (
-            tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters),
-            repr(getattr(module, "scaling", None)),
-        )
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer)
-    )  # fmt: skip
-    training = model.training and any(module.training for module in model.modules())
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    kind = placement(model).device.type
-    casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    # Wrappers of the forward may change its arithmetic, as accelerate's mixed precision does.
-    wrapper = getattr(vars(model).get("forward"), "own", vars(model).get("forward"))
-    wrapped = None if wrapper is None else ref(wrapper)
-    return adapters, training, attention, casts, wrapped, torch.is_inference_mode_enabled()
-
-
-def _obstacle(model: Any) -> str | None:
-    """Why a model cannot be compiled at all; None if no reason is known."""
+def _obstacle(model: Any, hooks: Collection[str]) -> str | None:
+    """Why a model with these hooks cannot be compiled at all; None if no reason is known."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "some of its weights are offloaded"
-    hooks = foreign_hooks(model)
     if hooks:
         return f"its modules have hooks ({', '.join(sorted(hooks))}), which compiled code omits"
     quantizer = getattr(model, "hf_quantizer", None)

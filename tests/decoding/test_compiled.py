@@ -505,15 +505,14 @@ def reads_numbers(model: Any) -> None:
     layer.forward = lambda x: stock(x) if float(x.sum()) < 1e9 else x
 
 
-def counts_tokens(model: Any) -> None:
-    """What it makes of the cache's length would be that of one step; the trial finds it out."""
+def knows_tracers(model: Any) -> None:
+    """It computes something else on tensors without data; the trial of the code finds it out."""
     stock = model.model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        past = kwargs.get(CACHE)
         output = stock(*args, **kwargs)
-        length = 0 if past is None else past.get_seq_length()
-        output.last_hidden_state = output.last_hidden_state * (1 + 0.01 * length)
+        if type(output.last_hidden_state) is not torch.Tensor:
+            output.last_hidden_state = output.last_hidden_state * 1.1
         return output
 
     model.model.forward = forward
@@ -531,10 +530,11 @@ def has_hooks(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda *args: None)
 
 
+@pytest.mark.usefixtures("hooks_count")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (reads_numbers, "DataDependent"), (counts_tokens, "gives something else"),
+        (reads_numbers, "DataDependent"), (knows_tracers, "gives something else"),
         (has_hooks, "have hooks"),
     ],
 )  # fmt: skip

@@ -28,8 +28,17 @@ def replaced(x: Tensor) -> None:
     x.data = x.data.clone()
 
 
-@pytest.mark.parametrize("write", [fused_step, by_data, in_place, replaced])
-@pytest.mark.parametrize("shape", [(3,), (40, 51), ()])
+def row(x: Tensor) -> None:
+    """As an edit of a token's output embedding."""
+    x.data.reshape(-1)[: x.shape[-1] if x.ndim > 1 else 1] = 0
+
+
+def column(x: Tensor) -> None:
+    x.data.reshape(-1)[:: x.shape[-1] if x.ndim > 1 else 1] = 0
+
+
+@pytest.mark.parametrize("write", [row, column, fused_step, by_data, in_place, replaced])
+@pytest.mark.parametrize("shape", [(3,), (40, 51), (51, 40), (40, 40), (3, 5, 7), ()])
 def test_writes_are_noticed(write: Callable[[Tensor], None], shape: tuple[int, ...]) -> None:
     x, y = torch.nn.Parameter(torch.ones(shape)), torch.arange(9)
     before, kept = contents([y, x]), x.data
@@ -46,3 +55,15 @@ def test_kinds_of_tensors() -> None:
     several = [nan, empty, torch.ones(5, dtype=torch.bfloat16), torch.ones(2, 3).T, made]
     assert contents(several) == contents(several), "NaN, too"
     assert contents([]) == contents([])
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5), (1, 7), (7, 1), (2, 3, 4), (64, 256)])
+def test_each_row_and_column_is_compared(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape)
+    before = contents([x])
+    flat = x.data.view(-1, shape[-1])
+    for place in [*flat, *flat.T]:
+        place.fill_(1)
+        assert contents([x]) != before
+        place.fill_(0)
+    assert contents([x]) == before

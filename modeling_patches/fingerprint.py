@@ -1,0 +1,180 @@
+"""How a model runs: its modules, hooks, adapters and attention, as found at a call.
+
+A model's type promises what its forward does, but hooks, adapters and replaced functions may change
+it. What is as Transformers and PEFT have made it is known; anything else must be tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.nn.modules import module as of_all_modules
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling_patches.per_call import Replaceable, own_function
+from modeling_patches.weights import placement
+
+#: Packages whose modules and wrappers treat all tokens alike, but for attention and recurrences,
+#: which are known by the model's type.
+_STOCK = (
+    "torch.", "transformers.", "accelerate.", "bitsandbytes.", "peft.tuners.lora.",
+    "peft.tuners.tuners_utils", "peft.utils.", "modeling_patches.", "hf_spec.",
+)  # fmt: skip
+#: Packages whose hooks treat all tokens and rows alike.
+_STOCK_HOOKS = ("torch.", "accelerate.", "deepspeed.")
+#: Hooks of this package, and those by which Transformers collects `output_hidden_states`, which do
+#: nothing otherwise.
+_IDLE_HOOKS = ("modeling_patches.", "hf_spec.", "transformers.utils.output_capturing")
+
+
+class Fingerprint(NamedTuple):
+    """How a model runs.
+
+    Attributes:
+        stock: whether all of it is as Transformers and PEFT have made it.
+        hooks: names of the hooks on its modules that are not this package's.
+        rows_stay: whether a hook may treat rows by their place in the batch.
+        state: all of this and more; models of equal states run alike.
+    """
+
+    stock: bool
+    hooks: frozenset[str]
+    rows_stay: bool
+    state: Hashable
+
+
+def fingerprint(model: Any) -> Fingerprint:
+    """How a model runs now."""
+    text = model.config.get_text_config(decoder=True)
+    attention = _attention(text._attn_implementation)
+    stock, training = all(map(_is_stock_attention, attention)), False
+    kinds: list[Any] = []
+    hooks: list[tuple[int, Any]] = []
+    adapters: list[Hashable] = []
+    forwards: list[Hashable] = []
+    for index, module in enumerate(model.modules()):
+        kind: Any = type(module)
+        kinds.append((kind, kind.forward))
+        stock = stock and _is_stock_type(kind, kind.forward)
+        training = training or module.training
+        hooks += [(index, hook) for hook in module._forward_pre_hooks.values()]
+        hooks += [(index, hook) for hook in module._forward_hooks.values()]
+        forward = own_function(module, "forward")
+        if forward is not None:
+            forwards.append((index, _identity(forward)))
+            stock = stock and _is_stock_wrapper(forward) and _origin(kind).startswith(_STOCK)
+        if isinstance(module, BaseTunerLayer):
+            adapters.append(_adapters(module))
+    for table in (of_all_modules._global_forward_pre_hooks, of_all_modules._global_forward_hooks):
+        hooks += [(-1, hook) for hook in table.values()]
+    hooks = [(index, hook) for index, hook in hooks if not _origin(hook).startswith(_IDLE_HOOKS)]
+    origins = {_origin(hook) for _, hook in hooks}
+    # PEFT's choose an adapter for all tokens of a row.
+    stock = stock and all(origin.startswith((*_STOCK_HOOKS, "peft.")) for origin in origins)
+    device, dtype = placement(model)
+    casts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    state = (
+        hash(tuple(kinds)), tuple((index, _identity(hook)) for index, hook in hooks),
+        tuple(forwards), tuple(adapters), text._attn_implementation,
+        tuple(map(_identity, attention)), model.training and training, device.type, dtype, casts,
+        torch.is_inference_mode_enabled(),
+    )  # fmt: skip
+    names = {getattr(hook, "__name__", type(hook).__name__) for _, hook in hooks}
+    stays = not all(origin.startswith(_STOCK_HOOKS) for origin in origins)
+    return Fingerprint(stock, frozenset(names), stays, state)
+
+
+def is_users_attention(name: str) -> bool:
+    """Whether attention of this name is a function that a user has registered. Kernels of the Hub,
+    whose names are those of repositories, compute what Transformers' functions do."""
+    return "/" not in name and not _is_stock_attention(_registered(name))
+
+
+def _attention(name: str) -> tuple[Any, ...]:
+    """The functions that attention of this name computes with."""
+    return _registered(name), torch.nn.functional.scaled_dot_product_attention
+
+
+def _registered(name: str) -> Any:
+    function = None if "/" in name else ALL_ATTENTION_FUNCTIONS.get(name)
+    return function.plain if isinstance(function, Replaceable) else function
+
+
+def _is_stock_attention(function: Any) -> bool:
+    return (
+        function is None  # the model's own
+        or function is torch._C._nn.scaled_dot_product_attention
+        or _origin(function).startswith("transformers.")
+    )
+
+
+@functools.cache
+def _is_stock_type(kind: Hashable, forward: Hashable) -> bool:
+    """Whether modules of a class, with this ``forward``, are from a package that is known."""
+    return _origin(kind).startswith(_STOCK) and _is_stock_wrapper(forward)
+
+
+def _is_stock_wrapper(function: Any) -> bool:
+    """Whether a function, and all that it wraps, are from packages that are known."""
+    return all(_origin(one).startswith(_STOCK) for one in _wrapped(function))
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        names = "_torchdynamo_orig_callable", "__wrapped__"
+        inside = (getattr(function, name, None) for name in names)
+        function = next(filter(None, inside), None)
+
+
+def _origin(function: Any) -> str:
+    """The module in which the code of a class, function or callable object was written, whatever
+    `functools.wraps` has copied; it ends with a dot."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if isinstance(function, (type, BuiltinFunctionType)):
+        where: Any = function.__module__
+    else:
+        code = getattr(function, "__globals__", None)
+        where = type(function).__module__ if code is None else code.get("__name__")
+    return f"{where}."
+
+
+def _adapters(layer: Any) -> Hashable:
+    """What the adapters of a PEFT layer do."""
+    return (
+        tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
+        repr(getattr(layer, "scaling", None)),
+    )  # fmt: skip
+
+
+# -- identities of objects that outlive neither the object nor its address -----------------------
+
+_identities: dict[int, tuple[Callable[[], Any], int]] = {}
+_numbers = itertools.count()
+
+
+def _identity(thing: Any) -> Hashable:
+    """A key of an object that no later one gets; for a bound method, of object and function."""
+    if hasattr(thing, "__func__"):
+        return _identity(thing.__self__), _identity(thing.__func__)
+    known = _identities.get(id(thing))
+    if known is None or known[0]() is not thing:
+        try:
+            held: Callable[[], Any] = ref(thing, functools.partial(_forget, id(thing)))
+        except TypeError:  # it cannot be referenced weakly
+            held = functools.partial(lambda kept: kept, thing)
+        known = _identities[id(thing)] = held, next(_numbers)
+    return known[1]
+
+
+def _forget(address: int, _: Any) -> None:
+    _identities.pop(address, None)
