@@ -51,6 +51,8 @@ from modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
 
+#: Number of recorded functions kept per model, whose results and inputs take memory.
+MOST = 128
 #: Number of cache buffers kept per model.
 SPARE = 512
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
@@ -68,6 +70,7 @@ class Graph:
     baked: frozenset[Hashable]  # the model's tensors that it contains
     tolerance: float  # largest relative error that rounding explains
     constants: Sequence[Tensor] = ()  # others that it reads where they are
+    used: float = 0.0  # when it ran last
 
     @property
     def is_valid(self) -> bool:
@@ -84,6 +87,16 @@ class _Kept:
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
         self.recorder: Recorder | None = None
+
+    def add(self, key: Hashable, graph: Graph) -> None:
+        """Keep a graph, in place of the recorded one that ran the longest time ago if there are too
+        many of these."""
+        recorded = {
+            name: one.used for name, one in self.graphs.items() if isinstance(one.code, Captured)
+        }
+        if isinstance(graph.code, Captured) and len(recorded) >= MOST:
+            del self.graphs[min(recorded, key=recorded.__getitem__)]
+        self.graphs[key] = graph
 
 
 _COMPILING = threading.RLock()
@@ -176,7 +189,7 @@ class Graphs:
             if self.tell is not None:
                 self.tell(self.made)
             if problem is None:
-                kept.graphs[self._key(name, inputs, static)] = graph
+                kept.add(self._key(name, inputs, static), graph)
             else:
                 kept.refused.add((self._kind, name))
                 self._warn(problem)
@@ -231,6 +244,7 @@ class Graphs:
         self, graph: Graph, inputs: Sequence[Tensor],
         cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> Sequence[Tensor]:  # fmt: skip
+        graph.used = time.monotonic()
         if not self.shares_memory:
             return cut(graph.code(*inputs))
         with RUNNING:
