@@ -113,6 +113,16 @@ class AttentionStates:
         buffers, self._groups = [storage for storage, _ in self._groups], []
         return buffers
 
+    def rehouse(self, allocate: Allocate) -> list[Tensor]:
+        """Move everything into buffers of this allocator, also those that come later; return the
+        old buffers. If memory runs out, everything stays where it is, and none are returned."""
+        buffers, self._new = [storage for storage, _ in self._groups], allocate
+        try:
+            self._resize(self.front, self.capacity)
+        except torch.OutOfMemoryError:
+            return []
+        return buffers
+
     def _resize(self, front: int, capacity: int) -> None:
         """Move everything to buffers with these numbers of front slots and token slots, neither of
         which is smaller than before."""

@@ -135,9 +135,13 @@ class Handover:
         return self.cache if self._target is None else self._target
 
     def release(self) -> list[Tensor]:
-        """The buffers of a cache that is not returned, once the call is over; else none."""
-        kept = isinstance(self.given, TreeCache) or (self.wanted and self._target is None)
-        return [] if kept or self.cache is None else self.cache.states.release()
+        """The buffers of the call's cache, once the call is over, for later calls: graphs are for
+        places in memory. A cache that is returned goes on in others."""
+        if self.cache is None:
+            return []
+        returned = isinstance(self.given, TreeCache) or (self.wanted and self._target is None)
+        states = self.cache.states
+        return states.rehouse(zeros) if returned else states.release()
 
     def _give_back(self, cache: TreeCache) -> None:
         cache.repair()

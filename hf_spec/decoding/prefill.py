@@ -125,6 +125,8 @@ def prefill(
     of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
+        if graphs is not None:
+            cache.states.rehouse(graphs.allocate)
         first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         found = extend(make_target(cache, cache.lengths + counts, later), rows, group)

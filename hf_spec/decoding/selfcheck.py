@@ -31,8 +31,8 @@ from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.graphs import tolerance
 from hf_spec.model.hidden_states import Reads, output_logits, taken
+from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at

@@ -115,7 +115,8 @@ class CompiledTarget(Target):
             padded.group,
         )  # fmt: skip
         inputs = buffers + [tensor.contiguous() for tensor in small]
-        logits, *found = graphs.run(key, function, inputs, eager, cut, static=len(buffers))
+        static = len(cache.states.members)  # each commit makes other recurrent states
+        logits, *found = graphs.run(key, function, inputs, eager, cut, static)
         hidden = found.pop(0) if has_hidden else None
         # Where the code was just made, the forward has run uncompiled.
         result = None

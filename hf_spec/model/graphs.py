@@ -5,7 +5,9 @@ and context variables included, runs at capture; only tensor operations remain. 
 compiles these without guards: what guards would check is part of the key under which the code is
 kept (:meth:`Graphs.get`), and the model's tensors are checked once per call. With Inductor's option
 ``freezing``, code contains the values of weights, arranged as its products read them fastest; the
-check is then one of values. Before code is used, its results are compared with the function's.
+check is then one of values. With the backend ``cudagraphs`` nothing is compiled: the function's own
+kernels are recorded (:mod:`.captures`), for these places in memory. Before code is used, its
+results are compared with the function's.
 """
 
 from __future__ import annotations
@@ -29,19 +31,26 @@ from transformers import CompileConfig
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
+from hf_spec.model.captures import (
+    CUDA_GRAPHS,
+    RECORDERS,
+    RUNNING,
+    Captured,
+    Recorder,
+    check_recording,
+    memory_of,
+    take_turns,
+)
 from hf_spec.model.repeats import compile_once
+from hf_spec.model.rounding import difference, tolerance
 from modeling_patches.contents import contents
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
 
-#: Largest relative error of logits and states that rounding explains, by the least precise dtype
-#: that is computed with: more than what was met (0.010 in float16 and 0.052 in bfloat16, of Gemma 3
-#: 270M; 0.068 of the scores of a tree). A mask that hides or shows a neighbor mostly gives 0.1 to
-#: 0.6.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
+#: Number of recorded functions kept per model, whose results and inputs take memory.
+MOST = 128
 #: Number of cache buffers kept per model.
 SPARE = 512
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
@@ -58,6 +67,13 @@ class Graph:
     code: Function
     baked: frozenset[Hashable]  # the model's tensors that it contains
     tolerance: float  # largest relative error that rounding explains
+    constants: Sequence[Tensor] = ()  # others that it reads where they are
+    used: float = 0.0  # when it ran last
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether what it was recorded for exists."""
+        return not isinstance(self.code, Captured) or self.code.is_valid
 
 
 class _Kept:
@@ -68,11 +84,20 @@ class _Kept:
         self.refused: set[Hashable] = set()
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
+        self.recorder: Recorder | None = None
+
+    def add(self, key: Hashable, graph: Graph) -> None:
+        """Keep a graph, in place of the recorded one that ran the longest time ago if there are too
+        many of these."""
+        recorded = {
+            name: one.used for name, one in self.graphs.items() if isinstance(one.code, Captured)
+        }
+        if isinstance(graph.code, Captured) and len(recorded) >= MOST:
+            del self.graphs[min(recorded, key=recorded.__getitem__)]
+        self.graphs[key] = graph
 
 
 _COMPILING = threading.RLock()
-#: Held while code runs that shares memory with all other code.
-_RUNNING = threading.Lock()
 
 
 class Graphs:
@@ -83,18 +108,27 @@ class Graphs:
         config: how to compile. ``fullgraph`` and ``dynamic`` have no effect: graphs are always
             whole and have static shapes.
         kind: what functions depend on besides the model and their own keys.
+
+    Raises:
+        ValueError: if the backend is ``cudagraphs`` and the device has none, or options are given.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
-        self.model = model
+        self.model, self._device = model, placement(model).device
+        self._options, self._backend = _options(config), config.backend
+        #: Whether functions are recorded, not compiled.
+        self.records = config.backend == CUDA_GRAPHS
+        if self.records:
+            check_recording(self._device, self._options)
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
-        self._options, self._backend = _options(config), config.backend
+            graphs = self._kept.graphs.items()
+            self._kept.graphs = {key: graph for key, graph in graphs if graph.is_valid}
         #: Whether code contains the values of weights.
         self.frozen = config.backend == "inductor" and bool(
             self._options.get("freezing", torch._inductor.config.freezing)
         )
-        self._identity = _content if self.frozen else _identity
+        self._identity = _content if self.frozen else memory_of
         tensors = _plain(chain(model.parameters(), model.buffers()))
         self._tensors = frozenset(map(self._identity, tensors))
         options = repr(sorted(self._options.items(), key=repr))
@@ -102,10 +136,10 @@ class Graphs:
         self._kind = kind, running.state, config.backend, options, self.frozen
         #: Whether inputs and results are in memory that every run of any code overwrites, as those
         #: of CUDA graphs.
-        self.shares_memory = placement(model).device.type != "cpu"
+        self.shares_memory = self.records or self._device.type != "cpu"
         self.made = 0  # graphs that this call has compiled, or tried to
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
-        self.obstacle = _obstacle(model, running.hooks)
+        self.obstacle = _obstacle(model, running.hooks, self.records)
         if self.obstacle is not None:
             self._warn(self.obstacle)
 
@@ -124,25 +158,28 @@ class Graphs:
             plain: computes the same results, or the first of them, without compiled code; used to
                 check new code.
             cut: selects the wanted part of the function's results.
-            static: number of leading inputs whose memory is the same in every call.
+            static: number of leading inputs whose memory is the same in most calls; what is
+                recorded is recorded for it.
         """
-        known = self.get(name, inputs)
+        known = self.get(name, inputs, static)
         if known is not None:
             return self._call(known, inputs, cut)
         expected, kept = plain(), self._kept
         if self.obstacle is not None or (self._kind, name) in kept.refused:
             return expected
         with _COMPILING:
-            if self.get(name, inputs) is not None:  # another thread was faster
+            if self.get(name, inputs, static) is not None:  # another thread was faster
                 return expected
             began = time.monotonic()
             try:
                 with torch._inductor.config.patch(freezing=self.frozen):
                     graph = self._compile(function, inputs, static)
                     found = self._call(graph, inputs, cut)[: len(expected)]
-                problem = _difference(graph.tolerance, expected, found)
-            except torch.OutOfMemoryError:
-                raise
+                problem = difference(graph.tolerance, expected, found)
+            except torch.OutOfMemoryError as error:
+                if not self.records:
+                    raise
+                problem = f"it does not fit into memory ({first_line(error)})"
             except Exception as error:  # a model, tracer or compiler may raise anything
                 logger.debug("compiling %s", name, exc_info=True)
                 problem = f"{type(error).__name__}: {first_line(error)}"
@@ -151,15 +188,15 @@ class Graphs:
             if self.tell is not None:
                 self.tell(self.made)
             if problem is None:
-                kept.graphs[self._key(name, inputs)] = graph
+                kept.add(self._key(name, inputs, static), graph)
             else:
                 kept.refused.add((self._kind, name))
                 self._warn(problem)
         return plain()  # overwrites what the check has written
 
-    def get(self, name: Hashable, inputs: Sequence[Tensor]) -> Graph | None:
+    def get(self, name: Hashable, inputs: Sequence[Tensor], static: int = 0) -> Graph | None:
         """The code for this key; None if there is none, or if it is for other weights."""
-        graph = self._kept.graphs.get(self._key(name, inputs))
+        graph = self._kept.graphs.get(self._key(name, inputs, static))
         return graph if graph is not None and graph.baked <= self._tensors else None
 
     @property
@@ -179,6 +216,7 @@ class Graphs:
         with _COMPILING:
             for index, one in enumerate(self._kept.spare):
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
+                    take_turns(device)
                     return self._kept.spare.pop(index)
         return zeros(shape, dtype, device)
 
@@ -186,6 +224,8 @@ class Graphs:
         """Keep these buffers for later calls, and drop those of other sizes."""
         shapes = {buffer.shape for buffer in buffers}
         with _COMPILING:
+            for device in {buffer.device for buffer in buffers}:
+                take_turns(device)
             like = [one for one in self._kept.spare if not shapes or one.shape in shapes]
             self._kept.spare = [*like, *buffers][-SPARE:]
 
@@ -195,39 +235,57 @@ class Graphs:
         kept = self._kept
         return {"made": self.made, "kept": len(kept.graphs), "refused": sorted(kept.warned)}
 
-    def _key(self, name: Hashable, inputs: Sequence[Tensor]) -> Hashable:
-        return self._kind, name, tuple(map(_shape, inputs))
+    def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:
+        places = tuple(one.data_ptr() for one in inputs[:static]) if self.records else ()
+        return self._kind, name, tuple(map(_shape, inputs)), places
 
     def _call(
         self, graph: Graph, inputs: Sequence[Tensor],
         cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> Sequence[Tensor]:  # fmt: skip
+        graph.used = time.monotonic()
         if not self.shares_memory:
             return cut(graph.code(*inputs))
-        with _RUNNING:
+        with RUNNING:
+            take_turns(self._device)
             return [result.clone() for result in cut(graph.code(*inputs))]
 
     def _compile(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
+        if self.records:
+            return self._record(function, inputs, static)
         with _capturing():
             tracer = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
             captured: Any = tracer(*inputs)
         names = dict.fromkeys(node.target for node in captured.graph.find_nodes(op="get_attr"))
         constants = [getattr(captured, name) for name in names]
-        tensors = [(self._identity(x), x) for x in constants if isinstance(x, Tensor)]
-        for identity, x in tensors:
-            if x.is_floating_point() and x.numel() > SMALL and identity not in self._tensors:
-                raise ValueError(
-                    f"it reads numbers {tuple(x.shape)} that are neither its inputs nor the "
-                    "model's, and may change"
-                )
+        baked, _ = self._sorted(x for x in constants if isinstance(x, Tensor))
         values = [node.meta.get("val") for node in captured.graph.nodes]
         dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
         code = None
         if self.in_parts:  # by a function without the model, which kept code must not hold
             code = compile_once(captured, partial(_compile_part, self._backend, self._options))
         code = code or self._whole(captured, inputs[:static])
-        baked = self._tensors.intersection(identity for identity, _ in tensors)
         return Graph(code, baked, tolerance(dtypes))
+
+    def _record(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
+        if self._kept.recorder is None:
+            self._kept.recorder = RECORDERS[self._device.type](self._device)
+        with _capturing():
+            code = Captured(self._kept.recorder, function, inputs, static)
+        baked, others = self._sorted(_plain(code.read))
+        return Graph(code, baked, tolerance(code.dtypes), others)
+
+    def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:
+        """Of what a function reads besides its inputs: the model's tensors, and the others."""
+        tensors = [(self._identity(one), one) for one in constants]
+        others = [one for identity, one in tensors if identity not in self._tensors]
+        for one in others:
+            if one.is_floating_point() and one.numel() > SMALL:
+                raise ValueError(
+                    f"it reads numbers {tuple(one.shape)} that are neither its inputs nor the "
+                    "model's, and may change"
+                )
+        return self._tensors.intersection(identity for identity, _ in tensors), others
 
     def _whole(self, captured: torch.fx.GraphModule, static: Sequence[Tensor]) -> Function:
         if self._backend == "eager":  # runs the captured graph as it is
@@ -294,45 +352,22 @@ def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield tensor
 
 
-def _identity(tensor: Tensor) -> Hashable:
-    """A tensor's memory, which code that contains it refers to; the values may change."""
-    try:
-        place: Any = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # subclasses that cannot be taken apart
-        place = id(tensor)
-    return place, tensor.device
-
-
 def _content(tensor: Tensor) -> Hashable:
     """What changes with a tensor's values."""
-    return _identity(tensor), contents([tensor])
+    return memory_of(tensor), contents([tensor])
 
 
-def _obstacle(model: Any, hooks: Collection[str]) -> str | None:
-    """Why a model with these hooks cannot be compiled at all; None if no reason is known."""
+def _obstacle(model: Any, hooks: Collection[str], records: bool) -> str | None:
+    """Why a model with these hooks cannot be compiled, or recorded, at all; None if no reason is
+    known."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "some of its weights are offloaded"
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if records and len(devices) > 1:
+        return f"its weights are on {' and '.join(devices)}, and a CUDA graph is for one device"
     if hooks:
         return f"its modules have hooks ({', '.join(sorted(hooks))}), which compiled code omits"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return "its quantization cannot be compiled"
-    return None
-
-
-def tolerance(dtypes: Iterable[torch.dtype]) -> float:
-    """The tolerance of what is computed with these dtypes, see :data:`TOLERANCE`."""
-    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=1e-1)
-
-
-def _difference(most: float, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
-    """How two results differ by more than this relative error; None if they do not."""
-    for one, other in zip(expected, found, strict=True):
-        if not one.is_floating_point():
-            continue  # a choice between numbers that may be equal
-        scale = one.masked_fill(one.isinf(), 0).abs().max().clamp(min=1e-6)
-        apart = torch.where(one == other, 0, one - other)  # of infinities, too
-        error = float((apart.abs().max() / scale).nan_to_num(torch.inf))
-        if not error <= most:
-            return f"compiled code gives something else (relative error {error:.2g})"
     return None

@@ -184,16 +184,15 @@ def _compiled(
     assert hidden is not None
     device = hidden.device
     inputs = [
-        state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
-        sent(trust, device), hidden.contiguous(), *held,
+        *held, state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
+        sent(trust, device), hidden.contiguous(),
     ]  # fmt: skip
     if tempered is not None:
         inputs += [part.to(device) for part in tempered]
 
-    def function(
-        root: Tensor, known: Tensor, trust: Tensor, hidden: Tensor, *own: Tensor
-    ) -> tuple[Tensor, ...]:
-        changed = None if tempered is None else Tempered(*own[-2:])
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        own, (root, known, trust, hidden, *rest) = tensors[: len(held)], tensors[len(held) :]
+        changed = None if tempered is None else Tempered(*rest)
         drafting = drafter.using(own)
         predictions = drafting.predictions(hidden, root, known, depth, count, changed)
         packed = grow(predictions, root, count, depth, trust)
@@ -202,5 +201,5 @@ def _compiled(
         return packed.view(torch.int32), packed.chunk(4, dim=1)[3]
 
     name = "tree", count, depth, tempered is not None, len(held)
-    found = graphs.run(name, function, inputs, lambda: function(*inputs), tuple)
+    found = graphs.run(name, function, inputs, lambda: function(*inputs), tuple, static=len(held))
     return found[0].view(torch.float32).to(state.root.device)

@@ -1,0 +1,255 @@
+"""Functions recorded by a CUDA graph: the kernels that eager code launches, launched at once.
+
+A graph is a list of kernels and their addresses. What is recorded runs on tensors at the addresses
+it was recorded with; Python code does not run again. So a function may read nothing on the host,
+and all that changes from run to run must be among its inputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: The backend, by the name that ``torch.compile`` has for it, that records and compiles nothing.
+CUDA_GRAPHS = "cudagraphs"
+#: Held while code is launched that shares memory with all other code, until its results are copied.
+RUNNING = threading.RLock()
+#: The stream of each device that has used such memory last.
+_STREAMS: dict[torch.device, Any] = {}
+#: Operations that copy between devices; others take numbers of the host by value.
+_COPIES = ("aten::_to_copy", "aten::copy_")
+#: Operations that make the host wait where an index is a mask.
+_INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+
+class Recorder(Protocol):
+    """Records functions of one model, one at a time."""
+
+    def __init__(self, device: torch.device): ...
+
+    def aside(self) -> Any:
+        """A context in which a function runs before it is recorded."""
+
+    def record(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+        """What runs ``function(*inputs)`` again on the same memory, and its results there, which
+        any run of what this object has recorded may overwrite."""
+
+
+class CudaGraphs:
+    """Records by CUDA graphs, which share a pool of memory.
+
+    Their results stay in it; all else is free once a graph has run, so no two of them may run at
+    the same time, and what a graph has written must be copied before another one runs.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            current.wait_stream(self.stream)
+
+    def record(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.stream.device_index]
+        random = generator.clone_state()
+        with self.aside():
+            # Other threads may allocate memory, and wait for their work, meanwhile.
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                results = function(*inputs)
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                self._recover(generator, random)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._recover(generator, random)
+                raise
+        return graph.replay, results
+
+    def _recover(self, generator: torch.Generator, random: torch.Generator) -> None:
+        """Undo what a capture that CUDA has ended leaves behind: an allocator that still serves it,
+        random numbers that are drawn for it."""
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
+        generator.graphsafe_set_state(random)
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+#: What records on a type of device.
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraphs}
+
+
+def check_recording(device: torch.device, options: dict[str, Any]) -> None:
+    """Raise ValueError if functions cannot be recorded there, or if a compiler has options."""
+    if device.type not in RECORDERS:
+        raise ValueError(
+            f"CompileConfig(backend={CUDA_GRAPHS!r}) for a model on {device}: CUDA graphs need a "
+            "CUDA device. Give another backend, such as 'inductor', or no compile_config."
+        )
+    if options:
+        raise ValueError(
+            f"CompileConfig(backend={CUDA_GRAPHS!r}, options={options}): this backend compiles "
+            "nothing and has no options. Leave them out."
+        )
+
+
+def take_turns(device: torch.device) -> None:
+    """Let what this thread's stream runs next wait for the stream that has used shared memory last,
+    if that is another one."""
+    if device.type != "cuda":
+        return
+    stream = torch.cuda.current_stream(device)
+    with RUNNING:
+        last = _STREAMS.get(device)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        _STREAMS[device] = stream
+
+
+class Captured:
+    """A recorded function: copies its inputs to where they were when it was recorded, and runs.
+
+    Args:
+        function: runs three times; the second time it is watched.
+        inputs: the first ``static`` ones are read and written where they are, the others are
+            copied.
+
+    Attributes:
+        read: tensors that it reads besides its inputs.
+        dtypes: of all that it computes.
+
+    Raises:
+        Unrepeatable: if a recorded function would not do the same again.
+    """
+
+    def __init__(
+        self, recorder: Recorder, function: Callable[..., tuple[Tensor, ...]],
+        inputs: Sequence[Tensor], static: int,
+    ):  # fmt: skip
+        fixed = [one.clone() for one in inputs[static:]]
+        given = [*inputs[:static], *fixed]
+        with recorder.aside():
+            function(*given)  # makes tables that are made once
+            with Watch(given) as watch:
+                function(*given)
+        self.read, self.dtypes = list(watch.read.values()), watch.dtypes
+        self._replay, self._results = recorder.record(function, given)
+        #: The memory of static inputs, which may be freed.
+        self._static = [StorageWeakRef(one.untyped_storage()) for one in inputs[:static]]
+        #: Copied at once if of one dtype.
+        self._fixed: list[tuple[list[int], list[Tensor]]] = []
+        for dtype in dict.fromkeys(one.dtype for one in fixed):
+            of = [at for at, one in enumerate(fixed) if one.dtype == dtype and one.numel()]
+            self._fixed.append(([static + at for at in of], [fixed[at] for at in of]))
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        for places, tensors in self._fixed:
+            if tensors:
+                torch._foreach_copy_(tensors, [inputs[at] for at in places])
+        self._replay()
+        return self._results
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether its static inputs exist."""
+        return not any(one.expired() for one in self._static)
+
+
+class Unrepeatable(RuntimeError):
+    """A function that would not do the same again."""
+
+
+class Watch(TorchDispatchMode):
+    """Refuses operations that cannot be recorded, and notes what a function reads and computes.
+
+    Attributes:
+        read: tensors, by their memory, that are read and are neither inputs nor results of
+            operations.
+        dtypes: of all results.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        super().__init__()
+        self.read: dict[Any, Tensor] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self._made = set(map(memory_of, inputs))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = _tensors((args, kwargs))
+        if (why := _obstacle(func, given)) is not None:
+            raise Unrepeatable(f"{why} ({func})")
+        for one in given:
+            if one.numel() and (memory := memory_of(one)) not in self._made:
+                self.read.setdefault(memory, one)
+        results = func(*args, **(kwargs or {}))
+        made = _tensors(results)
+        if (why := _moved(func, given, made)) is not None:
+            raise Unrepeatable(f"{why} ({func})")
+        self._made.update(memory_of(one) for one in made)
+        self.dtypes.update(one.dtype for one in made)
+        return results
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """A tensor's memory, which code that contains it refers to; the values may change."""
+    try:
+        place: Any = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # subclasses that cannot be taken apart
+        place = id(tensor)
+    return place, tensor.device
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def _obstacle(func: Any, given: Sequence[Tensor]) -> str | None:
+    """Why an operation on these tensors cannot be recorded; None if no reason is known."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return "the host reads what the device has computed"
+    if func._schema.name in _INDEXED:
+        writes = func._schema.name != "aten::index"
+        indices = given[1:-1] if writes else given[1:]
+        masks = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
+        # To write one number to all that a mask selects is a fill.
+        return (
+            "a shape depends on data" if masks and not (writes and given[-1].numel() == 1) else None
+        )
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return "a shape depends on data"
+    return None
+
+
+def _moved(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> str | None:
+    """How an operation brings numbers from one device to another; None if it does not."""
+    name = func._schema.name
+    if name in _COPIES and len({one.device for one in (*given, *made)}) > 1:
+        return "numbers are copied between devices"
+    if name == "aten::lift_fresh" and (made[0].ndim or made[0].device.type != "cpu"):
+        return "numbers are copied from the host"
+    return None

@@ -1,0 +1,255 @@
+"""Recorded steps: whole answers by replaying what was recorded once, equal to plain generation.
+
+What has no input in a record is a number of the step that it was recorded in, and shows as a wrong
+token. On a GPU these tests record CUDA graphs.
+"""
+
+import gc
+import logging
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import Tiny, check_same, prompt, ragged
+from recurrent_models import recurrent
+from replay import RECORDED, Replay
+from running import drafting
+from test_compiled import adapt, compiled, generate, has_hooks, reads_numbers, strategy
+from test_method_contract import CASES, FIRST, adapted
+from test_method_contract import strategy as variant_of
+from test_recurrent import STRATEGIES, with_adapter
+from torch import Tensor
+from transformers import CompileConfig
+
+import hf_spec
+from hf_spec.model import captures
+from hf_spec.model.captures import Captured, Unrepeatable
+from hf_spec.model.graphs import Graphs
+from modeling_patches.cache_name import CACHE
+
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 8, "top_p": 0.95}
+
+
+@pytest.fixture(autouse=True)
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+
+
+def check(model: Any, spec: dict[str, Any], **settings: Any) -> Any:
+    """Two calls give the tokens of plain generation, the second one by replays alone."""
+    given = {"return_dict_in_generate": True, **RECORDED, **spec}
+    made = []
+    for _ in range(2):
+        output = check_same(model, given, **settings)
+        made.append(compiled(output)["made"])
+        assert compiled(output)["kept"] and not compiled(output)["refused"]
+    assert made[1] == 0
+    return output
+
+
+# -- the same tokens ---------------------------------------------------------------------------
+
+
+def without_pruning(name: str, variant: str) -> dict[str, Any]:
+    spec = variant_of(name, variant)
+    if spec["assistant_kwargs"].get("prune"):
+        spec["assistant_kwargs"]["prune"] = "auto"
+    return spec
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES, ids=["-".join(case) for case in CASES])
+def test_every_method(tiny: Tiny, name: str, variant: str) -> None:
+    """A ragged batch of the first variant, a row alone of the others."""
+    model = tiny("llama")
+    given = ragged() if (name, variant) in FIRST else {"inputs": prompt()}
+    with adapted(model, name, variant):
+        check(model, without_pruning(name, variant), **given, max_new_tokens=12)
+
+
+@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
+def test_sampling(tiny: Tiny, name: str, variant: str) -> None:
+    model = tiny("llama")
+    with adapted(model, name, variant):
+        spec = without_pruning(name, variant)
+        check(model, spec, inputs=prompt(), max_new_tokens=12, **SAMPLED)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt2", "bloom"])
+def test_windows_and_positions(shallow: Tiny, architecture: str) -> None:
+    model = adapt(shallow(architecture, layers=2), "medusa")
+    check(model, drafting("medusa", num_draft_tokens=3), **ragged(), max_new_tokens=12)
+
+
+@pytest.mark.usefixtures("sizes_as_shipped")
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text", "mamba"])
+def test_recurrent_layers(kind: str) -> None:
+    model = with_adapter(recurrent(kind), "medusa", STRATEGIES["medusa"][0])
+    check(model, drafting("medusa", num_draft_tokens=3), **ragged(), max_new_tokens=12)
+
+
+def test_a_lora(shallow: Tiny) -> None:
+    model = peft.get_peft_model(shallow(), peft.LoraConfig(init_lora_weights=False))
+    spec = drafting("prompt_lookup", max_nodes=4)
+    tuned = check(model, spec, **ragged()).sequences
+    with model.disable_adapter():
+        assert not torch.equal(check(model, spec, **ragged()).sequences, tuned)
+    model.merge_adapter()
+    check(model, spec, **ragged())
+    model.unmerge_adapter()
+    assert compiled(check(model, spec, **ragged()))["made"] == 0
+
+
+def test_other_weights(shallow: Tiny) -> None:
+    """Numbers in place are read anew; another tensor makes another record."""
+    model: Any = shallow(layers=2)
+    weight, spec = model.model.layers[1].mlp.up_proj.weight, drafting("prompt_lookup", max_nodes=4)
+    made = []
+    for change in (lambda x: x, torch.neg_, lambda x: x.flip(0).contiguous()):
+        weight.data = change(weight.data)
+        first = generate(model, prompt(), **spec, **RECORDED)
+        assert torch.equal(first.sequences, generate(model, prompt()).sequences)
+        made.append(compiled(first)["made"] > 0)
+    assert made == [True, False, True]
+
+
+def test_caches_over_turns(shallow: Tiny) -> None:
+    """What a call returns is the caller's, and the next call records nothing."""
+    model, spec = shallow(), {**drafting("prompt_lookup", max_nodes=4), **RECORDED}
+    turn, cache, made = prompt(), None, []
+    for _ in range(4):
+        output = generate(model, turn, **({} if cache is None else {CACHE: cache}), **spec)
+        assert torch.equal(output.sequences, generate(model, turn).sequences)
+        turn, cache = output.sequences, output[CACHE]
+        made.append(compiled(output)["made"])
+        other = generate(model, prompt(seed=7), **spec)  # overwrites nothing of the cache
+        assert torch.equal(other.sequences, generate(model, prompt(seed=7)).sequences)
+    assert made[0] and not any(made[2:]), made
+
+
+# -- what cannot be recorded -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(reads_numbers, "_local_scalar_dense"), (has_hooks, "have hooks")]
+)
+def test_a_model_runs_as_it_is(shallow: Tiny, caplog: Any, change: Any, message: str) -> None:
+    """And one warning says why."""
+    model: Any = shallow(layers=2)
+    change(model)
+    want = generate(model, prompt(), **strategy("prompt_lookup")).sequences
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            output = generate(model, prompt(), **strategy("prompt_lookup"), **RECORDED)
+            assert torch.equal(output.sequences, want) and compiled(output)["kept"] == 0
+    [warned] = [one for one in caplog.records if "run as they are" in one.message]
+    assert message in warned.message
+
+
+def record(function: Any, *inputs: Tensor) -> Captured:
+    recorder = captures.RECORDERS[inputs[0].device.type](inputs[0].device)
+    return Captured(recorder, function, inputs, 0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * float(x.sum()),
+        lambda x: x if bool((x > 0).all()) else -x,
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.clone().index_put_((x > 0,), x[:2]),
+        lambda x: x.unique(),
+        lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda x: x.repeat_interleave(x.long().abs()),
+    ],
+)
+def test_refused(function: Any) -> None:
+    with pytest.raises(Unrepeatable):
+        record(lambda x: (function(x),), torch.tensor([1.0, 2.0, -1.0, 0.0]))
+
+
+def test_not_refused() -> None:
+    """Masks that are written, values that one number fills, numbers of the host."""
+    mask, at = torch.tensor([True, False, True, False]), torch.tensor([0, 3])
+
+    def function(x: Tensor, mask: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        seen = mask.clone()
+        seen[at] = mask[at]
+        filled = x.clone()
+        filled[mask] = 0
+        return seen, filled * 2.5, x + 1
+
+    code = record(function, torch.ones(4), mask, at)
+    inputs = torch.arange(4.0), mask, torch.tensor([1, 2])
+    for found, wanted in zip(code(*inputs), function(*inputs), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_memory_runs_out(shallow: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    model, spec = shallow(), {**drafting("prompt_lookup", max_nodes=4), **RECORDED}
+    want = generate(model, prompt()).sequences
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(captures.RECORDERS[prompt().device.type], "record", full)
+        for _ in range(2):
+            assert torch.equal(generate(model, prompt(), **spec).sequences, want)
+    [warned] = [one for one in caplog.records if "run as they are" in one.message]
+    assert "does not fit into memory (none is left)" in warned.message
+
+
+class Nothing(Replay):
+    """Records what holds no memory, like a CUDA graph."""
+
+    def record(self, function: Any, inputs: Any) -> Any:
+        return lambda: None, tuple(function(*inputs))
+
+
+def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the memory that they are for, and if there are too many."""
+    monkeypatch.setitem(captures.RECORDERS, prompt().device.type, Nothing)
+    model, config, x = fresh(), RECORDED["compile_config"], torch.ones(3)
+
+    def kept() -> int:
+        return Graphs(model, config, "a test").details()["kept"]
+
+    def run(name: str, buffer: Tensor) -> None:
+        graphs = Graphs(model, config, "a test")
+        graphs.run(name, lambda a, x: (a + x,), [buffer, x], lambda: (x,), tuple, static=1)
+
+    buffer, other = torch.zeros(3), torch.zeros(3)
+    run("add", buffer)
+    run("add", other)
+    assert kept() == 2
+    del buffer
+    gc.collect()
+    assert kept() == 1
+    monkeypatch.setattr("hf_spec.model.graphs.MOST", 3)
+    for name in "abcd":
+        run("add", other)
+        run(name, other)
+    graphs = Graphs(model, config, "a test")
+    found = {name for name in ("add", *"abcd") if graphs.get(name, [other, x], 1)}
+    assert found == {"add", "c", "d"}
+
+
+def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh()
+    with pytest.raises(ValueError, match="this backend compiles nothing and has no options"):
+        config = CompileConfig(backend="cudagraphs", options={"freezing": True})
+        generate(
+            model, prompt(), **strategy("prompt_lookup"), **{**RECORDED, "compile_config": config}
+        )
+    monkeypatch.delitem(captures.RECORDERS, model.device.type)
+    with pytest.raises(ValueError, match="CUDA graphs need a CUDA device. Give another backend"):
+        generate(model, prompt(), **strategy("prompt_lookup"), **RECORDED)
+
+
+def test_a_warm_up(shallow: Tiny) -> None:
+    model, config = adapt(shallow(), "medusa"), RECORDED["compile_config"]
+    spec = {"assistant_strategy": "medusa", "compile_config": config}
+    assert hf_spec.warm_up(model, max_length=60, **spec)
+    output = generate(model, prompt(), max_new_tokens=40, **{**spec, **RECORDED})
+    assert compiled(output)["made"] == 0

@@ -1,0 +1,53 @@
+"""A CUDA graph without a GPU: a function is recorded once, and only the record runs again.
+
+The record is what ``make_fx`` traces with real tensors, so whatever Python code computes, and every
+tensor that is not an input, is a constant in it, as in a graph. Its results are in fixed memory,
+and all others' are gone when it runs, as in a pool.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import CompileConfig
+
+from hf_spec.model import captures
+
+#: Keywords of ``generate`` for recorded steps.
+RECORDED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="cudagraphs")}
+
+
+class Replay:
+    """See :class:`hf_spec.model.captures.Recorder`."""
+
+    def __init__(self, device: torch.device):
+        self._results: list[Tensor] = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    def record(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+        program: Any = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        results = tuple(one.clone() for one in program(*inputs))
+        self._results += results
+
+        def replay() -> None:
+            for one in self._results:
+                one.fill_(torch.nan if one.is_floating_point() else 99)
+            for one, found in zip(results, program(*inputs), strict=True):
+                one.copy_(found)
+
+        return replay, results
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps can be recorded on a CPU, too."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
