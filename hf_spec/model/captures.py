@@ -73,18 +73,19 @@ class CudaGraphs:
         generator = torch.cuda.default_generators[self.stream.device_index]
         random = generator.clone_state()
         with self.aside():
-            # Other threads may allocate memory, and wait for their work, meanwhile.
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            # What the first capture makes for random numbers, later ones write to.
+            with torch.inference_mode(False):
+                # Other threads may allocate memory, and wait for their work, meanwhile.
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            ended = False
             try:
                 results = function(*inputs)
-            except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                self._recover(generator, random)
-                raise
-            try:
+                ended = True
                 graph.capture_end()
             except BaseException:
+                if not ended:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
                 self._recover(generator, random)
                 raise
         return graph.replay, results
