@@ -196,7 +196,7 @@ class AttentionStates:
 
     def tensors(self) -> list[Tensor]:
         """The layers' keys and values, in the shape of :meth:`buffers`."""
-        return [view for view, _ in self.buffers()]
+        return [self.layers[index].with_front[name] for index, name in self.members]
 
     def traced_with(self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor]) -> Self:
         """The same states in these layers and :meth:`tensors`, as a graph sees them."""

@@ -73,18 +73,19 @@ class CudaGraphs:
         generator = torch.cuda.default_generators[self.stream.device_index]
         random = generator.clone_state()
         with self.aside():
-            # Other threads may allocate memory, and wait for their work, meanwhile.
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            # What the first capture makes for random numbers, later ones write to.
+            with torch.inference_mode(False):
+                # Other threads may allocate memory, and wait for their work, meanwhile.
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            ended = False
             try:
                 results = function(*inputs)
-            except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                self._recover(generator, random)
-                raise
-            try:
+                ended = True
                 graph.capture_end()
             except BaseException:
+                if not ended:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
                 self._recover(generator, random)
                 raise
         return graph.replay, results
@@ -230,10 +231,11 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _obstacle(func: Any, given: Sequence[Tensor]) -> str | None:
     """Why an operation on these tensors cannot be recorded; None if no reason is known."""
+    name = func.name().partition(".")[0]
     if torch.Tag.data_dependent_output in func.tags:
         return "the host reads what the device has computed"
-    if func._schema.name in _INDEXED:
-        writes = func._schema.name != "aten::index"
+    if name in _INDEXED:
+        writes = name != "aten::index"
         indices = given[1:-1] if writes else given[1:]
         masks = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
         # To write one number to all that a mask selects is a fill.
@@ -247,7 +249,7 @@ def _obstacle(func: Any, given: Sequence[Tensor]) -> str | None:
 
 def _moved(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> str | None:
     """How an operation brings numbers from one device to another; None if it does not."""
-    name = func._schema.name
+    name = func.name().partition(".")[0]
     if name in _COPIES and len({one.device for one in (*given, *made)}) > 1:
         return "numbers are copied between devices"
     if name == "aten::lift_fresh" and (made[0].ndim or made[0].device.type != "cpu"):

@@ -70,11 +70,6 @@ class Graph:
     constants: Sequence[Tensor] = ()  # others that it reads where they are
     used: float = 0.0  # when it ran last
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether what it was recorded for exists."""
-        return not isinstance(self.code, Captured) or self.code.is_valid
-
 
 class _Kept:
     """What is kept for a model: code by key, and what cannot be compiled."""
@@ -86,15 +81,17 @@ class _Kept:
         self.spare: list[Tensor] = []
         self.recorder: Recorder | None = None
 
-    def add(self, key: Hashable, graph: Graph) -> None:
-        """Keep a graph, in place of the recorded one that ran the longest time ago if there are too
-        many of these."""
-        recorded = {
-            name: one.used for name, one in self.graphs.items() if isinstance(one.code, Captured)
-        }
-        if isinstance(graph.code, Captured) and len(recorded) >= MOST:
-            del self.graphs[min(recorded, key=recorded.__getitem__)]
-        self.graphs[key] = graph
+    def trim(self) -> None:
+        """Drop what was recorded for memory that has been freed, and all but what ran last."""
+        recorded = [
+            (graph.used, key, code.is_valid)
+            for key, graph in self.graphs.items()
+            if isinstance(code := graph.code, Captured)
+        ]
+        recorded.sort(key=lambda one: -one[0])
+        for place, (_, key, is_valid) in enumerate(recorded):
+            if place >= MOST or not is_valid:
+                del self.graphs[key]
 
 
 _COMPILING = threading.RLock()
@@ -122,8 +119,7 @@ class Graphs:
             check_recording(self._device, self._options)
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
-            graphs = self._kept.graphs.items()
-            self._kept.graphs = {key: graph for key, graph in graphs if graph.is_valid}
+            self._kept.trim()
         #: Whether code contains the values of weights.
         self.frozen = config.backend == "inductor" and bool(
             self._options.get("freezing", torch._inductor.config.freezing)
@@ -188,7 +184,8 @@ class Graphs:
             if self.tell is not None:
                 self.tell(self.made)
             if problem is None:
-                kept.add(self._key(name, inputs, static), graph)
+                kept.graphs[self._key(name, inputs, static)] = graph
+                kept.trim()
             else:
                 kept.refused.add((self._kind, name))
                 self._warn(problem)
@@ -236,8 +233,10 @@ class Graphs:
         return {"made": self.made, "kept": len(kept.graphs), "refused": sorted(kept.warned)}
 
     def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:
-        places = tuple(one.data_ptr() for one in inputs[:static]) if self.records else ()
-        return self._kind, name, tuple(map(_shape, inputs)), places
+        if not self.records:
+            return self._kind, name, tuple(map(_shape, inputs))
+        places = tuple(map(_place, inputs[:static]))
+        return self._kind, name, places, tuple(map(_shape, inputs[static:]))
 
     def _call(
         self, graph: Graph, inputs: Sequence[Tensor],
@@ -341,6 +340,11 @@ def _shape(tensor: Tensor) -> Hashable:
     """The layout that code is compiled for; strides of dimensions of size 1 do not matter."""
     strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
     return tensor.shape, strides, tensor.dtype, tensor.device
+
+
+def _place(tensor: Tensor) -> Hashable:
+    """Where a tensor is in memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

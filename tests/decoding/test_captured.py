@@ -6,6 +6,7 @@ token. On a GPU these tests record CUDA graphs.
 
 import gc
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import peft
@@ -125,6 +126,21 @@ def test_caches_over_turns(shallow: Tiny) -> None:
         other = generate(model, prompt(seed=7), **spec)  # overwrites nothing of the cache
         assert torch.equal(other.sequences, generate(model, prompt(seed=7)).sequences)
     assert made[0] and not any(made[2:]), made
+
+
+def test_threads(shallow: Tiny) -> None:
+    """Records run in one thread at a time, results are each thread's own."""
+    model = adapt(shallow(), "medusa")
+    inputs = [prompt(6 + n, seed=n) for n in range(4)]
+    plain = [generate(model, ids).sequences for ids in inputs]
+
+    def run(place: int) -> Tensor:
+        name = ("medusa", "prompt_lookup")[place % 2]
+        return generate(model, inputs[place % 4], **strategy(name), **RECORDED).sequences
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, range(8)))
+    assert all(torch.equal(one, plain[place % 4]) for place, one in enumerate(found))
 
 
 # -- what cannot be recorded -------------------------------------------------------------------
