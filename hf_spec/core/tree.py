@@ -247,7 +247,7 @@ class Tree:
 
     def without(self, tokens: Sequence[int]) -> Tree:
         """The trees in which draft tokens of these ids cannot be accepted."""
-        unwanted = torch.tensor(tokens, device=self.tokens.device)
+        unwanted = sent(tokens, self.tokens.device)
         found = torch.isin(self.tokens, unwanted).to(self.valid.device)
         found[:, 0] = False
         found[:, self.num_tokens :] = False  # probes, whose tokens are indices
@@ -342,12 +342,12 @@ class Tree:
 
 @lru_cache(maxsize=256)
 def _of_shapes(shapes: tuple[TokenTree, ...], device: str) -> Tree:
-    parents = torch.tensor(_filled([shape.parents for shape in shapes]), device=device)
+    parents = sent(_filled([shape.parents for shape in shapes]), device)
     sizes = tuple(shape.num_draft_tokens for shape in shapes)
-    real = torch.tensor(_filled([[True] * len(shape) for shape in shapes], False), device=device)
+    real = sent(_filled([[True] * len(shape) for shape in shapes], False), device)
     return Tree(
         torch.zeros_like(parents), parents,
-        torch.tensor(_filled([shape.depths for shape in shapes], 1), device=device), real, sizes,
+        sent(_filled([shape.depths for shape in shapes], 1), device), real, sizes,
         tuple(shape.max_depth for shape in shapes), all(shape.is_chain for shape in shapes),
     )  # fmt: skip
 

@@ -184,7 +184,7 @@ def _compiled(
     assert hidden is not None
     device = hidden.device
     inputs = [
-        state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
+        state.root.to(device), sent(known, device),
         sent(trust, device), hidden.contiguous(), *held,
     ]  # fmt: skip
     if tempered is not None:

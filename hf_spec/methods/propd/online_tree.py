@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.memory import locked
+from hf_spec.core.transfer import sent
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.predictions import Predictions
@@ -79,7 +80,7 @@ class Ranked:
         table = np.zeros(own.shape[-1], np.float32)
         table[: len(row)] = row[: len(table)]
         order = own.argsort(dim=-1, descending=True, stable=True)
-        probs = torch.from_numpy(table).to(own.device).log().expand_as(own)
+        probs = sent(table, own.device).log().expand_as(own)
         ranked = torch.empty_like(probs).scatter_(-1, order, probs)
         return Children(found.tokens, ranked.masked_fill(own == -torch.inf, -torch.inf))
 
@@ -115,7 +116,7 @@ class OnlineTrees(AdaptiveTrees):
         (made, root), self._predicted = self._predicted, None
         depth = made.distances
         before = [[*tokens, *[0] * depth][: depth - 1] for tokens in emitted]
-        later = torch.tensor(before, dtype=root.dtype, device=root.device).view(len(emitted), -1)
+        later = sent(before, root.device, root.dtype).view(len(emitted), -1)
         order = made.likeliest(torch.cat([root[:, None], later], 1).to(made.tokens.device))
         best = order[..., :RANKS].tolist()
         for row, tokens in enumerate(emitted):
