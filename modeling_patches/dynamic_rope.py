@@ -84,7 +84,9 @@ class Reach:
             deepest: the largest depth.
         """
         first = [length + lead for length, lead in zip(lengths, self.lead)]
-        reach = torch.tensor(first, device=depths.device)[:, None] + depths
+        # Memory that is not pinned is copied at once: the host does not wait.
+        start = torch.tensor(first, device="cpu").to(depths.device, non_blocking=True)
+        reach = start[:, None] + depths
         least, most = min(self.next(lengths)), max(self.next(lengths)) + deepest
         self._running = reach.clamp(min=self.least), least, most
         return self._changes.run(function, **inputs)

@@ -342,8 +342,5 @@ def stock_states(layers: Sequence[Any]) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _selected(version: Version, rows: Sequence[int]) -> Version:
-    tensors = [
-        tensor.index_select(1, torch.tensor(rows, device=tensor.device))
-        for tensor in version.tensors
-    ]
+    tensors = [tensor.index_select(1, sent(rows, tensor.device)) for tensor in version.tensors]
     return Version([version.lengths[row] for row in rows], tensors)

@@ -268,7 +268,7 @@ class TreeCache(StatefulCache):
         if self.recurrent is not None:
             self.recurrent.select(rows)
         if self.shift is not None:
-            self.shift = self.shift[:, torch.tensor(rows, device=self.shift.device)]
+            self.shift = self.shift[:, sent(rows, self.shift.device)]
         tokens, floor = self.tokens, [self._floor[row] for row in rows]
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]

@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hf_spec.core.transfer import sent
+
 
 @dataclass(frozen=True)
 class ProbeGroup:
@@ -53,6 +55,6 @@ class ProbeGroup:
 @lru_cache(maxsize=64)
 def group_tensors(group: ProbeGroup, device: str) -> tuple[Tensor, Tensor]:
     """A group's offsets ``(size,)`` int64 and visibility ``(size, size)`` bool on a device."""
-    offsets = torch.tensor(group.offsets, dtype=torch.long, device=device)
-    visible = torch.tensor(group.visible, dtype=torch.bool, device=device)
+    offsets = sent(group.offsets, device, torch.long)
+    visible = sent(group.visible, device, torch.bool)
     return offsets, visible.reshape(len(group), len(group))

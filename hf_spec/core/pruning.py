@@ -74,7 +74,8 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
     order = rank.argsort(dim=-1, descending=True, stable=True)
     parts = [torch.stack([likely.sum(-1), valid.sum(-1)], dim=1), order]
     parts += [] if tree.probe_counts is None else [tree.probe_counts]
-    found = torch.cat(parts, dim=1).tolist()  # the step's one wait for the device
+    # The deeper layers' number of nodes: with the step's result, all that the host waits for.
+    found = torch.cat(parts, dim=1).tolist()
     wanted = sum(many for many, *_ in found)
     count = next(
         count
@@ -110,6 +111,6 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
         tree, tokens=tree.tokens.gather(1, rows.to(tree.tokens.device)),
         parents=torch.where(above < 0, above, place.gather(1, above.clamp(min=0))),
         depths=tree.depths.gather(1, rows), valid=kept, row_sizes=sizes, first_probe=first,
-        probe_counts=counts, q=None, host=None, slots=nodes,
+        probe_counts=counts, q=None, host=None, above=None, slots=nodes,
     )  # fmt: skip
     return smaller.with_ancestors(seen), rows

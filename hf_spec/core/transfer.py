@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.tensor(values, device=device)`` without making the host wait.
+    """``torch.as_tensor(values, dtype, device)`` without making the host wait.
 
     A plain copy would wait for all work queued on the device.
     """
     # The memory is not pinned, so the host copies it before this returns.
-    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
+    own = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu", dtype=dtype)
+    return own.to(device, dtype, non_blocking=True)
 
 
 def waits(device: torch.device) -> bool:

@@ -47,6 +47,7 @@ class Tree:
             logits processors; None if none was sampled. That of the root is ignored.
         host: the same trees on the host if the probabilities of their nodes are known. The policy
             then chooses how many of them are forwarded.
+        above: the parents of the nodes that have a token, on the host; None if it does not know.
         whole: whether all nodes are forwarded anyway.
         slots: ``(batch, tokens)`` place of each node in the step's block of the KV cache; None if
             it is the node's index.
@@ -64,6 +65,7 @@ class Tree:
     probe_counts: Tensor | None = None
     q: Tensor | None = None
     host: HostTree | None = None
+    above: Sequence[Sequence[int]] | None = None
     whole: bool = False
     slots: Tensor | None = None
 
@@ -113,7 +115,7 @@ class Tree:
         tokens, above, deep, valid = sent(np.stack([host.tokens, parents, depths, real]), device)
         return Tree(
             tokens, above, deep, valid.bool(), tuple(sizes), row_depths,
-            all(depth + 1 == nodes for depth in row_depths), host=host,
+            all(depth + 1 == nodes for depth in row_depths), host=host, above=parents.tolist(),
         )  # fmt: skip
 
     @staticmethod
@@ -170,6 +172,10 @@ class Tree:
     def max_depth(self) -> int:
         """Depth of the deepest draft token."""
         return max(self.row_depths)
+
+    def parents_on_host(self) -> Sequence[Sequence[int]]:
+        """The parents of the nodes that have a token: in a transfer if the host does not know."""
+        return self.parents[:, : self.num_tokens].tolist() if self.above is None else self.above
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -247,7 +253,7 @@ class Tree:
 
     def without(self, tokens: Sequence[int]) -> Tree:
         """The trees in which draft tokens of these ids cannot be accepted."""
-        unwanted = torch.tensor(tokens, device=self.tokens.device)
+        unwanted = sent(tokens, self.tokens.device)
         found = torch.isin(self.tokens, unwanted).to(self.valid.device)
         found[:, 0] = False
         found[:, self.num_tokens :] = False  # probes, whose tokens are indices
@@ -274,6 +280,7 @@ class Tree:
             self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes],
             self.valid[:, :nodes], sizes, row_depths,
             all(depth + 1 == nodes for depth in row_depths), host=host,
+            above=None if self.above is None else [row[:nodes] for row in self.above],
         )  # fmt: skip
 
     def attach_probes(
@@ -314,7 +321,7 @@ class Tree:
 
         tree = dataclasses.replace(
             self, tokens=wider(self.tokens), parents=wider(self.parents),
-            depths=wider(self.depths), valid=wider(self.valid), host=None,
+            depths=wider(self.depths), valid=wider(self.valid), host=None, above=None,
             first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
             probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
         )  # fmt: skip
@@ -342,13 +349,15 @@ class Tree:
 
 @lru_cache(maxsize=256)
 def _of_shapes(shapes: tuple[TokenTree, ...], device: str) -> Tree:
-    parents = torch.tensor(_filled([shape.parents for shape in shapes]), device=device)
+    above = _filled([shape.parents for shape in shapes])
+    parents = sent(above, device)
     sizes = tuple(shape.num_draft_tokens for shape in shapes)
-    real = torch.tensor(_filled([[True] * len(shape) for shape in shapes], False), device=device)
+    real = sent(_filled([[True] * len(shape) for shape in shapes], False), device)
     return Tree(
         torch.zeros_like(parents), parents,
-        torch.tensor(_filled([shape.depths for shape in shapes], 1), device=device), real, sizes,
+        sent(_filled([shape.depths for shape in shapes], 1), device), real, sizes,
         tuple(shape.max_depth for shape in shapes), all(shape.is_chain for shape in shapes),
+        above=above,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_spec.core.transfer import sent
 from modeling_patches.cache_name import CACHE
 
 #: Columns of a prompt that take as long as one more forward does. For SmolLM2-135M in bfloat16 on a
@@ -74,4 +75,4 @@ def in_order(parts: Sequence[Part], tensors: Sequence[Tensor]) -> Tensor:
         tensors = [pad(tensor, (0, 0, 0, most - tensor.shape[1])) for tensor in tensors]
     order = [row for part in parts for row in part.rows or ()]
     whole = torch.cat(list(tensors))
-    return torch.empty_like(whole).index_copy_(0, torch.tensor(order, device=whole.device), whole)
+    return torch.empty_like(whole).index_copy_(0, sent(order, whole.device), whole)

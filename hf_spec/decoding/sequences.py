@@ -84,6 +84,8 @@ class Sequences:
                 self._by_token.append(criterion)
             elif type(criterion) is not MaxLengthCriteria:
                 self._by_column.append(criterion)
+        #: ``(sequences, capacity)`` the ids on the host, for criteria that look at each token.
+        self._on_host = input_ids.to("cpu", copy=True) if self._by_token else None
         # Plain generation pads finished sequences if any criterion knows EOS; otherwise they run on
         # until the last one is done.
         self._pads = count == 1 or any(hasattr(one, "eos_token_id") for one in criteria)
@@ -133,7 +135,7 @@ class Sequences:
             for column in range(first, own)
         ]
         if new:
-            self._reserve(max(self.lengths))
+            self._ids = _reserved(self._ids, max(self.lengths))
             rows, columns, tokens = sent(new, self._ids.device).unbind(1)
             self._ids[rows, columns] = tokens
         self._sent = list(self.lengths)
@@ -142,17 +144,10 @@ class Sequences:
     def write(self, tokens: Tensor) -> None:
         """Put tokens ``(batch, n)`` into the scratch space of each row."""
         lengths = [self.lengths[row] for row in self.rows]
-        self._reserve(max(lengths) + tokens.shape[1])
+        self._ids = _reserved(self._ids, max(lengths) + tokens.shape[1])
         rows, columns = sent([self.rows, lengths], self._ids.device)[:, :, None]
         columns = columns + torch.arange(tokens.shape[1], device=columns.device)
         self._ids[rows, columns] = tokens.to(self._ids)
-
-    def _reserve(self, end: int) -> None:
-        """Make room for so many columns, by doubling."""
-        if end > self._ids.shape[1]:
-            grown = self._ids.new_zeros((len(self._ids), 2 * end))
-            grown[:, : self._ids.shape[1]] = self._ids
-            self._ids = grown
 
     def shown(self, length: int) -> Tensor:
         """``(sequences, length)`` the ids as in plain generation, finished sequences padded."""
@@ -194,9 +189,12 @@ class Sequences:
             return True
         if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
             return True
-        if not self._by_token:
+        if self._on_host is None:
             return False
-        ids = self.ids[row : row + 1, : self.lengths[row]]
+        end = self.lengths[row]
+        self._on_host = _reserved(self._on_host, end)
+        self._on_host[row, end - 1] = token
+        ids = self._on_host[row : row + 1, :end]
         return any(bool(criterion(ids, None).any()) for criterion in self._by_token)
 
     def _ask(self, length: int) -> bool:
@@ -216,9 +214,12 @@ class Sequences:
         if self._asked_scores is not None:
             self._asked_scores.append(self._column(1, length - self.width - 1))
             scores = tuple(self._asked_scores)
-        stopped = torch.zeros(len(every), dtype=torch.bool, device="cpu")
-        for criterion in self._by_column:
-            stopped |= torch.as_tensor(criterion(shown, scores), device="cpu").bool()
+        answers = [
+            sent(criterion(shown, scores), shown.device, torch.bool).expand(len(every))
+            for criterion in self._by_column
+        ]
+        # A transfer for each column, as in plain generation: a stop decides what the next one is.
+        stopped = torch.stack(answers).any(0).tolist()
         for row in running:
             if stopped[row]:
                 self._stops[row] = length
@@ -277,3 +278,12 @@ class Sequences:
         empty = torch.zeros_like(next(own[0][kind] for own in self._recorded if own))
         found = [own[i][kind] if i < len(own) else empty for own in self._recorded]
         return torch.stack(found)
+
+
+def _reserved(ids: Tensor, end: int) -> Tensor:
+    """Ids with room for so many columns, made by doubling."""
+    if end <= ids.shape[1]:
+        return ids
+    grown = ids.new_zeros((len(ids), 2 * end))
+    grown[:, : ids.shape[1]] = ids
+    return grown

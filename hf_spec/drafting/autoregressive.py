@@ -132,7 +132,7 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         if self._root is not None:
-            index = torch.tensor(rows, device=self._root[0].device)
+            index = sent(rows, self._root[0].device)
             self._root = self._root[0][index], self._root[1][index]
 
     def prefetch(self, state: DecodeState) -> Tensor | None:

@@ -102,7 +102,7 @@ class ReadsCommitted(Drafter):
         if not parts:
             return None
         tokens, hidden = (torch.cat(column, dim=1) for column in zip(*parts))
-        exact = torch.as_tensor(counts[-1], device=tokens.device) if ahead else None
+        exact = sent(counts[-1], tokens.device) if ahead else None
         if ahead:
             counts[-1] = [parts[-1][0].shape[1]] * len(tokens)
         known = [one if isinstance(one, list) else one.tolist() for one in counts]
@@ -126,10 +126,10 @@ class ReadsCommitted(Drafter):
         super().select(rows)
         self.cache.select(rows)
         for place, (tokens, hidden) in enumerate(self._parts):
-            index = torch.tensor(rows, device=tokens.device)
+            index = sent(rows, tokens.device)
             self._parts[place] = tokens[index], hidden[index]
         for place, counts in enumerate(self._counts):
             if isinstance(counts, list):
                 self._counts[place] = [counts[row] for row in rows]
             else:
-                self._counts[place] = counts[torch.tensor(rows, device=counts.device)]
+                self._counts[place] = counts[sent(rows, counts.device)]

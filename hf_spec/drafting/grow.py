@@ -164,4 +164,4 @@ def _order(width: int, device: str) -> Tensor:
 def _depths(sizes: tuple[int, ...], device: str) -> Tensor:
     """Depth of each node, with nodes ordered by level."""
     depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
-    return torch.tensor(depths, device=device)
+    return sent(depths, device)

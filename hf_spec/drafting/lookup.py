@@ -132,11 +132,14 @@ def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
 
 def _appended(tree: Tree, lookups: Sequence[Row]) -> Tree:
     """The trees, which are forwarded whole, with looked-up draft tokens appended."""
-    drafted, sizes = tree.drafted, tree.row_sizes
-    columns = drafted.parents.tolist(), drafted.tokens.tolist()
+    sizes, nodes, parts = tree.row_sizes, tree.num_tokens, [tree.tokens[:, : tree.num_tokens]]
+    if tree.probe_counts is not None:
+        parts.append(tree.probe_counts.to(tree.tokens.device))
+    # One transfer: the device has chosen the tokens that looked-up ones may be equal to.
+    known = torch.cat(parts, dim=1).tolist()
     own = [
-        Row(parents[: size + 1], tokens[: size + 1], [1.0] * (size + 1))
-        for parents, tokens, size in zip(*columns, sizes)
+        Row([*parents[: size + 1]], tokens[: size + 1], [1.0] * (size + 1))
+        for parents, tokens, size in zip(tree.parents_on_host(), known, sizes)
     ]
     rows = [row.merge(other) for row, other in zip(own, lookups)]
     both, q = Tree.of_rows(rows, tree.tokens.device), tree.q
@@ -151,7 +154,7 @@ def _appended(tree: Tree, lookups: Sequence[Row]) -> Tree:
     # No probes at looked-up nodes: lookups hit in runs, so the next step mostly has one again, and
     # probes of all of them would be most of the step.
     counts = [
-        [*counts[: size + 1], *[0] * (len(row.tokens) - size - 1)]
-        for counts, size, row in zip(tree.probe_counts.tolist(), sizes, rows)
+        [*counts[nodes:][: size + 1], *[0] * (len(row.tokens) - size - 1)]
+        for counts, size, row in zip(known, sizes, rows)
     ]
     return both.attach_probes(tree.group, counts)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.transfer import sent
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.model.hidden_states import states_at
@@ -106,7 +107,7 @@ class Predictions:
         """Log-probabilities ``(batch, nodes, width)`` of a distance, counted from 0; -inf in rows
         without predictions of it."""
         if isinstance(self.known, Tensor) or min(self.known) <= place:
-            known = torch.as_tensor(self.known, device=log_probs.device)[:, None, None]
+            known = sent(self.known, log_probs.device)[:, None, None]
             log_probs = log_probs.masked_fill(known <= place, -torch.inf)
         return log_probs
 
@@ -206,5 +207,5 @@ def levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, T
     for name in ("parents", "depths", "ranks"):
         rows = [[max(n, 0) for n in getattr(tree, name)] for tree in trees]
         found.append([row + [0] * (most - len(row)) for row in rows])
-    parents, depths, ranks = torch.tensor(found, device=device)
+    parents, depths, ranks = sent(found, device)
     return parents, depths, ranks

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.stats import SpecStats
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.noise import SamplingNoise
@@ -129,7 +129,7 @@ class DecodeState:
         for part in parts:
             if part is not None:
                 part.select(rows)
-        self.root = self.root[torch.tensor(rows, device=self.root.device)]
+        self.root = self.root[sent(rows, self.root.device)]
         self.prefetched = None
 
     def lookup(self) -> Sequence[Row]:

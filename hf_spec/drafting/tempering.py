@@ -127,7 +127,7 @@ class Sample(NamedTuple):
         depth, device = noise.shape[1], noise.device
         tokens = following(emitted, depth, device)
         distances = torch.arange(depth, device=device)
-        reached = torch.as_tensor(known, device=device)[:, None] > distances
+        reached = sent(known, device)[:, None] > distances
         before = tokens[:, :-1].clamp(min=0)
         previous = torch.cat([root.to(device)[:, None], before], dim=1)
         logits = drafter.given(hidden, previous.to(hidden.device)).to(device)

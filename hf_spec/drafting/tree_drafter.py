@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
@@ -134,7 +135,7 @@ class TreeDrafter(Drafter, Holds):
 
     def select(self, rows: Sequence[int]) -> None:
         if self.hidden is not None:
-            self.hidden = self.hidden[torch.tensor(rows, device=self.hidden.device)]
+            self.hidden = self.hidden[sent(rows, self.hidden.device)]
         self.num_predicted = [self.num_predicted[row] for row in rows]
         self._steps.clear()
 

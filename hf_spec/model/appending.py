@@ -72,12 +72,12 @@ def append(
     for start in range(0, max(map(len, rows)), at_once):
         parts = [row[start : start + at_once] for row in rows]
         size = max(map(len, parts))  # shorter rows are padded
-        tokens = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=device)
+        tokens = sent([part + [0] * (size - len(part)) for part in parts], device)
         tree = Tree.chain(tokens)
         ended = [
             row for row, part in enumerate(parts) if part and start + len(part) == len(rows[row])
         ]
-        last = torch.tensor([max(len(part) - 1, 0) for part in parts], device=device)
+        last = sent([max(len(part) - 1, 0) for part in parts], device)
         if group is not None and ended:
             counts = [[0] * len(part) for part in parts]
             for row in ended:

@@ -35,7 +35,6 @@ class StrictTarget(Target):
     ) -> Output:  # fmt: skip
         if changes is None:
             tree = block.tree
-            parents = tree.parents[:, : tree.num_tokens].tolist()
             front = self.num_front and self.cache.states.front if tree.num_probes else 0
-            self._bitwise.nodes = Nodes(self.cache.host_lengths, parents, front)
+            self._bitwise.nodes = Nodes(self.cache.host_lengths, tree.parents_on_host(), front)
         return super().forward(block, keys, changes, logits_at)

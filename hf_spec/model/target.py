@@ -19,6 +19,7 @@ from hf_spec.cache.buffers import bounded
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.pruning import Pruning, keep_likely
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block, near, slot_positions
@@ -301,7 +302,7 @@ class Target:
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
-                return value[torch.tensor(rows, device=value.device)]
+                return value[sent(rows, value.device)]
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)

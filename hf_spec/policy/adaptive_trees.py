@@ -184,8 +184,7 @@ def _compiled(
     assert hidden is not None
     device = hidden.device
     inputs = [
-        *held, state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
-        sent(trust, device), hidden.contiguous(),
+        *held, state.root.to(device), sent(known, device), sent(trust, device), hidden.contiguous(),
     ]  # fmt: skip
     if tempered is not None:
         inputs += [part.to(device) for part in tempered]

@@ -80,7 +80,9 @@ def test_the_bits_are_those_of_single_products(dtype: torch.dtype, kind: str) ->
             outputs, features = shape if kind == "LINEAR" else shape[::-1]
             inputs = torch.randn(batch, nodes, features, generator=generator).to(dtype)
             bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
-            single = [multiply(inputs[:, n : n + 1].clone(), weight, bias) for n in range(nodes)]
+            whole = torch.contiguous_format  # as a step's inputs are, also strides of single rows
+            steps = [node.clone(memory_format=whole) for node in inputs.split(1, 1)]
+            single = [multiply(step, weight, bias) for step in steps]
             found = way(multiply, inputs, weight, bias)
             assert torch.equal(found, torch.cat(single, 1)) and found.is_contiguous()
 

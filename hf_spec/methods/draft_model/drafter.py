@@ -57,7 +57,8 @@ class DraftModelDrafter(AssistantDrafter):
         new = [row for row, tokens in enumerate(rows) if tokens]
         if new:  # finished sequences have none
             assert self._logits is not None
-            self._logits[new] = append(target, rows).logits
+            index = sent(new, self._logits.device)
+            self._logits.index_copy_(0, index, append(target, rows).logits)
 
     def _prompt(self, state: DecodeState) -> Target:
         """The assistant after the text so far, which runs as Transformers runs a prompt."""
@@ -105,7 +106,7 @@ class DraftModelDrafter(AssistantDrafter):
             self._target.cache.select(rows)
             self._target.select(rows)
         if self._logits is not None:
-            self._logits = self._logits[torch.tensor(rows, device=self._logits.device)]
+            self._logits = self._logits[sent(rows, self._logits.device)]
 
     # -- stock assisted decoding -------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from hf_spec.cache.buffers import aligned
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
-from hf_spec.core.transfer import waits
+from hf_spec.core.transfer import sent, waits
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
@@ -74,7 +74,7 @@ class SharedKVDrafter(AssistantDrafter):
 
     def select(self, rows: Sequence[int]) -> None:
         if self._hidden is not None:
-            self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
+            self._hidden = self._hidden[sent(rows, self._hidden.device)]
 
     def catch_up(self, state: DecodeState) -> None:
         self._seen = self._see(state.cache, state.target.position_shift)

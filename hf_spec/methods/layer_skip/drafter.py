@@ -9,7 +9,6 @@ drafting continues from the likeliest one, and the next likeliest ones become it
 """
 
 from collections.abc import Hashable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult
+from hf_spec.core.verify import HostResult, sample
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.forward_drafter import Growth
 from hf_spec.drafting.grow import Children, Frontier, grow
@@ -86,9 +86,8 @@ class LayerSkipDrafter(Drafter):
         return tree
 
     def run(
-        self, state: DecodeState, tokens: Tensor, drafted: Sequence[Sequence[int]],
-        drafting: Sequence[bool],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, state: DecodeState, tokens: Tensor, drafting: Sequence[bool]
+    ) -> tuple[Tensor, Tensor]:
         """The drafting model's logits and the call's scores ``(batch, vocab)`` in float32, after
         root and drafted tokens ``(batch, 1 + k)``.
 
@@ -105,25 +104,24 @@ class LayerSkipDrafter(Drafter):
         tokens = state.root[:, None]
         drafting = list(state.active)
         lengths = [0] * len(drafting)
-        drafted: list[list[int]] = [[] for _ in drafting]
         distributions: list[Tensor] = []
+        confidence: Tensor | None = None  # (batch,) draft probability of the last tokens
         for k in range(depth):
+            if confidence is not None:  # one transfer: whether there is another forward
+                go_on = map(self.exit.go_on, confidence.tolist())
+                drafting = [on and more for on, more in zip(drafting, go_on)]
             if not any(drafting):
                 break
-            logits, scores = self.run(state, tokens, drafted, drafting)
-            own = distribution(logits)
+            logits, scores = self.run(state, tokens, drafting)
             if samples:
                 distributions.append(distribution(scores))
-                token = torch.multinomial(distributions[-1], 1)
+                token = sample(distributions[-1]).clamp(min=0)[:, None]
             else:
                 token = scores.argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, token], dim=1)
-            confidence = own.gather(1, token)[:, 0].tolist()
-            for row, chosen in enumerate(token[:, 0].tolist()):
-                if drafting[row]:
-                    drafted[row].append(chosen)
-                    lengths[row] = k + 1
-                    drafting[row] = self.exit.go_on(confidence[row])
+            lengths = [k + 1 if on else length for on, length in zip(drafting, lengths)]
+            if self.exit.asks:
+                confidence = distribution(logits).gather(1, token)[:, 0]
         state.cache.rollback()
         self._lengths = lengths
         tree = Tree.of_shapes([TokenTree.chain(n) for n in lengths], tokens.device)
@@ -162,7 +160,6 @@ class Stage(Growth):
         super().__init__(drafter.exit, drafter.tempering, state)
         self.drafter = drafter
         self._lookups = [_Followed(row) for row in state.looked_up]
-        self._drafted: list[list[int]] = [[] for _ in state.active]
         self._tokens: Tensor | None = None
         self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
 
@@ -174,10 +171,8 @@ class Stage(Growth):
         else:  # one transfer; float32 represents tokens, which are below 2 ** 24, exactly
             parts = frontier.tokens[:, 0].to(self._best), frontier.log_probs[:, 0].exp()
             numbers, paths, best = torch.stack([*parts, self._best]).tolist()
-            for drafted, lookup, token in zip_longest(self._drafted, self._lookups, numbers):
-                drafted.append(int(token))
-                if lookup is not None:
-                    lookup.follow(int(token))
+            for lookup, token in zip(self._lookups, numbers):
+                lookup.follow(int(token))
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
             self.likeliest.append(frontier.tokens[:, 0])
         paths = [path * on for path, on in zip(paths, state.active)]
@@ -188,13 +183,11 @@ class Stage(Growth):
             worth = drafter.exit.is_worth(depth + 1, paths, self.cost, present)
         if not worth and (depth or not drafter.exit.due()):
             return None
-        logits, scores = drafter.run(state, self._tokens, self._drafted, state.active)
+        logits, scores = drafter.run(state, self._tokens, state.active)
         logits, scores = self._as_sampled(logits, scores)
         tops = scores.topk(min(RANKS, scores.shape[1]))
         # Tokens that processors rule out are never accepted, nor those of finished sequences.
-        out = (tops.values == -torch.inf) | ~torch.tensor(state.active, device=scores.device)[
-            :, None
-        ]
+        out = (tops.values == -torch.inf) | ~sent(list(state.active), scores.device)[:, None]
         probs = distribution(logits).gather(1, tops.indices)
         self._best = probs[:, 0]
         return Children(tops.indices[:, None], probs.masked_fill(out, 0).log()[:, None])

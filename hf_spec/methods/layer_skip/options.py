@@ -92,9 +92,14 @@ class ThresholdExit(DraftExit):
         best = best or [1.0] * len(paths)
         return any(self.go_on(prob) for prob, path in zip(best, paths) if path > 0)
 
+    @property
+    def asks(self) -> bool:
+        """Whether draft probabilities decide."""
+        return self.options.draft_exit != "fixed"
+
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""
-        return self.options.draft_exit == "fixed" or confidence >= self.gamma
+        return not self.asks or confidence >= self.gamma
 
     @locked
     def update(self, acceptance: float) -> None:

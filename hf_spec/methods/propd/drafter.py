@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.checks import check_count
 from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.heads import WEIGHTS, HeadDrafter
@@ -129,14 +129,14 @@ class EarlyPruning:
 def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     """Nodes with children ``(batch, inner)``, padded with roots, and each node's parent among them
     ``(batch, tokens)``."""
-    above = tree.parents.tolist()
+    above = tree.parents_on_host()
     rows = [sorted({0, *row[1 : size + 1]}) for row, size in zip(above, tree.row_sizes)]
     most = max(map(len, rows))
     inner = [row + [0] * (most - len(row)) for row in rows]
     at = [{node: index for index, node in enumerate(row)} for row in rows]
     place = [[index.get(node, 0) for node in row] for index, row in zip(at, above)]
     device = tree.parents.device
-    return torch.tensor(inner, device=device), torch.tensor(place, device=device)
+    return sent(inner, device), sent(place, device)
 
 
 class ProPDDrafter(HeadDrafter):

@@ -8,6 +8,7 @@ draft tokens, by the step times that it learns (sections 4.2.1 and 4.2.3).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.memory import locked
+from hf_spec.core.transfer import sent, waits
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.predictions import Predictions
@@ -28,6 +30,8 @@ ONLINE = "online"
 HIT_ALPHA, GUESSED = 1 / 128, 16
 #: K, number of ranks that are distinguished.
 RANKS = 16
+#: Steps whose hits are counted at once where the host would wait for each.
+COUNTED = 16
 
 
 class HitRates:
@@ -79,7 +83,7 @@ class Ranked:
         table = np.zeros(own.shape[-1], np.float32)
         table[: len(row)] = row[: len(table)]
         order = own.argsort(dim=-1, descending=True, stable=True)
-        probs = torch.from_numpy(table).to(own.device).log().expand_as(own)
+        probs = sent(table, own.device).log().expand_as(own)
         ranked = torch.empty_like(probs).scatter_(-1, order, probs)
         return Children(found.tokens, ranked.masked_fill(own == -torch.inf, -torch.inf))
 
@@ -97,6 +101,8 @@ class OnlineTrees(AdaptiveTrees):
         super().__init__(len(hits.counts), probes=False)
         self.hits = hits
         self._predicted: tuple[Predictions, Tensor] | None = None
+        #: Of steps that are not counted yet, the likeliest tokens (batch, depth, K), and what came.
+        self._uncounted: list[tuple[Tensor, list[Sequence[int]]]] = []
 
     @locked
     def predictions(
@@ -115,13 +121,26 @@ class OnlineTrees(AdaptiveTrees):
         (made, root), self._predicted = self._predicted, None
         depth = made.distances
         before = [[*tokens, *[0] * depth][: depth - 1] for tokens in emitted]
-        later = torch.tensor(before, dtype=root.dtype, device=root.device).view(len(emitted), -1)
+        later = sent(before, root.device, root.dtype).view(len(emitted), -1)
         order = made.likeliest(torch.cat([root[:, None], later], 1).to(made.tokens.device))
-        best = order[..., :RANKS].tolist()
-        for row, tokens in enumerate(emitted):
-            for d, token in enumerate(tokens[: min(depth, made.known[row])]):
-                ranks = best[row][d]
-                self.hits.observe(d + 1, ranks.index(token) if token in ranks else RANKS)
+        came = [tokens[: min(depth, n)] for tokens, n in zip(emitted, made.known)]
+        self._uncounted.append((order[..., :RANKS], came))
+        if len(self._uncounted) >= (COUNTED if waits(order.device) else 1):
+            self._count()
 
+    def _count(self) -> None:
+        """Count hits and misses, in one transfer."""
+        steps, self._uncounted = self._uncounted, []
+        if not steps:
+            return
+        best = iter(torch.cat([order.flatten(0, 1) for order, _ in steps]).tolist())
+        for order, came in steps:
+            for tokens in came:
+                likeliest = list(islice(best, order.shape[1]))
+                for distance, (ranks, token) in enumerate(zip(likeliest, tokens), 1):
+                    self.hits.observe(distance, ranks.index(token) if token in ranks else RANKS)
+
+    @locked
     def details(self) -> dict[str, Any]:
+        self._count()
         return {"online": {"hits": self.hits.cumulative.tolist()}}

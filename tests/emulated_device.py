@@ -1,0 +1,160 @@
+"""A device that no machine has. Its tensors compute on the CPU and behave as those of a GPU: tensors
+of two devices do not meet, and what makes the host wait is noted, with the place in our code."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import hf_spec
+import modeling_patches
+
+#: Of a type that no library knows.
+DEVICE = torch.device("ipu", 0)
+#: What tensors say in C++, where there must be a backend: composite operations make more of them.
+_INSIDE = "meta"
+_OURS = [Path(package.__file__ or "").parent for package in (hf_spec, modeling_patches)]
+#: Operations with a wait for the device on CUDA that PyTorch has no tag for.
+_WAITING = ("multinomial",)
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Remote(Tensor):
+    """A tensor of the device; ``local`` has its data."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_meta = property(lambda self: False)  # type: ignore[assignment]
+
+    local: Tensor
+
+    @staticmethod
+    def __new__(cls, local: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, local.shape, strides=local.stride(), storage_offset=local.storage_offset(),
+            dtype=local.dtype, device=_INSIDE,
+        )  # fmt: skip
+        made.local = local
+        return made
+
+    def __init__(self, local: Tensor):
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func}: a tensor of {DEVICE} where the device is not emulated")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+
+class EmulatedDevice(TorchDispatchMode):
+    """Within it, there is the device.
+
+    Attributes:
+        waits: how often the host waited, by place and operation; see :func:`_place`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor copies where we see it
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        torch._C._set_only_lift_cpu_tensors(False)
+        super().__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        remote = [x for x in tensors if isinstance(x, Remote)]
+        name, to = func._schema.name.removeprefix("aten::"), kwargs.get("device")
+        here = to is not None and torch.device(to).type not in (DEVICE.type, _INSIDE)
+        if not remote and (to is None or here):
+            return func(*args, **kwargs)
+        if name in ("_to_copy", "copy_"):
+            return self._copy(name, here, args, kwargs)
+        if remote and any(x.ndim and not isinstance(x, Remote) for x in tensors):
+            devices = [(str(x.device), tuple(x.shape)) for x in tensors]
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device: {devices}")
+        if remote and self._depends_on_data(name, func, args, kwargs):
+            self._note(name)
+        if to is not None:
+            kwargs["device"] = "cpu"
+        known = {id(x.local): x for x in remote}  # where an argument is changed and returned
+        made = func(*_local(args), **_local(kwargs))
+        return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else Remote(x), made)
+
+    def _copy(self, name: str, here: bool, args: Any, kwargs: Any) -> Any:
+        target = args[0] if name == "copy_" else None
+        source = args[0] if target is None else args[1]
+        leaves = here if target is None else not isinstance(target, Remote)
+        comes = not isinstance(source, Remote) and source.ndim > 0
+        nonblocking = kwargs.get("non_blocking") or (target is not None and args[2:] == (True,))
+        if leaves or (comes and not nonblocking):
+            self._note("read" if leaves else "copied with a wait")
+        if target is not None:
+            _local(target).copy_(_local(source))
+            return target
+        kwargs["device"] = "cpu"
+        made = torch.ops.aten._to_copy.default(_local(source), **kwargs)
+        return made if leaves else Remote(made)
+
+    @staticmethod
+    def _depends_on_data(name: str, func: Any, args: Any, kwargs: Any) -> bool:
+        if name in ("index", "index_put", "index_put_"):
+            return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        return name in _WAITING or bool(_TAGS & set(func.tags))
+
+    def _note(self, what: str) -> None:
+        self.waits[f"{_place()}, {what}"] += 1
+
+
+class _Generator(torch.Generator):
+    """The device's are the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls, "cpu" if torch.device(device) == DEVICE else device)
+
+
+def _local(values: Any) -> Any:
+    return tree_map_only(Remote, lambda x: x.local, values)
+
+
+def _place() -> str:
+    """The file and function of ours that the innermost frame belongs to."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        path = Path(frame.f_code.co_filename)
+        for root in _OURS:
+            if path.is_relative_to(root):
+                return f"{path.relative_to(root.parent)}:{frame.f_lineno} {frame.f_code.co_name}"
+    return "elsewhere"
+
+
+@contextmanager
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
+    """The device exists within the block."""
+    with monkeypatch.context() as patch, EmulatedDevice() as device:
+        patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+        patch.setattr(torch, "Generator", _Generator)
+        random = SimpleNamespace(
+            get_rng_state=lambda _: torch.get_rng_state(),
+            set_rng_state=lambda state, _: torch.set_rng_state(state),
+        )
+        patch.setattr(torch, DEVICE.type, random, raising=False)
+        yield device
