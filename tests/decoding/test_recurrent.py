@@ -315,17 +315,27 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("hf_spec.model.appending.RECURRENT_CHUNK", 4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3", "zamba2"])
-def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        *product(["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3", "zamba2"], [SAME_MODEL]),
+        ("lfm2", LOOKUP), ("qwen3_5_text", LOOKUP),
+    ],
+)  # fmt: skip
+def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str, spec: dict[str, Any]) -> None:
+    """Also where rows reach a common end in different steps, or end before others."""
     model = shared_recurrent(kind)
-    for given, stopped in ((one_row(), None), (ragged(), 13)):
+    for given, ends in (
+        (one_row(), None), (ragged(), None), (ragged(), (13, 13, 13)), (ragged(), (13, 7, 16)),
+    ):  # fmt: skip
         rows = len(given["input_ids"])
         caches = [DynamicCache(config=model.config) for _ in range(2)]
-        for past, spec in zip(caches, ({}, SAME_MODEL)):
-            stop = None if stopped is None else stops(given["input_ids"], *[stopped] * rows)
+        for past, strategy in zip(caches, ({}, spec)):
+            stop = None if ends is None else stops(given["input_ids"], *ends)
             out = model.generate(
-                **given, **GREEDY, **spec, stopping_criteria=stop, **{CACHE: past}
+                **given, **GREEDY, **strategy, stopping_criteria=stop, **{CACHE: past}
             )  # fmt: skip
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == out.shape[1] - 1
         theirs, ours = (dict(stock_states(past.layers)) for past in caches)
         assert theirs.keys() == ours.keys()
         for place, state in theirs.items():
@@ -342,8 +352,8 @@ def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str) -> None:
             mask[:, :12] = given["attention_mask"]
         turn = {"input_ids": ids, "attention_mask": mask, **GREEDY, "max_new_tokens": 12}
         wanted = model.generate(**turn, **{CACHE: caches[0]}).tolist()
-        for spec in ({}, LOOKUP):
-            found = model.generate(**turn, **spec, **{CACHE: copy.deepcopy(caches[1])})
+        for after in ({}, LOOKUP):
+            found = model.generate(**turn, **after, **{CACHE: copy.deepcopy(caches[1])})
             assert found.tolist() == wanted
 
 
