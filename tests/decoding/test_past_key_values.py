@@ -145,6 +145,25 @@ def test_plain_generation_continues_a_tree_cache(tiny: Tiny, spec: Spec, archite
     check_same(model, {**spec, CACHE: cache}, ids, **GREEDY)
 
 
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_forward_with_gradients_continues_a_tree_cache(tiny: Tiny, architecture: str) -> None:
+    """As it continues a DynamicCache; then so do calls."""
+    model, spec = tiny(architecture), STRATEGIES["prompt_lookup"]
+    past = DynamicCache(config=model.config)
+    first = model.generate(prompt(), **GREEDY, **{CACHE: past})
+    ours = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    weights = list(model.parameters())
+    found = []
+    for cache in (past, ours[CACHE]):
+        new = torch.cat([first[:, -1:], turn(0)], 1)
+        logits = model(new, **{CACHE: cache}, use_cache=True).logits
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), weights)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    ids = torch.cat([first, turn(0), turn(1)], 1)
+    check_same(model, {**spec, CACHE: ours[CACHE]}, ids, **GREEDY)
+
+
 @kinds_in_turn(5)
 def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
     tiny: Tiny, spec: Spec, architecture: str
