@@ -357,6 +357,29 @@ def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str, spec: dict[st
             assert found.tolist() == wanted
 
 
+@every_kind
+def test_padding_between_tokens(kind: str) -> None:
+    """Changes the states in plain generation: a prompt is computed as there, a TreeCache does not
+    go on, and where windows count the padding nothing does."""
+    model, given = shared_recurrent(kind), {"input_ids": prompt(12, 2)}
+    given["attention_mask"] = torch.tensor([[1] * 12, [1] * 4 + [0] * 3 + [1] * 5])
+    refused = pytest.raises(ValueError, match=r"between the tokens of rows \[1\]: .*side by side")
+    settings = {**GREEDY, **LOOKUP, "return_dict_in_generate": True}
+    if kind in ("lfm3", "zaya"):
+        with refused:
+            model.generate(**given, **settings)
+    else:
+        out = model.generate(**given, **settings)
+        assert out.sequences.tolist() == model.generate(**given, **GREEDY).tolist()
+        with pytest.raises(ValueError, match="padding between the tokens of their prompt"):
+            ids = torch.cat([out.sequences, prompt(4, 2)], 1)
+            more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            model.generate(**more, **settings, **{CACHE: out[CACHE]})
+    whole = model.generate(prompt(6, 2), **settings)[CACHE]
+    with refused:
+        model.generate(**given, **settings, **{CACHE: whole})
+
+
 @pytest.mark.parametrize("kind", ["jamba", "zamba", "falcon_mamba"])
 def test_prompts_in_which_transformers_loses_a_state(kind: str) -> None:
     """Are refused; a TreeCache goes on with any number of tokens."""
