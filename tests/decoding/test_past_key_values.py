@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLOSE, EOS, PAD, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
+from conftest import CLOSE, EOS, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
 from covering import EVERY_CASE
 from running import CAPTURED, drafting
 from test_prompt_probes import forwards
