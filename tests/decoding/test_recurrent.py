@@ -13,9 +13,10 @@ from adapter_oracle import lent
 from conftest import check_same, prompt, ragged
 from covering import EVERY_CASE, covering
 from peft import LoraConfig
+from processors import Criterion, Failure
 from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
 from running import CAPTURED, drafting, experts_are_captured
-from test_after_errors import Criterion, Failure, failing, lines, once_each
+from test_after_errors import failing, lines, once_each
 from test_shrinking import StopRowAt, staggered
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
