@@ -68,18 +68,18 @@ class LayerSkipper:
                 "layers, so no attention can be skipped. Leave skip_attention empty; skip_mlp "
                 "works."
             )
-        stubs: dict[nn.Module, Callable[..., Any]] = {}
+        stubs: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
         for index in skip_attention:
             stubs |= _attention(layers[index], index)
         for index in skip_mlp:
             stubs |= _mlp(layers[index], index)
-        self.replaced = list(stubs)
+        self.replaced = [module for module, _ in stubs]
         for index in {*skip_attention} & {*skip_mlp}:
-            stubs[layers[index]] = _EmptyLayer(layers[index])
+            stubs[layers[index], "forward"] = _EmptyLayer(layers[index])
         step_aside(base)
         self.changes = Changes()
-        for module, stub in stubs.items():
-            self.changes.instead(module, "forward", stub)
+        for (module, method), stub in stubs.items():
+            self.changes.instead(module, method, stub)
 
 
 def _check(name: str, indices: Sequence[int], count: int) -> None:
@@ -94,22 +94,24 @@ def _check(name: str, indices: Sequence[int], count: int) -> None:
 # -- stubs ---------------------------------------------------------------------------------------
 
 
-def _attention(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., Any]]:
+def _attention(layer: nn.Module, index: int) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
     found = mixers(layer)
     if not found:
         raise _missing(layer, index, "attention", MIXER_NAMES)
-    return {module: _nothing(module, pair=returns_pair(module)) for module in found}
+    return {(module, "forward"): _nothing(module, pair=returns_pair(module)) for module in found}
 
 
-def _mlp(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., Any]]:
+def _mlp(layer: nn.Module, index: int) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
     found = mlps(layer)
     if found:
-        return {m: _nothing(m, pair=type(m).__name__ in _PAIR_RETURNING_MLPS) for m in found}
+        pairs = _PAIR_RETURNING_MLPS
+        return {(m, "forward"): _nothing(m, pair=type(m).__name__ in pairs) for m in found}
     first, last = (getattr(layer, name, None) for name in INLINE_MLP)
     if first is None or last is None:
         raise _missing(layer, index, "MLP", (*MLP_NAMES, *INLINE_MLP))
-    # Only the activation between them still runs, on the narrow hidden states.
-    return {first: _hidden_states, last: _nothing(last)}
+    # Only the activation between them still runs, on the narrow hidden states, which the modules'
+    # hooks (low-rank updates, steering) don't expect: the whole calls are left out.
+    return {(first, "_call_impl"): _hidden_states, (last, "_call_impl"): _nothing(last)}
 
 
 def _missing(layer: nn.Module, index: int, what: str, names: Sequence[str]) -> ValueError:

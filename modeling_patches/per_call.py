@@ -55,8 +55,8 @@ class Changes:
         self._after.setdefault(module, []).append(hook)
 
     def instead(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Call ``function`` instead of a module's method, such as ``forward``, or instead of a
-        :class:`Replaceable` function."""
+        """Call ``function`` instead of a module's method, ``forward`` or ``_call_impl`` with all
+        its hooks, or instead of a :class:`Replaceable` function."""
         if isinstance(owner, nn.Module):
             with _installing:
                 _dispatcher(owner, name)
@@ -140,7 +140,8 @@ def step_aside(model: nn.Module) -> None:
     found = []
     with _installing:
         for name, module in model.named_modules():
-            for attribute, eager in (("forward", None), ("_compiled_call_impl", module._call_impl)):
+            call = partial(_eager_call, module)
+            for attribute, eager in (("forward", None), ("_compiled_call_impl", call)):
                 code = vars(module).get(attribute)
                 if isinstance(code, _Method):
                     code = code.own if code.eager is None else None
@@ -162,6 +163,10 @@ def step_aside(model: nn.Module) -> None:
             "compiled steps, give cache_implementation='static' instead.",
             type(model).__name__, ", ".join(found[:3]), more,
         )  # fmt: skip
+
+
+def _eager_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # which may be a dispatcher by then
 
 
 def _uncompiled(function: Any) -> Callable[..., Any] | None:

@@ -42,6 +42,12 @@ def counts_padding(model: PreTrainedModel) -> bool:
     return _patch(model) in (_table, _inside, _roformer, _llama4, _inkling)
 
 
+def counts_columns(model: PreTrainedModel) -> bool:
+    """Whether attention goes by distances in the batch's columns, padding between tokens
+    included."""
+    return _patch(model) in (alibi.mpt, _gpt_neo, _inkling)
+
+
 def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
     """Let forwards with a 4-D mask go by ``positions``, within ``changes``."""
     patch = _patch(model)

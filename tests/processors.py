@@ -1,8 +1,11 @@
-"""Logits processors that are told apart by what they see."""
+"""Logits processors that are told apart by what they see, and callers' code that raises."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 
 class Shown(LogitsProcessor):
@@ -51,3 +54,36 @@ class Matcher(LogitsProcessor):
             self.state = [(s * 31 + t + 1) % 1009 for s, t in zip(self.state, last)]
         allowed = torch.arange(scores.shape[1])[None] + torch.tensor(self.state)[:, None]
         return scores.masked_fill(allowed % 2 == 1, -torch.inf)
+
+
+class Failure(Exception):
+    """What a caller's own code raises."""
+
+
+class Fails(LogitsProcessor, StoppingCriteria, BaseStreamer):
+    """Whatever generate calls: raises in call number ``at``; as a streamer also where it ends."""
+
+    eos_token_id = torch.tensor([-1])
+
+    def __init__(self, at: int | None, error: type[BaseException] = Failure):
+        self.at, self.calls, self.error = at, 0, error
+
+    def put(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+
+    def end(self) -> None:
+        raise self.error
+
+
+class Processor(Fails):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.put()
+        return scores
+
+
+class Criterion(Fails):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.put()
+        return torch.zeros(len(input_ids), dtype=torch.bool)

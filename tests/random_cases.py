@@ -132,13 +132,11 @@ def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
     if not matched and rng.random() < 0.5:
         settings |= rng.choice(PROCESSORS)
     # The match rule draws as plain generation does in one row; others only keep the distribution.
-    if size == 1 and rng.random() < 0.35 and (name, variant) in _matching():
+    if size == 1 and rng.random() < 0.35 and (name, variant) in matching():
         settings |= {"do_sample": True, **rng.choice(WARPERS)}
     if rng.random() < 0.4 or "exponential_decay_length_penalty" in settings:
         settings["eos_token_id"] = sorted(rng.sample(range(EOS, VOCAB - 3), rng.randint(1, 8)))
     turn = rng.choice(("tree", "tree", "dynamic")) if rng.random() < 0.3 else None
-    if turn == "dynamic" and "eos_token_id" in settings and size > 1:
-        turn = "tree"  # plain generation would go on to fill it with padding
     if not images and turn is None and rng.random() < 0.06:
         settings["prefill_chunk_size"] = rng.randint(2, 6)
     return Case(
@@ -150,7 +148,7 @@ def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
 
 
 @cache
-def _matching() -> set[tuple[str, str]]:
+def matching() -> set[tuple[str, str]]:
     return {
         (name, variant)
         for (name, variant), options in RUNS.items()
@@ -269,12 +267,12 @@ def _plain(case: Case, model: Any) -> list[Turn]:
     else:
         lengths = [length for _, length in case.rows]
         rows = [prompt(length, seed=case.seed + i)[0] for i, length in enumerate(lengths)]
-        inputs = _padded([row.tolist() for row in rows])
+        inputs = padded([row.tolist() for row in rows])
     inputs = {
         name: value.to(model.dtype) if value.is_floating_point() else value
         for name, value in inputs.items()
     }
-    own = {CACHE: _dynamic(model)} if case.turn == "dynamic" else {}
+    own = {CACHE: dynamic(model)} if case.turn == "dynamic" else {}
     turns = [_answered(case, model, inputs, own)]
     if case.turn is not None:
         first = turns[0]
@@ -291,7 +289,7 @@ def _plain(case: Case, model: Any) -> list[Turn]:
             mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
             following = {"input_ids": ids, "attention_mask": mask}
         else:
-            following = _padded(rows)
+            following = padded(rows)
         if case.kind == "images":
             following |= multimodal.token_types(model, following["input_ids"])
             if case.turn == "tree":
@@ -300,11 +298,11 @@ def _plain(case: Case, model: Any) -> list[Turn]:
     return turns
 
 
-def _dynamic(model: Any) -> DynamicCache:
+def dynamic(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-def _padded(rows: list[list[int]]) -> dict[str, Tensor]:
+def padded(rows: list[list[int]]) -> dict[str, Tensor]:
     """A batch of these rows, padded on the left."""
     width = max(map(len, rows))
     ids = [[PAD] * (width - len(row)) + row for row in rows]
@@ -345,7 +343,7 @@ def _strategy(
     }  # fmt: skip
     if case.compiled and case.turn != "dynamic":
         spec |= CAPTURED
-    own = {CACHE: _dynamic(model)} if case.turn == "dynamic" else {}
+    own = {CACHE: dynamic(model)} if case.turn == "dynamic" else {}
     found, drafted, accepted = [], 0, 0
     for index, turn in enumerate(turns):
         inputs = turn.inputs
@@ -400,7 +398,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--new", type=int, help="so many tokens, in one turn of at most two rows")
     parser.add_argument("--output", type=Path, help="a line per case; goes on where it stops")
+    parser.add_argument("--sequences", type=int, help="so many sequences of calls instead")
     given = parser.parse_args(arguments)
+    if given.sequences is not None:
+        return random_sequences.main(given.first, given.sequences, given.output)
     known: dict[int, dict[str, Any]] = {}
     if given.output is not None and given.output.exists():
         lines = map(json.loads, given.output.read_text().splitlines())
@@ -436,6 +437,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    import random_sequences
+
     torch.set_num_threads(1)
     weights._read = read_or_random(weights._read)  # no checkpoint of these has such layers
     raise SystemExit(main())

@@ -1,4 +1,5 @@
-"""A few random calls of ``generate``; ``tests/random_cases.py`` runs as many as it is told."""
+"""A few random calls of ``generate``, and sequences of calls on one model; ``tests/random_cases.py``
+runs as many as it is told."""
 
 import json
 import os
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import random_cases
+import random_sequences
 from conftest import VOCAB
 from covering import EVERY_CASE
 from random_cases import MODELS, RUNS, draw, run
@@ -13,12 +15,21 @@ from random_cases import MODELS, RUNS, draw, run
 from hf_spec.core import verify
 
 COUNT = 300 if os.environ.get(EVERY_CASE) else 12
+#: Attention, images, states; each kind of cache.
+SEQUENCES = range(100) if os.environ.get(EVERY_CASE) else (1, 2, 12, 21)
 
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_strategy_gives_the_tokens_of_plain_generation(number: int) -> None:
     outcome = run(draw(number))
     assert outcome.result in ("exact", "refused", "invalid"), outcome.note
+
+
+@pytest.mark.parametrize("seed", SEQUENCES)
+def test_so_does_each_call_of_a_sequence(seed: int) -> None:
+    found = random_sequences.run_sequence(seed)
+    assert found["result"] == "exact", "\n".join([found["note"], *found["events"]])
+    assert found["calls"]["exact"]
 
 
 def test_everything_is_drawn() -> None:
@@ -44,6 +55,8 @@ def test_a_wrong_token_is_noticed(
     )  # fmt: skip
     monkeypatch.setattr(random_cases, "draw", lambda number, kinds: case._replace(number=number))
     output = tmp_path / "cases.jsonl"
+    assert random_cases.main(["--sequences", "1", "--first", "2"]) == 1
+    assert "'different': 1} of 1 sequences" in capsys.readouterr().out
     for count in (1, 2):  # the second goes on where the first stopped
         assert random_cases.main(["--count", str(count), "--output", str(output)]) == 1
         assert f"'different': {count}" in capsys.readouterr().out

@@ -84,6 +84,13 @@ class AttentionLayer(CacheLayerMixin):
 
     def _write(self, name: str, new: Tensor, block: Any) -> Tensor:
         """Write states ``(batch, heads, n, dim)`` into a block; see :meth:`update`."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                seen = self._write(name, new, block)
+            if new.requires_grad and self.cache.block is None:
+                # Gradients flow through what this forward appends; what the cache holds has none.
+                return torch.cat([seen[:, :, : -new.shape[2]], new.nan_to_num(0.0, 0.0, 0.0)], 2)
+            return seen
         states = self.cache.states
         # What a model writes may change between calls, as with autocast. Like a DynamicCache, which
         # concatenates them, the layer then holds all states in the wider dtype.

@@ -10,7 +10,7 @@ lengths change together and stay valid; :meth:`repair` rebuilds the rest. Slots 
 are never read, so nothing there needs to be undone.
 
 Outside a speculative block this is an ordinary Transformers cache, provided that all rows have the
-same length.
+same length; gradients flow through what a forward appends, not through what it finds.
 """
 
 from __future__ import annotations

@@ -16,9 +16,11 @@ from hf_spec.decoding.handover import Handover
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.target import Target
+from modeling_patches.attention_masks import local_attention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
-from modeling_patches.positions import counts_padding
+from modeling_patches.linear_attention import recurrent_rules
+from modeling_patches.positions import counts_columns, counts_padding
 
 
 def new_tokens(
@@ -36,6 +38,11 @@ def new_tokens(
         raise ValueError(
             f"{CACHE} holds {cache.batch_size} rows, the prompt has {len(rows)}: "
             "give as many prompts as the cache has rows."
+        )
+    if "attention_mask" in cache.inputs:
+        raise ValueError(
+            f"the states in {CACHE} depend on padding between the tokens of their prompt, as "
+            f"{type(model).__name__} computes with it. Leave {CACHE} out."
         )
     cache.count_appended()
     seen = (
@@ -76,6 +83,39 @@ def new_tokens(
         cache.truncate([0] * len(rows))  # plain generation computes all of it anew
     handover.cache, handover.history = cache, [[] for _ in rows]
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
+
+
+def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -> list[str]:
+    """Names of what the prompt's states depend on besides tokens, if padding stands between them.
+
+    Args:
+        mask: ``(batch, width)`` bool, False for padding; None if there is none.
+        continued: whether the prompt continues a ``TreeCache``.
+        columns: most columns that the call can reach.
+
+    Raises:
+        ValueError: plain generation computes with such padding, and forwards of trees leave it out.
+    """
+    if mask is None or not bool((gaps := mask[:, :-1] & ~mask[:, 1:]).any()):
+        return []
+    sizes = [local.size for local in local_attention(model).values() if local is not None]
+    recurrent, why = bool(recurrent_rules(model)), None
+    if counts_columns(model):
+        why = "counts them in distances between tokens"
+    elif any(size < columns for size in sizes):
+        why = f"counts them in its window of {min(sizes)} columns"
+    elif continued and recurrent:
+        why = "runs them through its recurrent states"
+    elif continued and counts_padding(model):
+        why = "counts them as positions"
+    if why is not None:
+        rows = gaps.any(-1).nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"attention_mask (without one, the padding token in input_ids) has zeros between the "
+            f"tokens of rows {rows}: {type(model).__name__} {why}, and strategies leave them out. "
+            "Give each row's tokens side by side, with all padding before them."
+        )
+    return ["attention_mask"] if recurrent or counts_padding(model) else []
 
 
 def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.attention import zeros
@@ -63,6 +64,7 @@ class Handover:
         #: states are copied.
         self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
         self._mask: Tensor | None = None
+        self._padded = False  # whether finished rows may hold padding behind their tokens
         self._done = False
 
     def take_over(
@@ -101,23 +103,22 @@ class Handover:
             cache.recurrent.remember()
         self.start = cache.host_lengths
 
-    def ends(self) -> list[int]:
-        """For each row of the cache: 1 if its last token should be cached, else 0.
+    def missing(self) -> list[list[int]]:
+        """Once all rows are finished: the tokens of each that the cache still needs.
 
-        Plain generation forwards the last token of a row that ends before others, so a caller's
-        ``DynamicCache`` holds it. In a ``TreeCache``, rows are independent.
+        Plain generation forwards rows that end before others to the common end, their last token
+        and then padding, and so fills a caller's ``DynamicCache``. In a ``TreeCache``, rows are
+        independent.
         """
-        rows = self.sequences.rows
         if self._target is None or self.cache is None or self.start is None:
-            return [0] * len(rows)
-        emitted, active = self.sequences.emitted, self.sequences.active
-        longest = max(emitted)
-        return [
-            int(not active[row] and have - self.start[row] < emitted[row] and (
-                any(active) or emitted[row] < longest
-            ))
-            for row, have in zip(rows, self.cache.host_lengths)
-        ]  # fmt: skip
+            return []
+        rows = [tokens[:-1] for tokens in self.sequences.padded()]
+        if not self._padded:  # criteria may have cut off what is cached already
+            own = map(min, self.sequences.emitted, map(len, rows))
+            self.cache.truncate([begin + count for begin, count in zip(self.start, own)])
+            self._padded = True
+        held = zip(rows, self.cache.host_lengths, self.start)
+        return [row[have - begin :] for row, have, begin in held]
 
     def give_back(self) -> TreeCache | DynamicCache | None:
         """Return the cache for the caller; the caller's ``DynamicCache`` is filled in place.
@@ -147,17 +148,16 @@ class Handover:
         cache.repair()
         start = self.start or cache.host_lengths
         emitted, active = self.sequences.emitted, self.sequences.active
-        most = max(max(emitted) - 1, 0)  # the longest row's last token is not cached
-        behind = 1 if self._target is None else 0
+        most = [max(count - 1, 0) for count in emitted]  # the last token is not cached
+        if self._padded:
+            most = [max(most)] * len(most)
         cached = [
-            min(have - begin, max(count - behind, 0), most)
-            for have, begin, count in zip(cache.host_lengths, start, emitted)
+            min(have - begin, end) for have, begin, end in zip(cache.host_lengths, start, most)
         ]
         unfinished = [
-            have
-            for have, count, on in zip(cached, emitted, active)
-            if on or have < min(count - behind, most)
-        ]
+            have for have, end, on in zip(cached, most, active)
+            if on or have < end or self._target is not None  # all whose rows are equally long
+        ]  # fmt: skip
         cached = [min(have, *unfinished) for have in cached] if unfinished else cached
         lengths = [begin + have for begin, have in zip(start, cached)]
         if cache.reachable(lengths) != lengths:
@@ -168,18 +168,8 @@ class Handover:
             rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
         if self._target is not None:
-            unpack_into(cache, self._target, self._filled(cached, start, cache.lengths.device))
-
-    def _filled(self, cached: list[int], start: list[int], device: Any) -> Tensor | None:
-        """``(batch, slots)`` bool, True for slots that hold a token; None if all do."""
-        if self._mask is None and min(cached) == max(cached):
-            return None
-        head = self._mask
-        if head is None:
-            head = torch.ones((len(start), start[0]), dtype=torch.bool, device=device)
-        steps = torch.arange(max(cached), device=device)
-        tail = steps < torch.tensor(cached, device=device)[:, None]
-        return torch.cat([head.to(device), tail], dim=1)
+            mask = None if self._mask is None else pad(self._mask, (0, cached[0]), value=True)
+            unpack_into(cache, self._target, mask)
 
 
 def _state_of(layer: Any) -> dict[str, Any]:

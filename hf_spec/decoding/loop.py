@@ -127,10 +127,10 @@ def decode(
         prompt_seconds = watch.step()
 
         while model._has_unfinished_sequences(
-            not any(state.active) and not any(handover.ends()), synced_gpus, model.device
+            not any(state.active) and not any(handover.missing()), synced_gpus, model.device
         ):
             if not any(state.active):
-                steps.cache_ends()
+                steps.complete()
                 continue
             rows = _remaining_rows(state.active, graphs is not None) if shrinks else None
             if rows is not None:

@@ -19,7 +19,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding.continued import extend, new_tokens, padding_before, reach_of
+from hf_spec.decoding.continued import check_gaps, extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.decoding.parts import Part, in_order, like_lengths
@@ -122,6 +122,8 @@ def prefill(
     real = None if mask is None else mask.bool()
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     takes_probes = sequences.width <= RIDING and attention in TAKES_MASKS and not rows_stay
+    columns = budget + (sequences.width if mask is None else mask.shape[1])
+    gaps = check_gaps(model, real, isinstance(given, TreeCache), columns)
     of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
@@ -177,7 +179,7 @@ def prefill(
         if len(parts) == 1:
             later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
-        cache.depend_on(first.once(later))
+        cache.depend_on(first.once(later) + gaps)
         cache.generated = first.changed(later)
         target = make_target(cache, cache.lengths, later)
         found = Prefilled(target, logits, in_order(parts, states) if states else None, rows)

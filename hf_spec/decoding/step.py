@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.appending import Prefilled
+from hf_spec.model.appending import Prefilled, append, chunk_size
 from hf_spec.model.hidden_states import Reads, states_at
 from hf_spec.model.target import Output
 from hf_spec.policy.step_policy import StepPolicy
@@ -49,7 +48,6 @@ class Steps:
         """One step of all rows."""
         state, drafter, policy = self.state, self.strategy.drafter, self.policy
         prepared = state.target.prepared
-        ends = self.handover.ends()
         catch_up(state)
         tree = Tree.roots(state.root)
         if policy.drafts(state.lookups is not None):
@@ -73,9 +71,8 @@ class Steps:
         with self.watch.phase("verify"):
             host, state.prefetched = result.to_host(started)  # the step's one transfer
         host = self._emit(tree, host, output.tree)
-        kept = [max(len(path), end) for path, end in zip(host.path, ends)]
-        moved = state.moved or _in_place(output.tree, host, kept)
-        state.cache.commit(kept, result.path, output.tree.slots, moved)
+        moved = state.moved or _in_place(output.tree, host)
+        state.cache.commit(list(map(len, host.path)), result.path, output.tree.slots, moved)
         seconds = self.watch.step()
         drafter.observe(state, tree, host)
         if state.lookups is not None:
@@ -95,11 +92,17 @@ class Steps:
         tree = strategy.draft_changes.run(strategy.drafter.propose, state)
         return merged(tree, lookups) if lookups else tree
 
-    def cache_ends(self) -> None:
-        """Cache the last tokens of finished rows as required, or run a forward for other ranks."""
-        state, tree = self.state, Tree.roots(self.state.root)
-        state.target(tree, match=self.acceptance.matches(tree))
-        state.cache.commit(self.handover.ends())
+    def complete(self) -> None:
+        """Cache more of what finished rows miss, or run a forward for other ranks."""
+        state = self.state
+        rows = self.handover.missing()
+        if any(rows):
+            size = chunk_size(state.cache)
+            append(state.target, [row[:size] for row in rows])
+        else:
+            tree = Tree.roots(state.root)
+            state.target(tree, match=self.acceptance.matches(tree))
+            state.cache.rollback()
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
@@ -152,8 +155,6 @@ def _depth_limits(state: DecodeState) -> list[int]:
     return limits
 
 
-def _in_place(tree: Tree, host: HostResult, kept: Sequence[int]) -> bool:
+def _in_place(tree: Tree, host: HostResult) -> bool:
     """Whether the accepted nodes are the first ones."""
-    return tree.slots is None and all(
-        path[:count] == list(range(count)) for path, count in zip(host.path, kept)
-    )
+    return tree.slots is None and all(path == list(range(len(path))) for path in host.path)

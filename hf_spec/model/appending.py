@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
@@ -50,6 +51,11 @@ class Prefilled:
         return StepResult(path, counts, tokens, probes, counts - 1, result.bonus)
 
 
+def chunk_size(cache: TreeCache) -> int:
+    """Most new tokens of a row in one forward."""
+    return CHUNK if cache.recurrent is None else RECURRENT_CHUNK
+
+
 def append(
     target: Target, rows: list[list[int]], group: ProbeGroup | None = None,
     at_once: int | None = None,
@@ -64,8 +70,7 @@ def append(
         The outputs at the last tokens of the rows that have new tokens.
     """
     cache, device, reads = target.cache, target.cache.lengths.device, target.reads
-    if at_once is None:
-        at_once = CHUNK if cache.recurrent is None else RECURRENT_CHUNK
+    at_once = at_once or chunk_size(cache)
     logits: dict[int, Tensor] = {}
     hidden: dict[int, Tensor] = {}
     chunks: list[Tensor] = []

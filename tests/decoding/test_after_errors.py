@@ -17,19 +17,17 @@ import torch
 from conftest import CLOSE, PAD, Tiny, check_same, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
 from naive_cache import row_of
+from processors import Criterion, Fails, Failure, Processor
 from running import drafting, fingerprint
 from test_method_contract import FIRST, adapted, asks_for, strategy
 from test_shrinking import StopRowAt
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
 import modeling_patches
@@ -44,10 +42,6 @@ LENGTHS = (12, 5, 9)
 #: Tokens that the rows emit.
 ENDS = (14, 2, 10)
 KINDS = ["dynamic, first", "dynamic", "tree", "tree, new tokens"]
-
-
-class Failure(Exception):
-    """What a caller's own code raises."""
 
 
 def stops(ids: Tensor) -> StoppingCriteriaList:
@@ -252,35 +246,6 @@ def check_interrupts(turn: Turn) -> None:
 
 
 # -- errors, and what comes after them -----------------------------------------------------------
-
-
-class Fails(LogitsProcessor, StoppingCriteria, BaseStreamer):
-    """Whatever generate calls: raises in call number ``at``; as a streamer also where it ends."""
-
-    eos_token_id = torch.tensor([-1])
-
-    def __init__(self, at: int | None):
-        self.at, self.calls = at, 0
-
-    def put(self, *args: Any, **kwargs: Any) -> None:
-        self.calls += 1
-        if self.calls == self.at:
-            raise Failure
-
-    def end(self) -> None:
-        raise Failure
-
-
-class Processor(Fails):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.put()
-        return scores
-
-
-class Criterion(Fails):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.put()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
+from peft.tuners.lora import LoraLayer
 from running import CAPTURED, drafting, experts_are_captured, family
 from test_shrinking import StopRowAt
 from torch._subclasses.fake_tensor import FakeTensor
@@ -285,6 +286,33 @@ def test_fine_tuned_models(shallow: Any) -> None:
     with model.disable_adapter():
         assert not torch.equal(check(model).sequences, second)
     assert torch.equal(check(model).sequences, second)
+
+
+def test_a_lora_beside_a_fine_tuned_model(shallow: Any) -> None:
+    """Each merged and taken out between calls while the other stays."""
+    model = shallow()
+    model.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False), "lora")
+    model.add_adapter(hf_spec.SpaceConfig(update="lora"), "space")
+    randomise(model, "SPACE", seed=1)
+    model.set_adapter(["lora", "space"])
+
+    def tokens() -> torch.Tensor:
+        return check(model, "space", tree="chain").sequences
+
+    both, layers = tokens(), [one for one in model.modules() if isinstance(one, LoraLayer)]
+    for _ in range(2):
+        for layer in layers:
+            layer.merge()
+        assert torch.equal(tokens(), both)
+        hf_spec.merge_adapter(model)
+        assert torch.equal(tokens(), both)
+        hf_spec.unmerge_adapter(model)
+        assert torch.equal(tokens(), both)
+        for layer in layers:
+            layer.unmerge()
+        assert torch.equal(tokens(), both)
+    model.set_adapter("space")
+    assert not torch.equal(tokens(), both)
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "space"])

@@ -13,9 +13,10 @@ from adapter_oracle import lent
 from conftest import check_same, prompt, ragged
 from covering import EVERY_CASE, covering
 from peft import LoraConfig
+from processors import Criterion, Failure
 from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
 from running import CAPTURED, drafting, experts_are_captured
-from test_after_errors import Criterion, Failure, failing, lines, once_each
+from test_after_errors import failing, lines, once_each
 from test_shrinking import StopRowAt, staggered
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
@@ -315,17 +316,27 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("hf_spec.model.appending.RECURRENT_CHUNK", 4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3", "zamba2"])
-def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        *product(["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3", "zamba2"], [SAME_MODEL]),
+        ("lfm2", LOOKUP), ("qwen3_5_text", LOOKUP),
+    ],
+)  # fmt: skip
+def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str, spec: dict[str, Any]) -> None:
+    """Also where rows reach a common end in different steps, or end before others."""
     model = shared_recurrent(kind)
-    for given, stopped in ((one_row(), None), (ragged(), 13)):
+    for given, ends in (
+        (one_row(), None), (ragged(), None), (ragged(), (13, 13, 13)), (ragged(), (13, 7, 16)),
+    ):  # fmt: skip
         rows = len(given["input_ids"])
         caches = [DynamicCache(config=model.config) for _ in range(2)]
-        for past, spec in zip(caches, ({}, SAME_MODEL)):
-            stop = None if stopped is None else stops(given["input_ids"], *[stopped] * rows)
+        for past, strategy in zip(caches, ({}, spec)):
+            stop = None if ends is None else stops(given["input_ids"], *ends)
             out = model.generate(
-                **given, **GREEDY, **spec, stopping_criteria=stop, **{CACHE: past}
+                **given, **GREEDY, **strategy, stopping_criteria=stop, **{CACHE: past}
             )  # fmt: skip
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == out.shape[1] - 1
         theirs, ours = (dict(stock_states(past.layers)) for past in caches)
         assert theirs.keys() == ours.keys()
         for place, state in theirs.items():
@@ -342,9 +353,32 @@ def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str) -> None:
             mask[:, :12] = given["attention_mask"]
         turn = {"input_ids": ids, "attention_mask": mask, **GREEDY, "max_new_tokens": 12}
         wanted = model.generate(**turn, **{CACHE: caches[0]}).tolist()
-        for spec in ({}, LOOKUP):
-            found = model.generate(**turn, **spec, **{CACHE: copy.deepcopy(caches[1])})
+        for after in ({}, LOOKUP):
+            found = model.generate(**turn, **after, **{CACHE: copy.deepcopy(caches[1])})
             assert found.tolist() == wanted
+
+
+@every_kind
+def test_padding_between_tokens(kind: str) -> None:
+    """Changes the states in plain generation: a prompt is computed as there, a TreeCache does not
+    go on, and where windows count the padding nothing does."""
+    model, given = shared_recurrent(kind), {"input_ids": prompt(12, 2)}
+    given["attention_mask"] = torch.tensor([[1] * 12, [1] * 4 + [0] * 3 + [1] * 5])
+    refused = pytest.raises(ValueError, match=r"between the tokens of rows \[1\]: .*side by side")
+    settings = {**GREEDY, **LOOKUP, "return_dict_in_generate": True}
+    if kind in ("lfm3", "zaya"):
+        with refused:
+            model.generate(**given, **settings)
+    else:
+        out = model.generate(**given, **settings)
+        assert out.sequences.tolist() == model.generate(**given, **GREEDY).tolist()
+        with pytest.raises(ValueError, match="padding between the tokens of their prompt"):
+            ids = torch.cat([out.sequences, prompt(4, 2)], 1)
+            more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            model.generate(**more, **settings, **{CACHE: out[CACHE]})
+    whole = model.generate(prompt(6, 2), **settings)[CACHE]
+    with refused:
+        model.generate(**given, **settings, **{CACHE: whole})
 
 
 @pytest.mark.parametrize("kind", ["jamba", "zamba", "falcon_mamba"])

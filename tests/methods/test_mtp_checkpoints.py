@@ -308,6 +308,9 @@ def test_ernie(tmp_path: Path) -> None:
     expected = ernie_reference(model, stored, ids)
     # Sums in other orders.
     torch.testing.assert_close(model.lm_head(found[0]), expected, rtol=1e-4, atol=1e-4)
+    state = model.state_dict()
+    model.load_state_dict(state | {"model.norm.weight": 2 * state["model.norm.weight"]})
+    assert torch.equal(mtp_layers(model).layers[0].post_norm.weight, model.model.norm.weight)
 
 
 # -- fine-tuned by others ------------------------------------------------------------------------

@@ -161,6 +161,23 @@ def test_a_step_after_a_full_prefill(architecture):
 
 
 @torch.inference_mode()
+def test_hooks_of_skipped_modules_do_not_run():
+    """They expect other widths where an MLP is two modules of its layer."""
+    model, skip = build("opt"), ([], [1])
+    expected = reference(model, *skip)(tokens()).logits
+    layer = decoder_layers(model)[1]
+    for module in (layer.fc1, layer.fc2):
+        wide = torch.ones(module.out_features)
+        module.register_forward_hook(lambda module, args, output, wide=wide: output + wide)
+    plain = model(tokens()).logits
+    for _ in range(2):  # the second time as compiled code is left out
+        logits = LayerSkipper(model, *skip).changes.run(model, tokens()).logits
+        torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
+        layer.fc1.compile(backend="eager")
+    assert not torch.allclose(plain, expected)
+
+
+@torch.inference_mode()
 def test_compiled_models():
     """Calls with changes run what is not compiled, whatever is compiled."""
     model, skip = build("llama"), ([1, 2], [2])

@@ -173,10 +173,11 @@ def gathered(
 
 
 def _final_norms(model: Any, count: int) -> dict[str, Tensor]:
-    """Copies of the model's final norm for this number of layers, by names as of ``gathered``."""
+    """The model's final norm for this number of layers, by names as of ``gathered``: its own
+    memory, into which ``load_state_dict`` writes, unless it is offloaded."""
     norm = decoder_of(model).norm
     with loaded(norm):
-        own = {name: one.detach().clone() for name, one in norm.named_parameters()}
+        own = {name: one.detach() for name, one in norm.named_parameters()}
     return {f"{index}.post_norm.{name}": own[name] for index in range(count) for name in own}
 
 

@@ -1,0 +1,407 @@
+"""Random sequences of calls of ``generate`` on one model, each compared with plain generation.
+
+``python tests/random_cases.py --sequences 1000 --output sequences.jsonl`` draws a model and then
+turns of conversations: strategies with their variants and adapters, a LoRA beside them, dtypes,
+batch sizes, sampling, processors, ends, padding as ``torch.cat([out.sequences, new])`` leaves it,
+caches that are handed on from call to call, and errors and interrupts in between. A ``TreeCache``
+must give what plain generation gives without a cache, a ``DynamicCache`` what it gives with its own
+one that has been through the same calls.
+"""
+
+import copy
+import json
+import pickle
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import multimodal
+import torch
+from adapter_oracle import randomise
+from conftest import EAGER_ONLY, EOS, VOCAB, prompt
+from method_variants import VARIANTS
+from peft import LoraConfig
+from processors import Criterion, Fails, Failure, Processor
+from random_cases import (
+    MODELS,
+    PROCESSORS,
+    RUNS,
+    WARPERS,
+    Case,
+    dynamic,
+    matching,
+    model_of,
+    padded,
+)  # fmt: skip
+from running import needed
+from torch import Tensor
+
+from hf_spec.methods.registry import methods
+from modeling_patches.cache_name import CACHE
+from modeling_patches.modules import linear_modules
+
+CALLS = 6
+DTYPES = (torch.float32,) * 3 + (torch.float64,)
+#: Models that continue no DynamicCache: it tells no length, or the model has a cache of its own.
+NO_DYNAMIC = ("mamba", "mamba2", "falcon_mamba", "minimax")
+
+
+@dataclass
+class Talk:
+    """A conversation and its caches.
+
+    Attributes:
+        ids, mask: ``(batch, width)`` of the next prompt.
+        images: what the first prompt has besides.
+        kind: of cache that is handed on: ``"tree"``, ``"dynamic"`` or None.
+        ours, plain: the cache of calls with strategies, and a DynamicCache's of those without.
+        edited: whether the prompt does not begin with what ``ours`` holds.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    images: dict[str, Tensor] = field(default_factory=dict)
+    kind: str | None = None
+    ours: Any = None
+    plain: Any = None
+    edited: bool = False
+
+
+class Player:
+    """Plays a sequence.
+
+    Args:
+        seed: what everything is drawn from.
+
+    Attributes:
+        events: what was done, call by call.
+        results: how often calls were ``exact``, ``refused`` by a ValueError, ``interrupted``, or
+            ``invalid`` as plain generation raises.
+    """
+
+    def __init__(self, seed: int):
+        self.rng = rng = random.Random(seed)
+        self.kind = rng.choice(("attention", "attention", "recurrent", "recurrent", "images"))
+        self.name = rng.choice(MODELS[self.kind])
+        attention = "eager" if self.name in EAGER_ONLY else "sdpa"
+        case = Case(seed, seed, self.kind, self.name, attention, "", "", "", [], {})
+        self.model = copy.deepcopy(model_of(case))
+        self.seed, self.talk = seed, Talk(torch.empty(0), torch.empty(0))
+        self.adapters: dict[tuple[str, str], str] = {}
+        self.lora = False
+        self.events: list[str] = [f"{self.kind} {self.name}"]
+        self.results: Counter[str] = Counter()
+
+    def play(self) -> None:
+        """All calls; raises an AssertionError for wrong tokens, and whatever ours raises."""
+        self._begin()
+        for number in range(CALLS):
+            if number and self.rng.random() < 0.15:
+                self._begin()
+            if self.rng.random() < 0.15 and not self.talk.images:
+                self._fail()
+            self._call()
+
+    # -- what changes between calls ----------------------------------------------------------
+
+    def _begin(self) -> None:
+        """A new conversation, perhaps in another dtype or with another LoRA."""
+        rng = self.rng
+        experts = any("expert" in name for name, _ in self.model.named_modules())
+        self.model.to(torch.float32 if experts else rng.choice(DTYPES))
+        if rng.random() < 0.3:
+            self._change_lora()
+        size = rng.choice((1, 1, 2, 2, 3, 4))
+        seed = rng.randrange(10**6)
+        kind = rng.choice(("tree", "tree", "dynamic", "dynamic", None))
+        if kind == "dynamic" and self.name in NO_DYNAMIC:
+            kind = "tree"
+        if self.kind == "images":
+            rows = [(rng.randint(1, 2), rng.randint(4, 10)) for _ in range(size)]
+            given = multimodal.prompts(self.name, rows)
+            ids, mask = given.pop("input_ids"), given.pop("attention_mask")
+            given = {
+                name: value.to(self.model.dtype) if value.is_floating_point() else value
+                for name, value in given.items()
+            }
+        else:
+            lengths = [rng.randint(3, 16) for _ in range(size)]
+            if rng.random() < 0.5:
+                lengths = lengths[:1] * size
+            whole = padded([prompt(n, seed=seed + i)[0].tolist() for i, n in enumerate(lengths)])
+            ids, mask, given = whole["input_ids"], whole["attention_mask"], {}
+        self.talk = Talk(ids, mask, given, kind)
+        if kind == "dynamic":
+            self.talk.ours, self.talk.plain = dynamic(self.model), dynamic(self.model)
+        self.events.append(f"begin {kind} {size} rows {self.model.dtype}")
+
+    def _change_lora(self) -> None:
+        if not self.lora:
+            names = sorted({name.rpartition(".")[2] for name in linear_modules(self.model)})[:3]
+            torch.manual_seed(self.seed)
+            config = LoraConfig(r=2, target_modules=names, init_lora_weights=False)
+            try:
+                self.model.add_adapter(config, "lora")
+            except ValueError:  # PEFT has none for some
+                self.model._hf_peft_config_loaded = bool(self.adapters)
+                return
+            self.lora = True
+        self.beside = self.rng.random() < 0.5
+
+    beside = False  # whether the LoRA is active
+
+    def _activate(self, name: str | None, variant: str) -> None:
+        """Make the adapter of a strategy active, and the LoRA if it is to be."""
+        active = ["lora"] if self.lora and self.beside else []
+        if self.lora or self.adapters:
+            self.model.enable_adapters()
+        if name is not None and methods()[name].needs_adapter:
+            if (name, variant) not in self.adapters:
+                fields = dict(VARIANTS[name].adapters.get(variant) or {})
+                if name == "bita" and self.kind != "attention":
+                    fields["prompt_depth"] = "none"
+                config = methods()[name].adapter_config(**fields)
+                own = f"own{len(self.adapters)}"
+                torch.manual_seed(self.seed)
+                self.model.add_adapter(config, own)
+                self.adapters[name, variant] = own
+                self.model.set_adapter(own)
+                randomise(self.model, config.type_name)
+            active.append(self.adapters[name, variant])
+        self.model.eval()
+        if active:
+            self.model.set_adapter(active)
+        elif self.lora or self.adapters:
+            self.model.disable_adapters()
+
+    # -- calls -------------------------------------------------------------------------------
+
+    def _strategy(self) -> tuple[str | None, str, dict[str, Any]]:
+        rng = self.rng
+        if rng.random() < 0.15:
+            return None, "", {}
+        name = rng.choice([*methods()])
+        variant = rng.choice([variant for owner, variant in RUNS if owner == name])
+        drafting = rng.choice(("always",) * 9 + ("auto",))
+        options = {**RUNS[name, variant], "drafting": drafting}
+        spec = {"assistant_strategy": name, "assistant_kwargs": options, **needed(name)}
+        return name, variant, spec
+
+    def _settings(self, name: str | None, variant: str) -> dict[str, Any]:
+        rng = self.rng
+        settings: dict[str, Any] = {"max_new_tokens": rng.randint(2, 20), "do_sample": False}
+        if rng.random() < 0.3:
+            settings |= rng.choice(PROCESSORS)
+        alone = len(self.talk.ids) == 1 and (name is None or (name, variant) in matching())
+        if alone and rng.random() < 0.3:
+            settings |= {"do_sample": True, **rng.choice(WARPERS)}
+        if rng.random() < 0.5 or "exponential_decay_length_penalty" in settings:
+            settings["eos_token_id"] = sorted(rng.sample(range(EOS, VOCAB - 3), rng.randint(1, 8)))
+        return settings
+
+    def _generate(
+        self, spec: dict[str, Any], own: Any, settings: dict[str, Any], known: int = 0
+    ) -> Any:  # fmt: skip
+        """Without the first ``known`` tokens of the prompt, which the cache has."""
+        talk, own = self.talk, {} if own is None else {CACHE: own}
+        given: dict[str, Any] = {"input_ids": talk.ids[:, known:], "attention_mask": talk.mask}
+        if self.kind == "images":
+            given |= multimodal.token_types(self.model, given["input_ids"])
+            seen = talk.kind == "tree" and own or talk.kind == "dynamic" and self._length(own)
+            given |= {} if seen else talk.images
+        torch.manual_seed(self.seed)
+        return self.model.generate(**given, **settings, **spec, **own, return_dict_in_generate=True)
+
+    @staticmethod
+    def _length(own: dict[str, Any]) -> int:
+        return own[CACHE].get_seq_length() if own else 0
+
+    def _call(self) -> None:
+        talk = self.talk
+        name, variant, spec = self._strategy()
+        settings = self._settings(name, variant)
+        self.events.append(
+            f"{name} {variant} {settings} {list(talk.ids.shape)} mask {_shown(talk.mask)}"
+            f"{' lora' if self.lora and self.beside else ''}"
+        )
+        try:
+            self._activate(name, variant)
+        except ValueError as error:
+            self._note("refused", error)
+            return
+        before = copy.deepcopy((talk.plain, talk.ours))
+        if self.rng.random() < 0.15:
+            talk.ours = pickle.loads(pickle.dumps(talk.ours))
+        if name is None and talk.kind == "tree" and (talk.edited or not bool(talk.mask.all())):
+            # Plain generation would take the cache's slots for columns and trust its tokens.
+            talk.ours = None
+        known = self._known(settings)
+        dynamic = talk.kind == "dynamic"
+        try:
+            seen = {**settings, "output_logits": True}
+            out = self._generate({}, talk.plain, seen, known * dynamic)
+            if not all(bool(logits.isfinite().all()) for logits in out.logits):
+                raise FloatingPointError("logits are not finite")  # Bloom's in float64
+            wanted = out.sequences
+        except Exception as error:
+            self._note("invalid", error)
+            talk.plain, talk.ours = before
+            return
+        wanted = torch.cat([talk.ids[:, :known], wanted], 1) if known and dynamic else wanted
+        try:
+            found = self._generate(spec, talk.ours, settings, known)
+        except ValueError as error:
+            self._note("refused", error)
+            talk.plain = before[0]
+            if talk.kind == "dynamic":
+                _check_same_cache(talk.ours, before[1])
+            return
+        if found.sequences.tolist() != wanted[:, known:].tolist():
+            pairs = zip(found.sequences.tolist(), wanted[:, known:].tolist())
+            raise AssertionError(f"{[pair for pair in pairs if pair[0] != pair[1]]}")
+        self._note("exact")
+        if talk.kind == "tree" and name is not None:
+            talk.ours = found[CACHE]
+        elif talk.kind == "dynamic":
+            one, other = talk.ours.get_seq_length(), talk.plain.get_seq_length()
+            assert one == other, f"a cache of {one} tokens, not {other}"
+        self._go_on(wanted, settings)
+
+    def _known(self, settings: dict[str, Any]) -> int:
+        """Of how many tokens of the prompt this call is given the cache alone."""
+        talk, plain = self.talk, {"max_new_tokens", "do_sample", "eos_token_id"}
+        if talk.ours is None or settings.keys() - plain or self.rng.random() < 0.8:
+            return 0
+        if talk.kind == "tree" and not (talk.ours.is_uniform and bool(talk.mask.all())):
+            return 0
+        known = talk.ours.get_seq_length()
+        if talk.edited or talk.images or not 0 < known < talk.ids.shape[1]:
+            return 0
+        self.events[-1] += f" without the first {known}"
+        return known
+
+    def _note(self, result: str, error: Exception | None = None) -> None:
+        self.results[result] += 1
+        self.events[-1] += f" -> {result}{'' if error is None else ': ' + str(error)[:200]}"
+
+    def _fail(self) -> None:
+        """A call that ends with an error or interrupt, whose cache goes on."""
+        talk, rng = self.talk, self.rng
+        name, variant, spec = self._strategy()
+        if name is None:
+            return
+        error = rng.choice((Failure, KeyboardInterrupt, torch.OutOfMemoryError))
+        at = rng.randint(1, 8)
+        more: dict[str, Any] = rng.choice((
+            {"streamer": Fails(at, error)}, {"logits_processor": [Processor(at, error)]},
+            {"stopping_criteria": [Criterion(at, error)]},
+        ))  # fmt: skip
+        settings = {"max_new_tokens": 12, "do_sample": False, **more}
+        self.events.append(f"{error.__name__} {[*more]} {at} {name} {variant}")
+        if talk.kind == "tree" and talk.ours is None:
+            return
+        before = copy.deepcopy(talk.ours)
+        try:
+            self._activate(name, variant)
+            self._generate(spec, talk.ours, settings)
+        except (Failure, KeyboardInterrupt, torch.OutOfMemoryError) as error:
+            self._note("interrupted", error)
+        except ValueError as error:
+            self._note("refused", error)
+            return
+        else:
+            self._note("finished")
+        if talk.kind != "dynamic":
+            talk.edited = True  # the cache may be ahead of the prompt
+            return
+        length, width = talk.ours.get_seq_length(), talk.ids.shape[1]
+        if length < width:
+            # The next prompt is the same, of which the cache may hold more than before.
+            talk.ours = before
+            return
+        self.events[-1] += f" cache of {length} for {width}"
+        given = {"max_new_tokens": length - width + 1, "do_sample": False}
+        self._activate(None, "")
+        out = self._generate({}, talk.plain, given)
+        assert talk.plain.get_seq_length() == length
+        self._go_on(out.sequences, {})
+
+    def _go_on(self, sequences: Tensor, settings: dict[str, Any]) -> None:
+        """The next prompt: what there is and something new, with one of the masks that users give;
+        where no cache counts columns, perhaps edited or with its padding moved to the left."""
+        talk, rng = self.talk, self.rng
+        talk.edited, width = False, talk.ids.shape[1]
+        answers = sequences[:, width:]
+        real = _until_end(answers, settings.get("eos_token_id", []))
+        if rng.random() < 0.2:
+            real = torch.ones_like(real)
+        new = prompt(rng.randint(1, 5), len(sequences), seed=rng.randrange(10**6))
+        ids = torch.cat([sequences, new], 1)
+        mask = torch.cat([talk.mask, real, torch.ones_like(new)], 1)
+        if talk.kind != "dynamic" and rng.random() < 0.6:
+            rows = [row[keep.bool()].tolist() for row, keep in zip(ids, mask)]
+            talk.edited = rng.random() < 0.3 and not talk.images  # whose part cannot be cut
+            if talk.edited:
+                cut = rng.randint(2, width)
+                rows = [row[:cut] + row[-2:] for row in rows]
+            ids, mask = padded(rows).values()
+        if ids.shape[1] > 80:
+            self._begin()
+        else:
+            talk.ids, talk.mask = ids, mask
+
+
+def _until_end(answers: Tensor, ends: list[int]) -> Tensor:
+    """``(batch, seq)`` 1 for tokens up to the first of these."""
+    ended = torch.isin(answers, torch.tensor(ends, dtype=torch.long)).long()
+    return (ended.cumsum(-1) - ended == 0).long()
+
+
+def _shown(mask: Tensor) -> str:
+    return "full" if bool(mask.all()) else " ".join("".join(map(str, row)) for row in mask.tolist())
+
+
+def _check_same_cache(one: Any, other: Any) -> None:
+    assert one.get_seq_length() == other.get_seq_length(), "a refused call has changed the cache"
+
+
+def run_sequence(seed: int) -> dict[str, Any]:
+    """A sequence: ``result`` ``"exact"``, ``"different"`` or ``"raised"``; calls by their results;
+    events, and the last error."""
+    player, note, result = Player(seed), "", "exact"
+    try:
+        player.play()
+    except AssertionError as error:
+        result, note = "different", str(error)
+    except Exception as error:
+        result, note = "raised", f"{type(error).__name__}: {error}"
+    return {
+        "sequence": seed, "result": result, "note": note, "kind": player.kind,
+        "model": player.name, "calls": dict(player.results), "events": player.events,
+    }  # fmt: skip
+
+
+def main(first: int, count: int, output: Path | None) -> int:
+    """Play sequences, but for those in ``output``; print what is wrong, and a summary."""
+    known: dict[int, dict[str, Any]] = {}
+    if output is not None and output.exists():
+        lines = map(json.loads, output.read_text().splitlines())
+        known = {line["sequence"]: line for line in lines}
+    for seed in range(first, first + count):
+        if seed in known:
+            continue
+        known[seed] = found = run_sequence(seed)
+        if found["result"] != "exact":
+            print("\n  ".join([f"{seed}: {found['result']}: {found['note']}", *found["events"]]))
+            print(flush=True)
+        if output is not None:
+            with output.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    results = Counter(line["result"] for line in known.values())
+    calls: Counter[str] = Counter()
+    for line in known.values():
+        calls.update(line["calls"])
+    print(f"{dict(results)} of {len(known)} sequences; calls: {dict(calls)}")
+    return int(results.keys() != {"exact"})
