@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from modeling_patches.positions import needs_positions, tree_positions
 
 logger = logging.getLogger(__name__)
 
+#: What Transformers' files of models call their own attention.
+EAGER = "eager_attention_forward"
+
 
 def grouped_sdpa(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -38,11 +42,17 @@ def grouped_sdpa(
         query: ``(batch, heads, query, dim)``.
         key, value: ``(batch, kv_heads, key, dim)``.
         attention_mask: ``(batch, 1, query, key)``; other kinds take the stock function.
+        kwargs: with ``softcap`` or ``s_aux`` (sinks), which sdpa does not have, the model's own
+            eager attention runs.
     """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return _eager_attention(module)(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
-    special = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
-    if attention_mask is None or attention_mask.shape[1] != 1 or heads == kv_heads or special:
+    biased = kwargs.get("position_bias") is not None
+    if attention_mask is None or attention_mask.shape[1] != 1 or heads == kv_heads or biased:
         stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return getattr(stock, "plain", stock)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -54,6 +64,13 @@ def grouped_sdpa(
     )  # fmt: skip
     output = output.reshape(batch, heads, length, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
+
+
+def _eager_attention(module: Any) -> Any:
+    """The eager attention of the file that a module's class, or a base of it, comes from."""
+    files = (vars(sys.modules[cls.__module__]) for cls in type(module).__mro__)
+    eager: Any = next(file[EAGER] for file in files if EAGER in file)
+    return eager
 
 
 def _tiled(mask: Tensor, groups: int) -> Tensor:
@@ -81,9 +98,10 @@ class Local(NamedTuple):
 class TreeAttention:
     """How a model runs forwards with 4-D masks: masks are converted, and ``changes`` run.
 
-    ``eager``, ``flex_attention`` and functions that the user has registered stay as they are;
-    ``sdpa`` becomes :func:`grouped_sdpa` where the model looks attention up by name, and so does,
-    with one warning, anything else (flash).
+    ``eager`` and functions that the user has registered stay as they are; ``sdpa`` becomes
+    :func:`grouped_sdpa` where the model looks attention up by name, and so does, with one warning,
+    anything else: flash takes no such mask, and flex would be compiled for trees of every size,
+    which on CPUs takes minutes or fails.
 
     Args:
         checkpointing: whether forwards are recomputed for their gradients, which rules out changes;
@@ -105,20 +123,19 @@ class TreeAttention:
         self.locals = local_attention(model)
         self.changes = Changes()
         current = model.config.get_text_config(decoder=True)._attn_implementation
-        self._flex, users = current == "flex_attention", is_users_attention(current)
+        users = is_users_attention(current)
         #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
         self._boolean = users and ALL_MASK_ATTENTION_FUNCTIONS.get(current) is sdpa_mask
         self.wants_positions = needs_positions(model)
         if checkpointing:
-            stays = users or current in ("eager", "flex_attention", "sdpa")
-            if self.wants_positions or not stays:
+            if self.wants_positions or not (users or current in ("eager", "sdpa")):
                 raise ValueError(
                     f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
                     "takes tree masks only with changes of ours, and activations are computed "
                     "again without them. Train without checkpointing, or with "
                     "attn_implementation='sdpa' if it is the attention."
                 )
-        elif not users and current not in ("eager", "flex_attention"):
+        elif not users and current != "eager":
             self._take_over(model, current)
         positions = Positions()
         self.set_positions = positions.set
@@ -147,9 +164,8 @@ class TreeAttention:
         """Boolean masks (True = attend), keyed like ``locals`` -> the forward's attention_mask."""
         made: dict[int, Any] = {}
         for mask in masks.values():
-            if id(mask) not in made and not self._boolean:
-                made[id(mask)] = block_mask(mask) if self._flex else _additive(mask, dtype)
-            made.setdefault(id(mask), mask)
+            if id(mask) not in made:
+                made[id(mask)] = mask if self._boolean else _additive(mask, dtype)
         if "" in masks:
             return made[id(masks[""])]
         by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
@@ -162,20 +178,6 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~mask, -torch.inf)
-
-
-def block_mask(mask: Tensor) -> Any:
-    """The block mask of a boolean one (batch, 1, query, key), its attribute ``tree_mask``."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    batch, _, queries, keys = mask.shape
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask[b, 0, q, k]
-
-    made: Any = create_block_mask(visible, batch, None, queries, keys, device=str(mask.device))
-    made.tree_mask = mask
-    return made
 
 
 def local_attention(model: Any) -> dict[str, Local | None]:
@@ -208,6 +210,6 @@ def local_attention(model: Any) -> dict[str, Local | None]:
 @functools.cache  # once for each
 def _warn_switched(current: str) -> None:
     logger.warning(
-        "attn_implementation=%r takes no tree mask: speculative steps use sdpa instead "
+        "attn_implementation=%r is not used for tree masks: speculative steps use sdpa instead "
         "(the prefill keeps %r).", current, current,
     )  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling_patches.attention_masks import block_mask
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
 from modeling_patches.recurrences import entries
@@ -100,10 +99,7 @@ class _Narrowing:
         if isinstance(value, tuple):
             return tuple(map(self, value))
         if id(value) not in self._made:
-            if hasattr(value, "tree_mask"):
-                mask = value.tree_mask
-                narrowed = block_mask(entries(mask, self._kept.to(mask.device), 2))
-            elif isinstance(value, Tensor) and value.ndim in (2, 3, 4):
+            if isinstance(value, Tensor) and value.ndim in (2, 3, 4):
                 dim = 2 if value.ndim == 4 else 1
                 per_token = value.shape[0] in (1, self._batch) and value.shape[dim] == self._tokens
                 narrowed = entries(value, self._kept.to(value.device), dim) if per_token else value

@@ -31,9 +31,11 @@ from method_variants import VARIANTS, Variants
 from naive_cache import row_of
 from peft import PeftConfig
 from running import drafting, needed
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.layer import layers_of
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
@@ -115,6 +117,20 @@ def inputs(row: int | None = None, lengths: tuple[int, ...] = (12, 5, 9)) -> dic
 
 
 # -- options ---------------------------------------------------------------------------------
+
+
+@every_strategy
+def test_a_call_may_be_watched(tiny: Tiny, name: str, variant: str) -> None:
+    """By hooks on all modules and modes that see each operation, also in training."""
+    model, spec = tiny("llama"), strategy(name, variant)
+    call = {**ragged(), "max_new_tokens": NEW, "do_sample": False}
+    with adapted(model, name, variant):
+        for layer in layers_of(model):
+            layer.requires_grad_(True)
+        expected = model.generate(**call)
+        with FlopCounterMode(display=False) as counter, torch.profiler.profile():
+            found = model.generate(**call, **spec)
+        assert torch.equal(found, expected) and counter.get_total_flops() > 0
 
 
 @every_case

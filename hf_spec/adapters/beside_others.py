@@ -6,23 +6,32 @@ of this, or change adapters of other types on the way. The functions here wrap t
 have no hooks for this; models without adapters of hf_spec pass through unchanged.
 """
 
-import inspect
 import warnings
-from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftModel, functional
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, layers_of
+from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, for_drafting, layer_of, layers_of
 from hf_spec.adapters.loading import unchanged_on_error
-from hf_spec.adapters.repo_files import SHIM
 from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
+
+
+@around(BaseTuner, "inject_adapter")
+def inject_beside(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Adding an adapter of another type: hf_spec's are not there meanwhile, as PEFT freezes a base
+    with the first adapter only."""
+    modules = unwrapped(model)._modules
+    ours = modules.pop(CONTAINER, None)
+    try:
+        original(self, model, *args, **kwargs)
+    finally:
+        if ours is not None:
+            modules[CONTAINER] = ours
 
 
 @around(PeftModel, "add_adapter")
@@ -96,63 +105,24 @@ def delete_by_type(original: Any, self: Any, adapter_name: str) -> None:
         functional.delete_adapter(base, adapter_name, tuner.prefix, tuner.tuner_layer_cls)
 
 
-@around(PeftModel, "save_pretrained")
-def save_without_embeddings(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`PeftModel.save_pretrained`: adapters of hf_spec never include the model's embeddings, which
-    PEFT adds where the vocabulary was resized.
-
-    The folder of an adapter that is not named "default" gets no `custom_generate`: nothing looks
-    for it there, and `push_to_hub` fails on folders in folders.
-    """
-    given = inspect.signature(original).bind(self, *args, **kwargs)
-    given.apply_defaults()
-    selected = given.arguments["selected_adapters"]
-    known = self.peft_config
-    names = list(known) if selected is None else selected
-    ours = [name for name in names if isinstance(known.get(name), SpecPeftConfig)]
-    others = [name for name in names if name not in ours]
-    wanted = given.arguments["save_embedding_layers"]
-    folder = Path(given.arguments["save_directory"])
-    shims = [folder / name / SHIM for name in ours if name != "default"]
-    new = [path for path in shims if not path.exists()]
-    for some, embeddings in ((others, wanted), (ours, False)):
-        if some:
-            given.arguments.update(selected_adapters=some, save_embedding_layers=embeddings)
-            original(*given.args, **given.kwargs)
-    for path in new:
-        if path.exists():
-            path.unlink()
-            path.parent.rmdir()
-
-
-@around(PeftAdapterMixin, "get_adapter_state_dict")
-def state_without_embeddings(
-    original: Any, self: Any, adapter_name: str | None = None, *args: Any, **kwargs: Any
-) -> dict[str, torch.Tensor]:
-    """`PreTrainedModel.get_adapter_state_dict`: see `save_without_embeddings`."""
-    state: dict[str, torch.Tensor] = original(self, adapter_name, *args, **kwargs)
-    name = self.active_adapters()[0] if adapter_name is None else adapter_name
-    if isinstance(self.peft_config[name], SpecPeftConfig):
-        state = {key: tensor for key, tensor in state.items() if CONTAINER in key}
-    return state
-
-
 @around(PeftAdapterMixin, "set_adapter")
-def set_beside_saved_modules(original: Any, self: Any, adapter_name: str | list[str]) -> None:
-    """`PreTrainedModel.set_adapter`: several adapters, one of which has `modules_to_save` or
-    `trainable_token_indices`; their wrappers take no name but that adapter's."""
+def set_beside_others(original: Any, self: Any, adapter_name: str | list[str]) -> None:
+    """`PreTrainedModel.set_adapter`: several adapters, some for drafting, which Transformers would
+    refuse to save the others beside, or one with `modules_to_save` or `trainable_token_indices`,
+    whose wrappers take no name but that adapter's."""
     names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
     configs = getattr(self, "peft_config", {})
-    wrappers = [one for one in self.modules() if isinstance(one, AuxiliaryTrainingWrapper)]
-    if not (wrappers and names and configs.keys() >= set(names) and layers_of(self)):
+    if not (names and configs.keys() >= set(names) and layers_of(self)):
         original(self, adapter_name)
         return
+    others = [name for name in names if name not in for_drafting(self)] or names
     for module in self.modules():
         if isinstance(module, BaseTunerLayer):
-            module.set_adapter(names)
-    for wrapper in wrappers:
-        own = wrapper.check_set_adapter(names)
-        wrapper.set_adapter([] if own is None else own)
+            module.set_adapter(names if isinstance(module, SpecAdapterLayer) else others)
+    for module in self.modules():  # after the layers that they hold
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            own = module.check_set_adapter(names)
+            module.set_adapter([] if own is None else own)
 
 
 @around(BaseTuner, "_unload_and_optionally_merge")

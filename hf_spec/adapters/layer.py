@@ -5,7 +5,9 @@ It replaces no module of the base model: it is added to it as `spec_modules`, an
 updates its modules (`Adapter.base_update`). :mod:`hf_spec.adapters.tuner` registers it with PEFT.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -17,6 +19,7 @@ from modeling_patches.weights import placement
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"
+_left_out = ContextVar("_left_out", default=False)
 
 
 class SpecAdapterLayer(BaseTunerLayer, nn.Module):
@@ -31,6 +34,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         self.peft_type = peft_type
         self.adapter_layer_names = (f"{prefix_of(peft_type)}adapters",)
         self.add_module(self.adapter_layer_names[0], nn.ModuleDict())
+        self.register_load_state_dict_post_hook(_miss_none)
 
     @property
     def adapters(self) -> Any:
@@ -41,6 +45,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         self._follow(() if self.disable_adapters else names)
         super().set_adapter(adapter_names, inference_mode)
+        for name in self.for_drafting():  # PEFT would train any that is chosen
+            self.adapters[name].requires_grad_(False)
 
     def enable_adapters(self, enabled: bool) -> None:
         if not enabled:
@@ -67,6 +73,13 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         """The updates of the base that adapters have."""
         every = {name: adapter.base_update for name, adapter in self.adapters.items()}
         return {name: update for name, update in every.items() if update is not None}
+
+    def for_drafting(self) -> set[str]:
+        """The adapters that were loaded for inference, not to be trained."""
+        return {name for name, one in self.adapters.items() if one.config.inference_mode}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return kwargs["destination"] if _left_out.get() else super().state_dict(*args, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Do nothing: PEFT is merging a LoRA on the same model. See `merge_into`."""
@@ -153,6 +166,31 @@ def layer_of(model: Any, peft_type: str) -> Any:
 def layers_of(base: Any) -> list[Any]:
     """hf_spec's layers on a base model, one per PEFT type."""
     return list(getattr(base, CONTAINER, nn.ModuleDict()).values())
+
+
+def for_drafting(base: Any) -> set[str]:
+    """The adapters of hf_spec on a base model that were loaded for inference. They draft; what is
+    trained and saved of the model does not depend on them."""
+    return {name for layer in layers_of(base) for name in layer.for_drafting()}
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """State dicts made within the block hold no tensors of hf_spec's adapters."""
+    token = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+def _miss_none(layer: SpecAdapterLayer, incompatible: Any) -> None:
+    # Weights saved without adapters are complete. Those of adapters are checked before loading.
+    incompatible.missing_keys[:] = [
+        key
+        for key in incompatible.missing_keys
+        if not key.startswith(CONTAINER) or layer.for_drafting() != {*layer.adapters}
+    ]
 
 
 def name_on_disk(peft_type: str, name: str) -> str:

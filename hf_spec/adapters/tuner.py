@@ -19,16 +19,24 @@ from peft.mapping import (
     PEFT_TYPE_TO_PREFIX_MAPPING,
     PEFT_TYPE_TO_TUNER_MAPPING,
 )
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers.integrations import peft as peft_integration
 from transformers.utils import ModelOutput
 
-import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
+import hf_spec.adapters.beside_others
+import hf_spec.adapters.saving  # noqa: F401 (both wrap methods)
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
-from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, layer_of, name_on_disk, prefix_of
+from hf_spec.adapters.layer import (
+    CONTAINER,
+    SpecAdapterLayer,
+    for_drafting,
+    layer_of,
+    name_on_disk,
+    prefix_of,
+)
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
 from modeling_patches.modules import unwrapped
@@ -84,6 +92,9 @@ class SpecTuner(BaseTuner):
         self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
         model = unwrapped(model)  # a PeftModel of another type may be around it
+        # PEFT gives a dict for a `PeftModel`, of which nothing but adapters is trained and saved;
+        # Transformers' load_adapter and add_adapter leave a model what it is.
+        self._freezes = isinstance(peft_config, dict)
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
         configs: Any = getattr(model, "peft_config", {})
         existing = configs.get(adapter_name, config)
@@ -102,7 +113,7 @@ class SpecTuner(BaseTuner):
     ) -> None:  # fmt: skip
         """Add the adapter's parameters under `model.spec_modules` (PEFT calls this)."""
         config = self.peft_config[adapter_name]
-        first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
+        others = self.peft_config.keys() - for_drafting(model) - {adapter_name}
         config.check_base(model)
         adapter = self.adapter_class.build(config, model, on_meta=low_cpu_mem_usage)
         layer = layer_of(model, self.type_name)
@@ -111,7 +122,8 @@ class SpecTuner(BaseTuner):
             layer.add_to(model)
         layer.adapters[adapter_name] = adapter
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-        if first:  # as with PEFT's types, later adapters leave the trainability of others alone
+        # As with PEFT's types, later adapters leave the trainability of others alone.
+        if not others and (self._freezes or not config.inference_mode):
             self._mark_only_adapters_as_trainable(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +140,11 @@ class SpecTuner(BaseTuner):
         adapter = find_active(self.model, name)
         if adapter is None:
             raise ValueError(f"no adapter of type {name} is active: call set_adapter first.")
+        if adapter.config.inference_mode and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"the {name} adapter {adapter.name!r} was loaded for inference: load it with "
+                "is_trainable=True to train it."
+            )
         # PeftModel passes on every argument of a forward, most of them None.
         given = {key: value for key, value in kwargs.items() if value is not None}
         # Trainer's number of tokens is not needed: the losses are means over sequences.

@@ -140,7 +140,10 @@ class MarkovHead(Holds):
             (known, _), device = input_features(self.model), placement(self.model).device
             ids = torch.arange(known, device=device)
             embedded = torch.cat([self._embedded(some) for some in ids.split(AT_ONCE)])
-            biases = linear_logits(self.model, output[0].T).T.to(embedded).contiguous()
+            # A view of a parameter in training requires gradients, even where none are computed:
+            # hooks on all modules, as of a FlopCounterMode, fail when a module gets it.
+            change = output.detach()[0].T
+            biases = linear_logits(self.model, change).T.to(embedded).contiguous()
             return _Tables(embedded, biases)
 
         return made_once(embedding, (output, *modules), make)

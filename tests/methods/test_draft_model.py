@@ -1,5 +1,6 @@
 """An assistant model drafts: its trees are its own predictions, and the output is the model's."""
 
+import copy
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -173,3 +174,28 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
                 prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"), tokenizer=object(),
                 assistant_tokenizer=object(),
             )  # fmt: skip
+
+
+def test_assistants_in_wrappers_draft_as_their_models_do(tiny: Tiny, fresh: Tiny) -> None:
+    """A `PeftModel`, whose LoRA drafts with it, and the wrapper of `torch.compile`."""
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    model, lora = tiny("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    tuned = get_peft_model(fresh("llama"), lora).eval()
+    merged = copy.deepcopy(tuned).merge_and_unload()
+
+    def accepted(assistant: Any) -> float:
+        check_same(model, {**drafts(), "assistant_model": assistant}, **GIVEN["row"], **GREEDY)
+        return hf_spec.last_stats(model).mean_accepted_tokens
+
+    best, expected = accepted(model), accepted(merged)
+    assert best > expected, "the LoRA must matter"
+    assert accepted(tuned) == accepted(torch.compile(tuned, backend="eager")) == expected
+    assert accepted(torch.compile(model, backend="eager")) == best
+    prompts = get_peft_model(
+        fresh("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(ValueError, match=r"PROMPT_TUNING: .*assistant_model=.*get_base_model\(\)"):
+        accepted(prompts)
+    assert accepted(prompts.get_base_model()) == best

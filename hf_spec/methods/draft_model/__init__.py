@@ -13,11 +13,23 @@ from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
 from hf_spec.methods.registry import Method
+from modeling_patches.modules import unwrapped
 from modeling_patches.shared_kv import takes_shared_kv
 
 
 def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantDrafter:
-    """The drafter for an assistant: by what its forward takes."""
+    """The drafter for an assistant: by what its forward takes.
+
+    Raises:
+        ValueError: the assistant is none, or none that drafts for this model.
+    """
+    if getattr(getattr(assistant, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"assistant_model={type(assistant).__name__} of type "
+            f"{assistant.active_peft_config.peft_type.value}: its adapter puts virtual tokens into "
+            "the cache. Give the model without it: assistant_model=assistant.get_base_model()."
+        )
+    assistant = unwrapped(assistant)
     shares = hasattr(assistant, "forward") and takes_shared_kv(assistant)
     return (SharedKVDrafter if shares else DraftModelDrafter)(model, options, assistant)
 
