@@ -96,6 +96,10 @@ class Report(ProgressCallback):
         self._say(f"{place}: {'; '.join(parts)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar, if there is one; also where a training ends with an error."""
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,3 +321,32 @@ def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) ->
     assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
     with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
         check_lengths(rows, 3)
+
+
+@pytest.mark.parametrize("saves", ["_save", "_save_optimizer_and_scheduler"])
+def test_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saves: str
+) -> None:
+    """One line that names the folder; with room again, the training goes on."""
+    base, data, output = save_checkpoint(tmp_path / "base"), tmp_path / "data", tmp_path / "a"
+    data.mkdir()
+    answers().to_parquet(data / "answers.parquet")
+    command = ["train", "bita", *as_options(base, data, **SETTINGS), "--output", str(output)]
+    limits, save = resource.getrlimit(resource.RLIMIT_FSIZE), getattr(SpecTrainer, saves)
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step > 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
+        return save(self, *args, **kwargs)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(SpecTrainer, saves, full)
+            assert cli.main(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = re.split("[\r\n]", capsys.readouterr().err.strip())[-1]
+    assert error.startswith(f"hf-spec: cannot write to '{output / 'checkpoints'}': ")
+    assert cli.main([*command, "--resume"]) == 0
+    made = record(output)
+    assert made["settings"]["steps"] == 6 and made["timed_steps"] == 3
