@@ -50,8 +50,9 @@ class SpecArguments(TrainingArguments):
     )
     max_minutes: float | None = setting(
         None,
-        "Minutes to train for, evaluations included. Then the learning rate follows the time, and "
-        "epochs are not counted unless num_train_epochs is given.",
+        "Minutes to train for, evaluations included; each decodes for a tenth of them at most. The "
+        "learning rate then follows the time, and epochs are not counted unless num_train_epochs "
+        "is given.",
     )
     kept_states: float = setting(
         16.0,

@@ -25,14 +25,16 @@ from trained import (
     same,
     weights,
 )
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 import hf_spec
 from hf_spec import cli
 from hf_spec.cli.train import parse_options
+from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.training.base_weights import bit_sums
 from hf_spec.training.evaluation import EvalDecoding
+from hf_spec.training.report import Report
 from hf_spec.training.train import (
     SpecArguments,
     added_fields,
@@ -92,6 +94,9 @@ def test_measured_tau_is_that_of_decoding_each_prompt(trained: Trained) -> None:
     assert decoding.measure(model).num_row_steps == first.num_row_steps
     assert hf_spec.last_stats(model).details["threshold"] == threshold
 
+    short = decoding.measure(model, seconds=0.0)
+    assert 0 < short.num_generated_tokens < first.num_generated_tokens
+
     model.load_adapter(trained("bita"))
     prompts = [answers()[row]["prompt_ids"][: 8 - row] for row in range(3)]
     options = {"tree": "efficient", "top_k": 2}
@@ -148,6 +153,44 @@ def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rates[0] == 0 < rates[-1] < 0.2 * rates[peak] and peak <= 2
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert made["history"][-1]["minutes"] == 1.0 and "eval_tau" in made["history"][-1]
+
+
+@pytest.mark.parametrize("length", [1.0, 20.0])
+def test_evaluations_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: float
+) -> None:
+    """The last one ends with the time that was asked for, the bar shows it, and none decodes for
+    more than a tenth; the first one's length is not known before."""
+    clock, shown, limits = FakeClock(), [], []
+    monkeypatch.setattr("hf_spec.training.trainer.time", SimpleNamespace(monotonic=clock))
+    step = SpecTrainer.training_step
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.now += 1.0
+        return step(self, *args, **kwargs)
+
+    def decode(self: Any, model: Any, share: slice, seconds: float) -> SpecStats:
+        clock.now += min(length, seconds)
+        limits.append(seconds)
+        return SpecStats()
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.began = clock.now
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds = clock.now - self.began
+
+    monkeypatch.setattr(Report, "_describe", lambda self, text: shown.append(text))
+    monkeypatch.setattr(SpecTrainer, "training_step", slow)
+    monkeypatch.setattr(EvalDecoding, "measure", decode)
+    settings = {**SETTINGS, "max_minutes": 1.0, "eval_steps": 40}
+    del settings["max_steps"]
+    train(make_model(), answers(), "bita", tmp_path, CONFIG, settings, callbacks=[watch := Watch()])
+    assert 59.0 <= watch.seconds <= 61.0 and limits == [6.0, 6.0]
+    assert shown == ["evaluating", ""] * 2
+    rates = history(tmp_path, "learning_rate")
+    assert rates[-1] < 0.01 * max(rates)
 
 
 def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
