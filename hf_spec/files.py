@@ -3,6 +3,7 @@ files are read with errors that name them."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -11,6 +12,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+#: What the system says where there is no room for what is written.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise an OSError that names ``folder`` where there is no room for what the block writes.
+
+    The system's error does not say where, safetensors and torch raise errors of their own.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error)
+        if isinstance(error, OSError):
+            full, reason = error.errno in FULL and error.filename is None, str(error.strerror)
+        elif isinstance(error, SafetensorError):
+            full = "while serializing" in reason
+        else:  # of torch.save, which does not say why
+            full, reason = "inline_container" in reason, "a file could not be written to its end"
+        if not full:
+            raise
+        reason = reason.splitlines()[0]
+        raise OSError(
+            f"cannot write to {str(folder)!r}: {reason}; make room there, or choose another folder"
+        ) from error
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -18,7 +48,8 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        yield temporary
+        with writing(path.parent):
+            yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

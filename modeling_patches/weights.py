@@ -12,7 +12,7 @@ and what needs a weight itself gets it from here.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,6 +25,12 @@ from peft.utils.other import (
     TrainableTokensWrapper,
 )
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 #: Attributes with the numbers of input and output features: of torch's linear module and most
 #: quantized ones, of Transformers' `Conv1D`, and of GPTQ.
@@ -203,3 +209,15 @@ def _read(module: Any, name: str) -> Tensor | None:
     with loaded(module):
         tensor = getattr(module, name, None)
         return tensor if isinstance(tensor, Tensor) else None
+
+
+# -- names in checkpoints ------------------------------------------------------------------------
+
+
+def renamed(model: Any) -> Callable[[str], str]:
+    """What a tensor of the model's checkpoint is called in the model, by its name there."""
+    known = get_model_conversion_mapping(model)
+    renamings = [one for one in known if isinstance(one, WeightRenaming)]
+    converters = [one for one in known if isinstance(one, WeightConverter)]
+    own = model.base_model_prefix, model.state_dict()
+    return lambda name: rename_source_key(name, renamings, converters, *own)[0]

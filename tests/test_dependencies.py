@@ -24,7 +24,7 @@ NOT_IMPORTED = (
     "hf_spec.cli.startup", "hf_spec.cli.__main__", "modeling_patches.served_models",
 )  # fmt: skip
 #: Private by name only.
-NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
 #: Attributes of ours on objects of others.
 MARKS = {"_hf_spec", "_static_steps", "_tell_made", "_tiled", "_warms_up"}
 
@@ -110,7 +110,7 @@ def used() -> set[str]:
     """The private names of others in our code."""
     found = [pair for source in sources() for pair in names_of(ast.parse(source))]
     own = {name for name, ours in found if ours}
-    return {name for name, _ in found if is_private(name)} - own - NAMED_TUPLES - MARKS
+    return {name for name, _ in found if is_private(name)} - own - DOCUMENTED - MARKS
 
 
 def overridden() -> set[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -137,6 +138,58 @@ def test_what_the_help_says_is_honored(server: Server, base: PreTrainedModel) ->
     assert ask(server, PROMPTS[2], temperature=0, max_tokens=24, stop=[stop]) == stopped
     listed = server.client().models.list()
     assert listed.object == "list"
+
+
+@pytest.mark.environment
+@needs_packages
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_is_told_what_is_wrong(server: Server, stream: bool) -> None:
+    """By 400 and the reason; the server goes on."""
+    import requests
+
+    def answer(path: str, **body: Any) -> tuple[int, str]:
+        body = {"model": MODEL, "stream": stream, **body}
+        answered = requests.post(f"{server.address}/v1/{path}", json=body, timeout=120)
+        return answered.status_code, answered.text
+
+    def configured(**options: Any) -> dict[str, Any]:
+        return {"prompt": PROMPTS[0], **config(**options)["extra_body"]}
+
+    for body, message in (
+        (configured(assistant_strategy="fastest"), "'fastest'"),
+        (configured(assistant_strategy="ppd"), "needs an active adapter of type PPD"),
+        (configured(max_new_tokens=-1), "must be greater than 0, but is -1"),
+        ({"prompt": PROMPTS[0], "max_tokens": -1}, "must be greater than 0, but is -1"),
+        ({"prompt": PROMPTS[0], "temperature": "hot"}, "hot"),
+        ({"prompt": PROMPTS[0], "temperature": [1]}, "the request cannot be read"),
+        ({"prompt": PROMPTS[0], "generation_config": "{"}, "Expecting property name"),
+    ):
+        status, said = answer("completions", **body)
+        assert status == 400 and message in said, (body, status, said)
+    for messages in ("hi", [], ["hi"], None, [{"content": "hi"}]):
+        status, said = answer("chat/completions", messages=messages)
+        assert status == 400 and "must be a list of objects with role and content" in said
+    assert answer("completions", prompt=PROMPTS[0], temperature=0, max_tokens=4)[0] == 200
+
+
+@pytest.mark.environment
+@needs_packages
+def test_two_interrupts_end_it_at_once() -> None:
+    """While an answer is streamed, without a crash of torch's threads."""
+    server = Server(MODEL)
+    body = {"model": MODEL, "prompt": PROMPTS[0], "stream": True, "max_tokens": 4000}
+    asked = urllib.request.Request(
+        f"{server.address}/v1/completions", json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )  # fmt: skip
+    with urllib.request.urlopen(asked, timeout=120) as stream:
+        assert stream.readline().startswith(b"data: ")
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        error = server.process.communicate(timeout=60)[1]
+    assert server.process.returncode == 130 and error.endswith("hf-spec: interrupted\n")
+    assert "terminate called" not in error
 
 
 @pytest.mark.environment

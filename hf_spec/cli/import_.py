@@ -7,7 +7,6 @@ from typer import Argument, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
-from hf_spec.model.loading import load_model
 
 
 def import_(
@@ -26,16 +25,15 @@ def import_(
         str | None, Option("--type", help="What it holds, such as medusa.  [default: by its files]")
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
-    dtype: opt.Dtype = "bfloat16",
-    device: Annotated[str, Option(help="Where the base is loaded.")] = "cpu",
 ) -> None:
     """Turn a published checkpoint into an adapter.
 
     No code in the file is run: only tensors are read from files of torch.save, and the output is
-    safetensors. For a checkpoint in several files give its .index.json. Layouts of 'eagle3': those
-    of SafeAILab, AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of
-    'medusa': heads with their own projections or a shared one, alone or among the weights of a
-    model; those of vLLM, TensorRT-LLM, ModelOpt and LMDeploy.
+    safetensors. Of the base, the config is read, and the embeddings if the checkpoint has some. For
+    a checkpoint in several files give its .index.json. Layouts of 'eagle3': those of SafeAILab,
+    AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of 'medusa': heads with
+    their own projections or a shared one, alone or among the weights of a model; those of vLLM,
+    TensorRT-LLM, ModelOpt and LMDeploy.
 
     \b
     Examples:
@@ -57,7 +55,7 @@ def import_(
         chosen, published = work.importable(kind)
         path = work.find_published(file, published)
     chosen.parse_options(options)
-    work.convert(path, kind)  # what cannot be read is refused before the base is loaded
+    _, tensors = work.convert(path, kind)
     check_writable(output)
-    base, _ = load_model(model, dtype, device)
+    base = work.base_outline(model, tensors)
     echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")

@@ -18,9 +18,9 @@ def push(
 ) -> None:
     """Upload an adapter folder to the Hub.
 
-    The folder must be complete, as 'hf-spec train' or 'hf-spec search' writes it. A card that was
-    edited by hand is uploaded unchanged; the study of a search is not uploaded. Log in first with
-    'hf auth login'.
+    The folder must be complete, as 'hf-spec train' or 'hf-spec search' writes it. Its card gets the
+    repository's name; one that was edited by hand is uploaded unchanged. The study of a search is
+    not uploaded. Log in first with 'hf auth login'.
 
     \b
     Examples:

@@ -39,6 +39,13 @@ def search(
         int, Option(min=1, help="K, maximum number of tokens drafted per step.")
     ] = 12,
     seed: Annotated[int, Option(help="Seed of the search.")] = 0,
+    sampler: Annotated[
+        str,
+        Option(
+            help="What chooses the next trial: gp, a Gaussian process as in the paper; or tpe, "
+            "which needs hundreds of trials and no time of its own."
+        ),
+    ] = "gp",
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
@@ -58,7 +65,11 @@ def search(
     """
     from hf_spec.bench.prompts import read_prompts
 
-    require("search", "optuna")
+    require("search", "optuna", "scipy")
+
+    from hf_spec.search.layers import STRATEGY, LayerSearch, Settings
+
+    settings = Settings(max_new_tokens, max_draft, seed, sampler)
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
     check_writable(output)
 
@@ -68,9 +79,7 @@ def search(
     from hf_spec.hub.card import RESULTS, SEARCH, write_card
     from hf_spec.hub.folder import attached, save_adapter
     from hf_spec.methods.registry import get_method
-    from hf_spec.search.layers import STRATEGY, LayerSearch, Settings
 
-    settings = Settings(max_new_tokens=max_new_tokens, max_draft=max_draft, seed=seed)
     loaded, tokenizer = load_model(model, dtype, device)
     work = LayerSearch(loaded, tokenizer, chosen, output, settings)
     with explained_interrupt("the same command continues the search"):

@@ -1,11 +1,13 @@
 """``hf-spec serve``."""
 
+import os
+import sys
 from typing import Annotated, Any
 
-from typer import Context, Option
+from typer import Context, Exit, Option, echo
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import NO_STRATEGY, require, single_strategy
+from hf_spec.cli.common import INTERRUPTED, NO_STRATEGY, require, single_strategy
 from hf_spec.core.checks import install_extra
 
 
@@ -61,9 +63,25 @@ def serve(
         ) from error
     _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
     try:
-        transformers_app(["serve", *context.args], prog_name="hf-spec", standalone_mode=False)
-    except click.Abort:  # typer's own is another
-        raise KeyboardInterrupt from None
+        code = transformers_app(
+            ["serve", *context.args], prog_name="hf-spec", standalone_mode=False
+        )
+    except (KeyboardInterrupt, click.Abort):  # typer's own is another
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        _leave()
+
+
+def _leave() -> None:
+    """End the command after an interrupt; the process, too, if answers are still being generated:
+    Python's end would take torch's threads down with a crash."""
+    from modeling_patches.served_models import num_running
+
+    echo("hf-spec: interrupted", err=True)
+    if num_running():
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    raise Exit(INTERRUPTED)
 
 
 def _prepare_models(

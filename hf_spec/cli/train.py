@@ -122,14 +122,18 @@ def train(
     speedup = None
     # Processes that share the model would have to decode together.
     if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        speedup = _speedup(base, tokenizer, rows, output, record)
+        minutes = arguments.get("max_minutes")
+        speedup = _speedup(base, tokenizer, rows, output, record, minutes)
     for line in outcome(record, speedup):
         echo(line)
     echo(f"adapter: {output}")
     echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
 
 
-def _speedup(base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any]) -> float:
+def _speedup(
+    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any],
+    minutes: float | None,
+) -> float:  # fmt: skip
     """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
     from hf_spec.bench.contenders import PLAIN, Contender, ours, read_adapters
     from hf_spec.bench.session import Session
@@ -140,7 +144,9 @@ def _speedup(base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[st
     held_out = split(rows, record["data"]["held_out"])[1]
     batches = [[list(ids)] for ids in held_out["prompt_ids"][:8]]
     drafting = Contender("drafting", ours(record["method"], record["options"]))
-    options = {"do_sample": False, "max_new_tokens": 64}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 64}
+    if minutes is not None:  # beside which this is not to be noticed
+        options["max_time"] = 60 * minutes / 200
     with Session.open(base, tokenizer, options, [drafting]) as session:
         plain, drafted = session.speeds((PLAIN, drafting), batches)
     return drafted / plain

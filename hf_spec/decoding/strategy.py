@@ -114,10 +114,13 @@ class Strategy:
         return recall(self.model, key, self._saved)
 
     def _saved(self) -> Learned:
-        if self.graphs is not None:  # the steps of hf-spec tune are not compiled
-            return Learned()
-        saved = saved_for(self.adapter, self.model, self.options)
-        return Learned() if saved is None else saved.learned(str(self.model.device))
+        saved = None
+        if self.graphs is None:  # the steps of hf-spec tune are not compiled
+            saved = saved_for(self.adapter, self.model, self.options)
+        found = Learned() if saved is None else saved.learned(str(self.model.device))
+        for name in ("time_alpha", "time_lambda"):  # of methods that have them
+            setattr(found, name, getattr(self.options, name, getattr(found, name)))
+        return found
 
 
 def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:

@@ -8,7 +8,9 @@ section for trained adapters. The card depends on the folder alone.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import re
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,6 +23,11 @@ from hf_spec.hub.folder import CARD, CONFIG, is_repository, read_spec_config, wr
 from hf_spec.methods.registry import Method
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
+#: Ends a card of ours, with a hash of its text: that of an edited card is another.
+MARK = "<!-- Written by hf_spec, {}. A card that was edited since is kept. -->"
+METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
+#: What PEFT appends to each card when it saves an adapter.
+PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTILINE)
 
 
 def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
@@ -78,7 +85,33 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         section=section,
         training=trained,
     )
-    return str(card).rstrip() + "\n"
+    return f"{str(card).rstrip()}\n\n{_mark(card.text)}\n"
+
+
+def renewed_card(folder: Path, repository: str, base_model: str | None = None) -> str:
+    """The text of a folder's card, rendered anew unless a person has written or edited it.
+
+    What hf_spec or PEFT wrote is rendered anew, with other names; metadata that they don't set,
+    such as a license, stays.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    text = (folder / CARD).read_text(encoding="utf-8")
+    body = PEFT_VERSION.sub("", METADATA.sub("", text))
+    of_peft = ModelCard.from_template(ModelCardData()).text
+    before, _, last = body.rstrip().rpartition("\n")
+    if last != _mark(before) and body.split() != of_peft.split():
+        return text
+    card, new = ModelCard(text), ModelCard(render_card(folder, repository, base_model))
+    for key, value in card.data.to_dict().items():
+        if new.data.get(key) is None:
+            new.data[key] = value
+    return str(new)
+
+
+def _mark(text: str) -> str:
+    """The last line of a card of ours with this text, whose line breaks and spaces don't count."""
+    return MARK.format(hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16])
 
 
 def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:

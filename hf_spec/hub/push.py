@@ -10,7 +10,7 @@ from pathlib import Path
 from hf_spec.adapters.repo_files import SHIM, shim_text
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json
-from hf_spec.hub.card import render_card
+from hf_spec.hub.card import renewed_card
 from hf_spec.hub.folder import (
     CARD,
     CONFIG,
@@ -38,10 +38,10 @@ def push(
     """Upload a complete adapter folder, and return the URL of the commit.
 
     Other files in the folder, such as the study and logs, are not uploaded.
-    A card is rendered anew with the repository's name, unless it was edited by hand. The folder is
-    not changed. The upload is a single commit, so whoever loads the adapter during the upload, or
-    after an interrupted one, gets the earlier adapter as a whole. The earlier adapter's
-    measurements, figures and pickled weights are removed.
+    A card that hf_spec or PEFT wrote is rendered anew, with the repository's name, unless it was
+    edited since. The folder is not changed. The upload is a single commit, so whoever loads the
+    adapter during the upload, or after an interrupted one, gets the earlier adapter as a whole. The
+    earlier adapter's measurements, figures and pickled weights are removed.
 
     Args:
         repository: ``owner/name``; created if it does not exist.
@@ -122,6 +122,5 @@ def _files(folder: Path, repository: str, base_model: str | None) -> dict[str, s
         found[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode()
     method, options = read_spec_config(folder)
     found[SHIM] = shim_text(method.name, options, method.peft_type, repository).encode()
-    if (folder / CARD).read_text(encoding="utf-8").strip() == render_card(folder).strip():
-        found[CARD] = render_card(folder, repository, base_model).encode()
+    found[CARD] = renewed_card(folder, repository, base_model).encode()
     return found

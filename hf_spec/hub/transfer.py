@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,22 @@ from hf_spec.files import read_json, write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
 from hf_spec.methods.registry import Export, Method, Published, methods
+from hf_spec.model.loading import model_without_weights
 from modeling_patches.fp8 import FP8, SCALES, dequantized
-from modeling_patches.weights import placement
+from modeling_patches.weights import placement, renamed
 
 SAFE = ".safetensors"
 #: File that describes what a checkpoint holds.
 MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
+#: Files that a model's weights may be in.
+BASE_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)  # fmt: skip
+#: Parameters of drafters that may be copies of the base's embeddings, and which of them.
+COPIES = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 #: Keys under which training programs keep tensors by name, beside other things.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
@@ -215,6 +223,33 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
+    """A base model without weights, but for the embeddings that these tensors may be copies of.
+
+    Of the files of the base, only those with the embeddings are read, and downloaded.
+
+    Args:
+        place: a folder, or a repository on the Hub.
+        tensors: what :func:`convert` has found.
+
+    Raises:
+        ValueError: there is no such model, or its weights cannot be read.
+    """
+    model = model_without_weights(place)
+    own = {parameter: name for name, parameter in model.named_parameters()}
+    modules = [getattr(model, ask)() for name, ask in COPIES.items() if name in tensors]
+    wanted = {own.get(getattr(one, "weight", None)) for one in modules} - {None}
+    if not wanted:
+        return model
+    name_of = renamed(model)
+    base = Published(lambda name: name_of(name) in wanted, lambda *_: ({}, {}), BASE_FILES)
+    # Files of safetensors are mapped: of their tensors, only rows that are looked at are read.
+    found = read_published(find_published(place, base), base.wants)
+    model.load_state_dict({name_of(name): one for name, one in found.items()}, False, assign=True)
+    model.tie_weights()
+    return model
+
+
 def import_adapter(
     path: Path, method_name: str, model: Any, output: Path, options: dict[str, Any] | None = None
 ) -> Path:
@@ -222,7 +257,8 @@ def import_adapter(
 
     Args:
         path: see :func:`read_published`.
-        model: the base model that it was trained for; unchanged afterwards.
+        model: the base model that it was trained for, or its :func:`base_outline`; unchanged
+            afterwards.
         options: options of the strategy, stored with the adapter.
 
     Raises:

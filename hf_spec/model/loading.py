@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,8 +53,39 @@ def load_model(
         ValueError: model or adapter cannot be loaded, or there is no such device.
     """
     import torch
-    from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype, device = native_dtype(device) if dtype == NATIVE else dtype, chosen_device(device)
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with _explained(path):
+        target = torch.device(device)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra).to(target)
+    load_adapters(model.eval(), adapters)
+    return model, tokenizer
+
+
+def model_without_weights(path: str) -> Any:
+    """A causal language model on the meta device, by its config alone, in the checkpoint's dtype.
+
+    Args:
+        path: a folder, or a repository on the Hub.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _explained(path), torch.device("meta"):
+        config = AutoConfig.from_pretrained(path)
+        return AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Within the block, a model is loaded; a ValueError says why it cannot be."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils.logging import disable_progress_bar
 
     folder = Path(path)
@@ -61,20 +93,13 @@ def load_model(
         raise ValueError(f"cannot load model {path!r}: there is no such folder")
     if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
-
-    dtype, device = native_dtype(device) if dtype == NATIVE else dtype, chosen_device(device)
     disable_progress_bar()
     # Its retries would bury the one line that says what is wrong.
     hub_logging.set_verbosity_error()
-    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        target = torch.device(device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra).to(target)
+        yield
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError) as error:
         raise ValueError(f"cannot load model {path!r}: {first_line(error)}") from error
-    load_adapters(model.eval(), adapters)
-    return model, tokenizer
 
 
 def chosen_device(device: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from hf_spec.core.memory import locked
 from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.policy.budget import Budget, Retry
-from hf_spec.policy.step_times import StepTimes
+from hf_spec.policy.step_times import DECAY, TIME_ALPHA, StepTimes
 
 #: Steps of each of the two sizes that a setting starts with. Fitting a line takes two sizes, and
 #: the first step of a size is a warm-up.
@@ -98,12 +98,15 @@ class Learned:
         lookup_budget: of lookups alone while the rest is paused.
         settings: by batch size, context length and device.
         prediction_value: tokens that it is worth to have predictions in the next step.
+        time_alpha, time_lambda: of all step times (:class:`StepTimes`).
     """
 
     budget: Budget = field(default_factory=Budget)
     lookup_budget: Budget = field(default_factory=Budget)
     settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
     prediction_value: float = 1.0
+    time_alpha: float = TIME_ALPHA
+    time_lambda: float = DECAY
 
     def first_sizes(self, batch_size: int) -> list[tuple[int, int]]:
         """Draft tokens, and nodes with probes, of two steps whose times give a line. Larger batches
@@ -125,4 +128,7 @@ class Learned:
             if new.times.line is None:
                 new.tries.extend(self.first_sizes(key[0]) * WARM_UP)
             self.settings[key] = new
-        return self.settings[key]
+        found = self.settings[key]
+        for times in (found.times, found.pruned):
+            times.alpha, times.decay = self.time_alpha, self.time_lambda
+        return found

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,19 +56,6 @@ def conditions(model: Any, strategy: str | None, options: DraftOptions) -> dict[
 # -- the file ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of a broken file name the file, and say what to do."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(
-            f"{str(path)!r} is not what hf-spec tune writes: {reason} Delete the file, and run "
-            "hf-spec tune again."
-        ) from error
-
-
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """The entries of a file; a ValueError that names it if it is broken, or of another version."""
     stat = path.stat()
@@ -79,7 +64,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, changed: int, size: int) -> list[dict[str, Any]]:
-    with _named(path):
+    try:
         if size > MAX_JSON:
             raise ValueError(f"it has {size} bytes, at most {MAX_JSON} are read.")
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -87,9 +72,15 @@ def _read(path: Path, changed: int, size: int) -> list[dict[str, Any]]:
             raise ValueError(f"version {data['version']!r}, this hf_spec reads {VERSION}.")
         entries: list[dict[str, Any]] = data["entries"]
         for entry in entries:
-            Saved(path, entry).learned("")
-            Saved(path, entry).calibration(1)
+            Saved(entry).learned("")
+            Saved(entry).calibration(1)
         return entries
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{str(path)!r} is not what hf-spec tune writes: {reason} Delete the file, and run "
+            "hf-spec tune again."
+        ) from error
 
 
 def write_entry(path: Path, entry: dict[str, Any]) -> None:
@@ -108,37 +99,34 @@ def write_entry(path: Path, entry: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """An entry of a file. Its methods raise a ValueError that names the file if it is broken."""
+    """An entry of a file, as :func:`read_entries` has checked it."""
 
-    path: Path
     entry: dict[str, Any]
 
     def learned(self, device: str) -> Learned:
         """What the policy starts with on a device, as ``str(model.device)`` gives it."""
-        with _named(self.path):
-            found = Learned()
-            check_range("prediction_value", self.entry["prediction_value"], 0.0, MAX_FUTURE)
-            found.prediction_value = float(self.entry["prediction_value"])
-            for one in self.entry["settings"]:
-                check_count("batch_size", one["batch_size"], 1, MAX_SIZE)
-                check_count("context_bits", one["context_bits"], 0, MAX_SIZE)
-                key = one["batch_size"], one["context_bits"], device
-                found.settings[key] = Setting(_times(one["times"]), _times(one["pruned"]))
-            return found
+        found = Learned()
+        check_range("prediction_value", self.entry["prediction_value"], 0.0, MAX_FUTURE)
+        found.prediction_value = float(self.entry["prediction_value"])
+        for one in self.entry["settings"]:
+            check_count("batch_size", one["batch_size"], 1, MAX_SIZE)
+            check_count("context_bits", one["context_bits"], 0, MAX_SIZE)
+            key = one["batch_size"], one["context_bits"], device
+            found.settings[key] = Setting(_times(one["times"]), _times(one["pruned"]))
+        return found
 
     def calibration(self, depth: int) -> Calibration:
         """The calibration of a drafter for so many distances; a new one if none of them was
         saved."""
-        with _named(self.path):
-            found = Calibration(depth)
-            for name, values in self.entry["calibration"].items():
-                if name not in ("expected", "hits", "trials"):
-                    raise ValueError(f"calibration has no {name!r}.")
-                for value in values:
-                    check_range(f"calibration.{name}", value, 0.0, MAX_SIZE, open_low=True)
-                known = np.array(values[:depth], dtype=float)
-                getattr(found, name)[: len(known)] = known
-            return found
+        found = Calibration(depth)
+        for name, values in self.entry["calibration"].items():
+            if name not in ("expected", "hits", "trials"):
+                raise ValueError(f"calibration has no {name!r}.")
+            for value in values:
+                check_range(f"calibration.{name}", value, 0.0, MAX_SIZE, open_low=True)
+            known = np.array(values[:depth], dtype=float)
+            getattr(found, name)[: len(known)] = known
+        return found
 
 
 def saved_for(adapter: ActiveAdapter | None, model: Any, options: DraftOptions) -> Saved | None:
@@ -152,7 +140,7 @@ def saved_for(adapter: ActiveAdapter | None, model: Any, options: DraftOptions) 
     wanted = conditions(model, adapter.config.strategy, options)
     for entry in read_entries(path):
         if all(entry.get(name) == value for name, value in wanted.items()):
-            return Saved(path, entry)
+            return Saved(entry)
     logger.debug("%s has no entry for %s; it is ignored.", path, wanted)
     return None
 

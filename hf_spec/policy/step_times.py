@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-#: alpha of a size's mean step time, and lambda per step of its age.
+#: alpha of a size's mean step time, and lambda per step of its age, unless options say so.
 TIME_ALPHA, DECAY = 0.1, 0.01
 #: Weight of the newest step in the machine's pace. Other work slows down all sizes alike, for ten
 #: or more steps: most of the variation of step times.
@@ -51,7 +51,9 @@ class SizeTime:
     first: list[float] | None = None
     count: float = 0.0
 
-    def add(self, seconds: float, step: int = 0) -> None:
+    def add(
+        self, seconds: float, step: int = 0, alpha: float = TIME_ALPHA, decay: float = DECAY
+    ) -> None:
         """ln T_perf <- (1 - alpha) ln T_perf + alpha ln t; ``step`` is its number, as ages are
         counted.
 
@@ -66,9 +68,8 @@ class SizeTime:
             self.first.append(seconds)
             self.mean, self.count = statistics.median_low(self.first), len(self.first)
         elif self.mean is not None:
-            self.count = self.count * math.exp(-DECAY * gap) + 1
-            alpha = max(TIME_ALPHA, 1 / self.count)
-            self.mean *= ratio(seconds, self.mean) ** alpha
+            self.count = self.count * math.exp(-decay * gap) + 1
+            self.mean *= ratio(seconds, self.mean) ** max(alpha, 1 / self.count)
 
 
 @dataclass
@@ -87,6 +88,8 @@ class StepTimes:
         sizes: known sizes, by step tokens per batch row.
         drafting: seconds before the forward of a step that drafts.
         drafted: seconds of one of the drafting forwards, if drafting runs the model.
+        alpha, decay: least weight of a new step in the mean of its size; lambda, by which sizes
+            lose weight per step since they were last taken.
     """
 
     steps: int = 0
@@ -95,6 +98,8 @@ class StepTimes:
     sizes: dict[int, SizeTime] = field(default_factory=dict)
     drafting: SizeTime = field(default_factory=SizeTime)
     drafted: SizeTime = field(default_factory=SizeTime)
+    alpha: float = TIME_ALPHA
+    decay: float = DECAY
     #: The line at a pace of 1, until the next step is observed.
     _line: Any = UNKNOWN
 
@@ -113,16 +118,16 @@ class StepTimes:
         seconds = max(seconds, TICK)
         if drafting is not None:
             drafting = max(drafting, TICK)
-            self.drafting.add(drafting / self.pace)
+            self.drafting.add(drafting / self.pace, alpha=self.alpha)
             if forwards:
-                self.drafted.add(drafting / (forwards * self.pace))
+                self.drafted.add(drafting / (forwards * self.pace), alpha=self.alpha)
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
         size = self.sizes.setdefault(rows, SizeTime())
         expected, counted = size.mean if size.count else None, seconds
         if expected is None and (line := self.line) is not None:  # clip stalls of new sizes, too
             counted = min(seconds, CLIP * (line[0] + line[1] * rows))
-        size.add(counted / self.pace, self.wide)
+        size.add(counted / self.pace, self.wide, self.alpha, self.decay)
         if expected:
             self.pace *= ratio(seconds, self.pace * expected) ** PACE_ALPHA
         self._line = UNKNOWN
@@ -160,7 +165,7 @@ class StepTimes:
             means.pop(1, None)
         ages = [min(self.wide - self.sizes[i].last, OLDEST) for i in means]
         newest = min(ages)
-        weights = [math.exp(-DECAY * (age - newest)) for age in ages]
+        weights = [math.exp(-self.decay * (age - newest)) for age in ages]
         return fit_line(list(means), list(means.values()), weights)
 
     def seconds(self, rows: int) -> float | None:
@@ -184,7 +189,7 @@ class StepTimes:
         rows, drawn, weights = list(means), [], []
         for size, mean in means.items():
             age = min(self.wide - self.sizes[size].last, OLDEST)
-            known = self.sizes[size].count * math.exp(-DECAY * age)
+            known = self.sizes[size].count * math.exp(-self.decay * age)
             drawn.append((known * mean + DRAWN * (line[0] + line[1] * size)) / (known + DRAWN))
             weights.append(known + DRAWN)
         rising = never_falling(drawn, weights)

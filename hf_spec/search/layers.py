@@ -1,9 +1,10 @@
 """Search for the sublayers that ``layer_skip`` leaves out when it drafts.
 
-Draft & Verify (section 3.3) maximizes speed over z in {0, 1}^(2L) by Bayesian optimization; here
-Optuna does. A trial decodes the development prompts with a choice of sublayers, and its value is
-the tokens per second. The best of many trials owes some of its value to luck and to the prompts
-that it was chosen on, so the best few are measured on other prompts, in turns with plain decoding.
+Draft & Verify (section 3.3) maximizes speed over z in {0, 1}^(2L) by Bayesian optimization with a
+Gaussian process; so does Optuna's ``GPSampler``. A trial decodes the development prompts with a
+choice of sublayers, and its value is the tokens per second. The best of many trials owes some of
+its value to luck and to the prompts that it was chosen on, so the best few are measured on other
+prompts, in turns with plain decoding.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from hf_spec.bench.prompts import Prompt, encode_prompts
 from hf_spec.bench.results import BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
-from hf_spec.core.checks import check_same_settings, first_line
+from hf_spec.core.checks import check_choices, check_same_settings, first_line
 from hf_spec.core.memory import forget
+from hf_spec.files import writing
 from hf_spec.policy.saved import device_of
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import num_layers
@@ -32,6 +34,10 @@ from modeling_patches.modules import num_layers
 STRATEGY = "layer_skip"
 #: Optuna's storage, an append-only file of JSON lines in the output folder.
 STUDY_FILE = "study.jsonl"
+#: What chooses the next trial, and what breaks off slow ones. A Gaussian process,
+#: as in the paper, which learns nothing from trials that were broken off and takes a second; or
+#: tree-structured Parzen estimators, which take milliseconds.
+SAMPLERS = {"gp": ("GPSampler", "NopPruner"), "tpe": ("TPESampler", "MedianPruner")}
 #: Number of best choices that are measured on held-out prompts.
 FINALISTS = 3
 #: During trials every step drafts; otherwise bad choices would look like plain decoding.
@@ -48,6 +54,10 @@ class Settings:
     max_new_tokens: int = 64
     max_draft: int = 12  # K, most tokens drafted per step
     seed: int = 0
+    sampler: str = "gp"  # one of `SAMPLERS`
+
+    def __post_init__(self) -> None:
+        check_choices(self, sampler=SAMPLERS)
 
 
 def skippable(model: Any) -> Choice:
@@ -112,9 +122,10 @@ class LayerSearch:
         if not prompts:
             raise ValueError("nothing to search on: no prompts")
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.folder = folder
         self.sublayers = skippable(model)
         self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
-        self.study = open_study(folder, settings.seed)
+        self.study = open_study(folder, settings)
         texts = json.dumps([prompt.full_text for prompt in prompts])
         identity = {
             **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
@@ -153,7 +164,8 @@ class LayerSearch:
 
         report()
         options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
-        with Session.open(self.model, self.tokenizer, options, []) as session:
+        opened = Session.open(self.model, self.tokenizer, options, [])
+        with writing(self.folder), opened as session:
             self.study.optimize(
                 lambda trial: self._trial(session, trial),
                 n_trials=max(trials - self.finished, 0), callbacks=[report],
@@ -242,15 +254,18 @@ class LayerSearch:
         return result
 
 
-def open_study(folder: Path, seed: int = 0) -> Any:
+def open_study(folder: Path, settings: Settings | None = None) -> Any:
     """The Optuna study in a folder, created if there is none; a ValueError if it cannot be read."""
+    settings = settings or Settings()
+    sampler, pruner = SAMPLERS[settings.sampler]
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
     try:
         return optuna.create_study(
             storage=optuna.storages.JournalStorage(backend), study_name=STRATEGY,
             direction="maximize", load_if_exists=True,
-            sampler=optuna.samplers.TPESampler(seed=seed), pruner=optuna.pruners.MedianPruner(),
+            sampler=getattr(optuna.samplers, sampler)(seed=settings.seed),
+            pruner=getattr(optuna.pruners, pruner)(),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, AssertionError) as error:  # the last is Optuna's, too
         raise ValueError(

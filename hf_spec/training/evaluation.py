@@ -28,12 +28,19 @@ class EvalDecoding:
     max_new_tokens: int = 64
     batch_size: int = 8
 
-    def measure(self, model: Any, share: slice = slice(None)) -> SpecStats:
-        """Decode a share of the prompts (that of a process) greedily and add up the statistics."""
+    def measure(
+        self, model: Any, share: slice = slice(None), seconds: float | None = None
+    ) -> SpecStats:
+        """Decode a share of the prompts (that of a process) greedily and add up the statistics.
+
+        With ``seconds``, answers end when these are over, each batch's at its part of them.
+        """
         total = SpecStats()
         forget(model)  # a checkpoint's figures must not depend on those before
         prompts = sorted(self.prompts[share], key=len)
-        training = model.training
+        training, until = model.training, {}
+        if seconds is not None:
+            until["max_time"] = seconds / max(-(-len(prompts) // self.batch_size), 1)
         model.eval()
         for start in range(0, len(prompts), self.batch_size):
             rows = prompts[start : start + self.batch_size]
@@ -43,6 +50,7 @@ class EvalDecoding:
                 # Accepted lengths are measured, not whether drafting pays on this machine.
                 assistant_kwargs={**self.options, "drafting": "always"},
                 synced_gpus=False,  # sharded models decode the same prompts in all processes
+                **until,
             )  # fmt: skip
             stats = hf_spec.last_stats(model)
             assert stats is not None

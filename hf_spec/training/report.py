@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -20,7 +21,7 @@ class Report(ProgressCallback):
     """A progress bar, the expected duration after the first steps, and a line per evaluation.
 
     Args:
-        trainer: the training, whose ``progress`` is from 0 to 1.
+        trainer: the training, whose ``done`` is from 0 to 1.
 
     Attributes:
         dry_run: whether the training ends when its duration is known.
@@ -39,7 +40,7 @@ class Report(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speaks = state.is_world_process_zero
         self._began, self.steps = time.monotonic(), 0
-        self._before = self.trainer.progress
+        self._before = self.trainer.done
         found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
         self._best = max(found, default=None)  # of a training that is resumed
         if self._speaks and not args.disable_tqdm:
@@ -63,12 +64,29 @@ class Report(ProgressCallback):
                 control.should_training_stop = True
             elif self._speaks:
                 self._say(expected(self.seconds_per_step, args, state))
-        if self.training_bar is not None:
-            done = round(self.training_bar.total * self.trainer.progress)
-            self.training_bar.update(done - self.training_bar.n)
+        self._move()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pass  # evaluations are short
+        self._move()  # with the time
+
+    def _move(self) -> None:
+        if self.training_bar is not None:
+            done = round(self.training_bar.total * self.trainer.done)
+            self.training_bar.update(done - self.training_bar.n)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block, the bar says that an evaluation runs."""
+        self._describe("evaluating")
+        try:
+            yield
+        finally:
+            self._describe("")
+            self._move()
+
+    def _describe(self, text: str) -> None:
+        if self.training_bar is not None:
+            self.training_bar.set_description(text)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass  # losses are kept in the record
@@ -89,13 +107,17 @@ class Report(ProgressCallback):
             known = " ".join(f"{share:.0%}" for share in shares if share is not None)
             if known:
                 parts.insert(1, f"accepted {known}")
-        gone, done = time.monotonic() - self._began, self.trainer.progress
+        gone, done = time.monotonic() - self._began, self.trainer.done
         parts.append(duration(gone))
         if self._before < done < 1:
             parts[-1] += f", {duration(gone * (1 - done) / (done - self._before))} left"
         self._say(f"{place}: {'; '.join(parts)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar, if there is one; also where a training ends with an error."""
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
@@ -114,7 +136,10 @@ def expected(
     each = f"{seconds_per_step:.2g} s"
     if args.max_minutes is not None:
         steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
-        return f"{args.max_minutes:g} min, as asked for: about {steps:,} steps of {each}"
+        return (
+            f"{args.max_minutes:g} min, as asked for: at most {steps:,} steps of {each}, less what "
+            "evaluations take"
+        )
     steps = state.max_steps
     # The last step is followed by one, whatever its number.
     count = math.ceil(steps / state.eval_steps) if state.eval_steps else 0

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,14 +13,15 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.bench.environment import package_version
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.decoding.selfcheck import check_tree_forward
-from hf_spec.files import write_atomically
+from hf_spec.files import write_atomically, writing
 from hf_spec.hub.card import TRAINING
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, methods
@@ -48,8 +50,9 @@ class SpecArguments(TrainingArguments):
     )
     max_minutes: float | None = setting(
         None,
-        "Minutes to train for, evaluations included. Then the learning rate follows the time, and "
-        "epochs are not counted unless num_train_epochs is given.",
+        "Minutes to train for, evaluations included; each decodes for a tenth of them at most. The "
+        "learning rate then follows the time, and epochs are not counted unless num_train_epochs "
+        "is given.",
     )
     kept_states: float = setting(
         16.0,
@@ -218,7 +221,7 @@ def train(
             never = {"save_strategy": "no", "eval_strategy": "no"}
             arguments = {**arguments, **never, "load_best_model_at_end": False}
         folder = output / "checkpoints"
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        last = _last_checkpoint(folder)
         if last is not None and not resume:
             raise ValueError(
                 f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, "
@@ -267,7 +270,8 @@ def train(
             callbacks=[NewAnchors(), *callbacks],
         )
         trainer.report.dry_run = dry_run
-        with kept_states(trainer, folder, before):
+        stack.callback(trainer.report.close)
+        with writing(folder), kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]
@@ -286,6 +290,14 @@ def train(
             write_atomically(output / TRAINING, json.dumps(record, indent=1))
         trainer.accelerator.wait_for_everyone()
     return record
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """The last whole checkpoint, if there is one; those that were cut off are removed."""
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if not (path / TRAINER_STATE_NAME).is_file():  # which is written last
+            shutil.rmtree(path)
+    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
 
 
 def _record(

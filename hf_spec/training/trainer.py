@@ -24,10 +24,13 @@ from hf_spec.training.sharded import gathered_state, whole_root
 
 #: Steps of a schedule that follows the time.
 FINE = 10_000
+#: Part of ``max_minutes`` after which an evaluation stops to decode.
+EVALUATING = 0.1
 
 
 class TimeLimit(TrainerCallback):
-    """Ends a training after ``max_minutes``, those before it was resumed included."""
+    """Ends a training so that its last evaluation is over after ``max_minutes``, those before it
+    was resumed included."""
 
     def __init__(self, trainer: SpecTrainer):
         self.trainer = trainer
@@ -64,8 +67,10 @@ class SpecTrainer(Trainer):
         metrics = {"compute_metrics": top_k_metrics, "preprocess_logits_for_metrics": top_k_counts}
         super().__init__(*args, **metrics, **kwargs)
         self.eval_decoding = eval_decoding
-        #: When the training began, by the clock; of training that is over.
+        #: When the training began, by the clock; its seconds until the last step, and those of the
+        #: last evaluation, at first a guess.
         self.began, self._time = 0.0, 0.0
+        self._evaluation = EVALUATING * 60 * (self.args.max_minutes or 0.0)
         if self.args.max_minutes is not None:
             self.add_callback(TimeLimit(self))
         for usual in (ProgressCallback, PrinterCallback):
@@ -145,17 +150,25 @@ class SpecTrainer(Trainer):
 
     @property
     def progress(self) -> float:
-        """The part of the training that is over, from 0 to 1."""
+        """The part of the training that is over, from 0 to 1, without the last evaluation."""
         if self.args.max_minutes is not None:
-            return min(self._time / (60 * self.args.max_minutes), 1.0)
+            whole = 60 * self.args.max_minutes
+            return min(self._time / (whole - min(self._evaluation, whole / 2)), 1.0)
         return self.state.global_step / max(self.state.max_steps, 1)
+
+    @property
+    def done(self) -> float:
+        """The part of the training that is over by now, from 0 to 1, with all evaluations."""
+        if self.args.max_minutes is not None:
+            return min((time.monotonic() - self.began) / (60 * self.args.max_minutes), 1.0)
+        return self.progress
 
     def see_time(self) -> None:
         """Look at the clock; that of the first process decides."""
-        seconds = [time.monotonic() - self.began]
+        seconds = [time.monotonic() - self.began, self._evaluation]
         if self.args.world_size > 1:
             broadcast_object_list(seconds)
-        self._time = seconds[0]
+        self._time, self._evaluation = seconds
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.args.max_minutes is not None and self.is_in_train:
@@ -211,6 +224,13 @@ class SpecTrainer(Trainer):
         self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
+        began = time.monotonic()
+        with self.report.evaluating():
+            output = self._evaluated(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._evaluation = time.monotonic() - began
+        return output
+
+    def _evaluated(self, *args: Any, metric_key_prefix: str, **kwargs: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.eval_decoding is not None:
             stats = self._decode(self.eval_decoding)
@@ -226,7 +246,9 @@ class SpecTrainer(Trainer):
             with whole_root(self.model):
                 return decoding.measure(self._base)
         share = slice(self.args.process_index, None, self.args.world_size)
+        limit = self.args.max_minutes
+        seconds = None if limit is None else EVALUATING * 60 * limit
         total = SpecStats()
-        for part in gather_object([decoding.measure(self._base, share)]):
+        for part in gather_object([decoding.measure(self._base, share, seconds)]):
             total.merge(part)
         return total

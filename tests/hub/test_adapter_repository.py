@@ -394,11 +394,62 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
 
 
+def pushed_card(folder: Path, hub: list) -> str:
+    push(folder, "org/skip", base_model="org/base")
+    return hub[-1][1]["files"]["README.md"].decode()
+
+
+@pytest.mark.parametrize("text", ["# Mine\n", "---\nlicense: mit\n---\n", ""])
+def test_push_keeps_a_card_that_a_person_wrote(adapter: Path, hub: list, text: str) -> None:
+    (adapter / "README.md").write_text(text)
+    assert pushed_card(adapter, hub) == text
+
+
 def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:
-    (adapter / "README.md").write_text("# Mine\n")
-    push(adapter, "org/skip", base_model="org/base")
-    assert [name for name, _ in hub] == ["create_repo", "create_commit"]
-    assert hub[1][1]["files"]["README.md"] == b"# Mine\n"
+    card = adapter / "README.md"
+    for change in (
+        lambda text: text.replace("# skip", "# Skip, mine"),
+        lambda text: text + "More.",
+    ):
+        write_card(adapter)
+        card.write_text(change(card.read_text()))
+        assert pushed_card(adapter, hub) == card.read_text()
+
+
+def test_push_renews_the_card_of_a_folder_that_was_renamed(
+    adapter: Path, checkpoint: Path, hub: list
+) -> None:
+    """And measured since, and saved by PEFT once more; a license that a person added stays."""
+    new = render_card(adapter, "org/skip", "org/base")
+    card = adapter / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\n", 1))
+    folder = adapter.rename(adapter.parent / "other name")
+    assert pushed_card(folder, hub) == new.replace("\n---\n", "\nlicense: mit\n---\n", 1)
+    model = PeftModel.from_pretrained(load_checkpoint(checkpoint), folder)
+    before = (folder / "README.md").read_text()
+    model.save_pretrained(folder)
+    assert (folder / "README.md").read_text() != before
+    (folder / "results.json").unlink()
+    found = pushed_card(folder, hub)
+    assert "Not measured yet" in found and str(checkpoint.parent) not in found
+    assert "base_model: org/base\n" in found and "license: mit\n" in found
+
+
+def test_push_renews_the_card_that_peft_wrote(checkpoint: Path, tmp_path: Path, hub: list) -> None:
+    config = hf_spec.LayerSkipConfig(skip_attention=[1])
+    model = get_peft_model(load_checkpoint(checkpoint), config)
+    model.save_pretrained(tmp_path)
+    assert str(checkpoint) in (tmp_path / "README.md").read_text()
+    found = pushed_card(tmp_path, hub)
+    assert found == render_card(tmp_path, "org/skip", "org/base")
+    assert str(checkpoint) not in found and "base_model: org/base\n" in found
+
+
+@pytest.mark.parametrize("name", ["bita", "medusa", "ppd", "propd", "space"])
+def test_push_renews_the_cards_of_the_demo(hub: list, name: str) -> None:
+    folder = Path(hf_spec.__file__).parent / "demo" / "adapters" / name
+    assert (folder / "README.md").read_text() == render_card(folder)
+    assert pushed_card(folder, hub) == render_card(folder, "org/skip", "org/base")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation import candidate_generator
 
 import hf_spec
+from hf_spec import cli
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
 from hf_spec.methods.registry import methods
 
@@ -391,3 +393,41 @@ def test_what_speculators_does_not_know(
             tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
         )
     assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("layout", [released, of_deepspec])
+def test_the_base_is_not_loaded(tmp_path: Path, layout: Any, single: bool) -> None:
+    """Its config and the file with the embeddings are enough: a large base need not fit, and one
+    that was saved without a tokenizer will do."""
+    path = write(tmp_path / "released", layout("dspark"))
+    folder = tmp_path / "base"
+    base_model().save_pretrained(folder, max_shard_size="1GB" if single else "20KB")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    if not single:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        for file in {*index.values()} - {index["lm_head.weight"]}:
+            (folder / file).unlink()
+    options = ["--type", "dspark", "--model", str(folder), "--output", str(tmp_path / "adapter")]
+    assert cli.main(["import", str(path), *options]) == 0
+    import_adapter(path, "dspark", copy.deepcopy(base_model()), tmp_path / "expected")
+    found, expected = (load_file(tmp_path / name / WEIGHTS) for name in ("adapter", "expected"))
+    assert found.keys() == expected.keys() and "lm_head.weight" not in str(found.keys())
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    made = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    wanted = json.loads((tmp_path / "expected" / "adapter_config.json").read_text())
+    assert made == {**wanted, "base_model_name_or_path": str(folder)}
+
+
+def test_a_base_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "released", of_deepspec("dspark"))
+    command = ["import", str(path), "--output", str(tmp_path / "adapter"), "--model"]
+    base_model().config.save_pretrained(tmp_path / "base")
+    for place, message in (
+        (tmp_path / "none", "cannot load model '{}': there is no such folder"),
+        (tmp_path, "cannot load model '{}': the folder has no config.json"),
+        (tmp_path / "base", "the folder '{}' has none of model.safetensors, model.safe"),
+    ):
+        assert cli.main([*command, str(place)]) == 2
+        assert message.format(place) in capsys.readouterr().err

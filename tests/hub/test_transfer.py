@@ -267,7 +267,6 @@ def test_import_and_export_commands(checkpoint: Path, tmp_path: Path, capsys: An
         (("heads.pt", "--type", "prompt_lookup"), "no published layout of 'prompt_lookup'.*medusa"),
         (("heads.pt", "--type", "medusas"), "no published layout of 'medusas'.*medusa"),
         (("absent.pt", "--type", "medusa"), "there is no file"),
-        (("heads.pt", "--type", "medusa", "--dtype", "int4"), "--dtype 'int4'"),
         (("heads.pt", "--type", "medusa", "--strategy-kwargs", '{"a": 1}'), "no option 'a'"),
     ],
 )

@@ -206,7 +206,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     path = written(
         tmp_path / "drafter", "tiny-llama", lambda _, t: t.update({"embed_tokens.weight": equal})
     )
-    given = ("--model", model, "--dtype", "float32")
+    given = ("--model", model)
     assert not command("import", path.parent, *given, "--output", tmp_path / "adapter")
     check_complete(tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

@@ -26,6 +26,7 @@ from hf_spec.methods.propd.online_tree import (
     Ranked,
 )
 from hf_spec.policy.adaptive_trees import grow
+from hf_spec.policy.learned import Learned
 
 NEW = 40
 
@@ -72,6 +73,17 @@ def test_hits_settle_at_the_planted_chances() -> None:
         rates.observe(1, int(rank))
     deviation = math.sqrt(0.25 * HIT_ALPHA / 2)
     np.testing.assert_allclose(rates.chances[0, :2], [0.6, 0.3], atol=4 * deviation)
+
+
+def test_hits_with_options() -> None:
+    """Another alpha, which counts as soon as a mean would be slower, and another K."""
+    for ranks, alpha in ((1, 0.5), (4, 0.01), (100, 1.0)):
+        rates = HitRates(1, alpha, ranks)
+        assert rates.cumulative.shape == (1, ranks) and rates.cumulative.max() <= 1.0
+        before = rates.cumulative[0, 0]
+        rates.observe(1, ranks)  # a miss
+        weight = max(alpha, 1 / (GUESSED + 1))
+        assert rates.cumulative[0, 0] == pytest.approx((1 - weight) * before)
 
 
 @every_prediction
@@ -153,3 +165,21 @@ def test_the_next_call_goes_on(fresh: Tiny) -> None:
     model.set_adapter("other")
     generate(model, inputs)
     assert len(learned()) == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 50, 1000])  # the vocabulary has fewer tokens
+def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
+    """They reach the hits and all step times, and the output stays."""
+    model, inputs = adapted(fresh()), {"input_ids": prompt()}
+    plain = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    options = {"hit_alpha": 0.25, "hit_ranks": ranks, "time_alpha": 0.5, "time_lambda": 0.125}
+    out = generate(model, inputs, **options)
+    assert torch.equal(out.sequences, plain)
+    assert len(out.spec_stats.details["online"]["hits"][0]) == ranks
+    known = memory.memory(model)["learned"].values()
+    (hits,) = (one for one in known if isinstance(one, HitRates))
+    (learned,) = (one for one in known if isinstance(one, Learned))
+    assert (hits.alpha, hits.ranks) == (0.25, ranks)
+    for setting in learned.settings.values():
+        for times in (setting.times, setting.pruned):
+            assert (times.alpha, times.decay) == (0.5, 0.125)

@@ -66,6 +66,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layer_skip", {"skip_mlp": [1, -1]}, r"skip_mlp=\[1, -1\]: must name each layer once"),
     # propd
     ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
+    ("propd", {"time_alpha": 0.0}, "time_alpha=0.0: must be a number in .0.0, 1.0"),
+    ("propd", {"time_lambda": -1}, "time_lambda=-1: must be a number in .0.0, 1.0"),
+    ("propd", {"tree": "online", "hit_alpha": 2}, "hit_alpha=2: must be a number in .0.0, 1.0"),
+    ("propd", {"tree": "online", "hit_ranks": 0}, "hit_ranks=0: must be a whole number from 1"),
+    ("propd", {"hit_ranks": 8}, "hit_ranks=8 is of tree='online'. Leave it out."),
     ("propd", {"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
     ("propd", {"drafter": "medusas"}, "'medusas' is unknown"),
     ("propd", {"drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),

@@ -227,24 +227,24 @@ def test_broken_files(own: Path, data: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message) as caught:
             action()
         assert str(file_of(own)) in str(caught.value) and "\n" not in str(caught.value)
-        assert "Delete the file, and run hf-spec tune again" in str(caught.value)
+        assert str(caught.value).count("Delete the file, and run hf-spec tune again") == 1
 
 
-def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
+def test_what_is_saved_is_what_is_read() -> None:
     learned, calibration = Learned(prediction_value=0.7), Calibration(3)
     times = learned.setting((4, 6, "cpu")).times
     for rows in (1, 4, 9) * 6:
         times.observe(rows, 0.01 * rows, None if rows == 1 else 0.002)
     calibration.observe(2, 0.5, True)
     entry = json.loads(json.dumps(saved.to_entry(learned, calibration)))
-    found = saved.Saved(tmp_path, entry).learned("cuda:0")
+    found = saved.Saved(entry).learned("cuda:0")
     assert found.prediction_value == 0.7 and [*found.settings] == [(4, 6, "cuda:0")]
     again = found.settings[4, 6, "cuda:0"].times
     assert again.means == pytest.approx(times.means) and again.line == pytest.approx(times.line)
     assert again.drafting_seconds == pytest.approx(times.drafting_seconds)
     # Fewer distances: the rest is left out; more: they begin anew.
     for depth in (2, 3, 5):
-        other = saved.Saved(tmp_path, entry).calibration(depth)
+        other = saved.Saved(entry).calibration(depth)
         assert other.hits[:2].tolist() == calibration.hits[:2].tolist()
         assert len(other.hits) == depth
 

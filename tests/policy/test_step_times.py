@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from hf_spec.policy.step_times import CLIP, FIRST, SIZES, TIME_ALPHA, SizeTime, StepTimes, fit_line
+from hf_spec.policy.step_times import (
+    CLIP,
+    FIRST,
+    SIZES,
+    TIME_ALPHA,
+    UNKNOWN,
+    SizeTime,
+    StepTimes,
+    fit_line,
+)
 
 
 def test_the_line_is_that_of_least_squares() -> None:
@@ -46,6 +55,26 @@ def test_times_by_hand() -> None:
     before = size.mean
     size.add(1000.0)
     assert size.mean == pytest.approx(before * CLIP ** (1 / (FIRST + 2)))
+
+
+def test_times_with_another_alpha_and_lambda() -> None:
+    """Alpha: how fast a mean follows. Lambda: a size that has not been taken for long counts less,
+    in the line and in its own mean."""
+    for alpha in (TIME_ALPHA, 0.9):
+        times = StepTimes(alpha=alpha)
+        for seconds in [1.0] * 40 + [1.5]:
+            times.observe(8, seconds)
+        normalized = times.sizes[8].mean
+        assert normalized == pytest.approx(1.5**alpha, rel=0.05)
+    slopes = []
+    for decay in (0.0, 0.5):
+        times = StepTimes(decay=decay)
+        for rows, seconds in ((2, 1.0), (4, 2.0), (8, 4.0), (16, 5.0)):
+            for _ in range(20):
+                times.observe(rows, seconds)
+        times.pace, times._line = 1.0, UNKNOWN
+        slopes.append(times.line[1])
+    assert slopes[1] < 0.7 * slopes[0]  # of the last two sizes alone: 1 / 8 per token
 
 
 def test_nothing_is_known_of_a_line_through_one_size() -> None:

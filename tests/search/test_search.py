@@ -155,6 +155,20 @@ def test_interrupted(
     assert "development prompts" in (made / "again" / "README.md").read_text()
 
 
+def test_samplers(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The paper's is the default; a study goes on with its own only."""
+    assert type(layers.open_study(made / "skip").sampler).__name__ == "GPSampler"
+    assert search(made, "--sampler", "tpe", output="tpe") == 0
+    data = json.loads((made / "tpe" / "search.json").read_text())
+    assert data["identity"]["sampler"] == "tpe"
+    settings = Settings(sampler="tpe")
+    assert type(layers.open_study(made / "tpe", settings).sampler).__name__ == "TPESampler"
+    assert search(made, output="tpe") == 2
+    assert "sampler was 'tpe', now 'gp'" in capsys.readouterr().err
+    assert search(made, "--sampler", "random", output="bad") == 2
+    assert capsys.readouterr().err == "hf-spec: sampler='random': choose one of gp, tpe.\n"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -211,9 +225,12 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "generate", timed)
 
 
-def test_it_finds_what_is_planted(planted: tuple[Any, Any], ticking: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampler", layers.SAMPLERS)
+def test_it_finds_what_is_planted(
+    planted: tuple[Any, Any], ticking: None, tmp_path: Path, sampler: str
+) -> None:
     """Starting points skip other sublayers; only the planted ones cost nothing to leave out."""
-    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(max_new_tokens=10, max_draft=4))
+    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(10, 4, sampler=sampler))
     told: list[tuple[int, int]] = []
     work.search(16, lambda done, total, best: told.append((done, total)))
     assert told == [(n, 16) for n in range(17)]
@@ -228,7 +245,8 @@ def test_it_finds_what_is_planted(planted: tuple[Any, Any], ticking: None, tmp_p
         one["speedup"] for one in entries if one["skip_mlp"] == choice["skip_mlp"]
         and one["skip_attention"] == choice["skip_attention"]
     )  # fmt: skip
-    assert any(one.state.name == "PRUNED" for one in work.study.trials)
+    pruned = any(one.state.name == "PRUNED" for one in work.study.trials)
+    assert pruned == (sampler == "tpe")
 
 
 def test_starting_points_are_choices_of_the_model(planted: tuple[Any, Any], tmp_path: Path) -> None:

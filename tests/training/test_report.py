@@ -31,7 +31,7 @@ def run(report: Report, clock: FakeClock, steps: int, seconds: float = 2.0) -> S
     for step in range(1, steps + 1):
         clock.now += 10.0 if step == 1 else seconds
         STATE.global_step = step
-        report.trainer.progress = step / STATE.max_steps
+        report.trainer.done = step / STATE.max_steps
         report.on_step_end(args, STATE, control)
     return args
 
@@ -39,7 +39,7 @@ def run(report: Report, clock: FakeClock, steps: int, seconds: float = 2.0) -> S
 def test_lines_of_a_training(monkeypatch, capsys) -> None:
     clock = FakeClock()
     monkeypatch.setattr(module.time, "monotonic", clock)
-    report = Report(SimpleNamespace(progress=0.0))
+    report = Report(SimpleNamespace(done=0.0))
     args = run(report, clock, 100)
     shares = {"eval_acceptance_1": 0.771, "eval_acceptance_2": 0.5}
     for tau in (2.0, 1.5):
@@ -56,7 +56,7 @@ def test_lines_of_a_training(monkeypatch, capsys) -> None:
 def test_a_dry_run_ends_when_steps_are_timed(monkeypatch, capsys) -> None:
     clock = FakeClock()
     monkeypatch.setattr(module.time, "monotonic", clock)
-    report = Report(SimpleNamespace(progress=0.0))
+    report = Report(SimpleNamespace(done=0.0))
     report.dry_run = True
     run(report, clock, 4)
     assert report.seconds_per_step == 2.0 and capsys.readouterr().out == ""
@@ -67,7 +67,9 @@ def test_a_dry_run_ends_when_steps_are_timed(monkeypatch, capsys) -> None:
     short = SimpleNamespace(max_steps=250, eval_steps=100)  # the last step has one, too
     assert expected(2.0, args, short, 20.0).endswith("250 steps of 2 s, and 3 evaluations of 20 s")
     args = SimpleNamespace(max_minutes=30.0)
-    assert expected(2.0, args, STATE) == "30 min, as asked for: about 900 steps of 2 s"
+    assert expected(2.0, args, STATE) == (
+        "30 min, as asked for: at most 900 steps of 2 s, less what evaluations take"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +25,16 @@ from trained import (
     same,
     weights,
 )
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 import hf_spec
 from hf_spec import cli
 from hf_spec.cli.train import parse_options
+from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.training.base_weights import bit_sums
 from hf_spec.training.evaluation import EvalDecoding
+from hf_spec.training.report import Report
 from hf_spec.training.train import (
     SpecArguments,
     added_fields,
@@ -91,6 +94,9 @@ def test_measured_tau_is_that_of_decoding_each_prompt(trained: Trained) -> None:
     assert decoding.measure(model).num_row_steps == first.num_row_steps
     assert hf_spec.last_stats(model).details["threshold"] == threshold
 
+    short = decoding.measure(model, seconds=0.0)
+    assert 0 < short.num_generated_tokens < first.num_generated_tokens
+
     model.load_adapter(trained("bita"))
     prompts = [answers()[row]["prompt_ids"][: 8 - row] for row in range(3)]
     options = {"tree": "efficient", "top_k": 2}
@@ -147,6 +153,44 @@ def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rates[0] == 0 < rates[-1] < 0.2 * rates[peak] and peak <= 2
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert made["history"][-1]["minutes"] == 1.0 and "eval_tau" in made["history"][-1]
+
+
+@pytest.mark.parametrize("length", [1.0, 20.0])
+def test_evaluations_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: float
+) -> None:
+    """The last one ends with the time that was asked for, the bar shows it, and none decodes for
+    more than a tenth; the first one's length is not known before."""
+    clock, shown, limits = FakeClock(), [], []
+    monkeypatch.setattr("hf_spec.training.trainer.time", SimpleNamespace(monotonic=clock))
+    step = SpecTrainer.training_step
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.now += 1.0
+        return step(self, *args, **kwargs)
+
+    def decode(self: Any, model: Any, share: slice, seconds: float) -> SpecStats:
+        clock.now += min(length, seconds)
+        limits.append(seconds)
+        return SpecStats()
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.began = clock.now
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds = clock.now - self.began
+
+    monkeypatch.setattr(Report, "_describe", lambda self, text: shown.append(text))
+    monkeypatch.setattr(SpecTrainer, "training_step", slow)
+    monkeypatch.setattr(EvalDecoding, "measure", decode)
+    settings = {**SETTINGS, "max_minutes": 1.0, "eval_steps": 40}
+    del settings["max_steps"]
+    train(make_model(), answers(), "bita", tmp_path, CONFIG, settings, callbacks=[watch := Watch()])
+    assert 59.0 <= watch.seconds <= 61.0 and limits == [6.0, 6.0]
+    assert shown == ["evaluating", ""] * 2
+    rates = history(tmp_path, "learning_rate")
+    assert rates[-1] < 0.01 * max(rates)
 
 
 def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,3 +364,32 @@ def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) ->
     assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
     with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
         check_lengths(rows, 3)
+
+
+@pytest.mark.parametrize("saves", ["_save", "_save_optimizer_and_scheduler"])
+def test_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saves: str
+) -> None:
+    """One line that names the folder; with room again, the training goes on."""
+    base, data, output = save_checkpoint(tmp_path / "base"), tmp_path / "data", tmp_path / "a"
+    data.mkdir()
+    answers().to_parquet(data / "answers.parquet")
+    command = ["train", "bita", *as_options(base, data, **SETTINGS), "--output", str(output)]
+    limits, save = resource.getrlimit(resource.RLIMIT_FSIZE), getattr(SpecTrainer, saves)
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step > 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
+        return save(self, *args, **kwargs)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(SpecTrainer, saves, full)
+            assert cli.main(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = re.split("[\r\n]", capsys.readouterr().err.strip())[-1]
+    assert error.startswith(f"hf-spec: cannot write to '{output / 'checkpoints'}': ")
+    assert cli.main([*command, "--resume"]) == 0
+    made = record(output)
+    assert made["settings"]["steps"] == 6 and made["timed_steps"] == 3

@@ -169,7 +169,9 @@ def share(model: Any, config: Any, weights: dict[str, Tensor]) -> tuple[Any, dic
     """
     check_read_layers(model, config.feature_layers)
     own, theirs = weights.get(HEAD), output_weight(model)
-    if own is None or theirs is None or not is_plain(theirs) or output_bias(model) is not None:
+    if own is None or theirs is None or theirs.is_meta or not is_plain(theirs):
+        return config, weights
+    if output_bias(model) is not None:
         return config, weights
     rows = theirs if VOCABULARY not in weights else theirs[weights[VOCABULARY].to(theirs.device)]
     if rows.shape != own.shape or not torch.equal(own.to(rows), rows):

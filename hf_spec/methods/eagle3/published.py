@@ -238,6 +238,7 @@ def share(
     same = (
         own is not None
         and weight is not None
+        and not weight.is_meta
         and not is_updated(embeddings)
         and own.shape == weight.shape
         and torch.equal(own.to(weight.dtype), weight.detach().cpu())

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.transfer import sent
@@ -17,9 +18,16 @@ from hf_spec.drafting.heads import WEIGHTS, HeadDrafter
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
-from hf_spec.methods.propd.online_tree import ONLINE, HitRates, OnlineTrees
+from hf_spec.methods.propd.online_tree import (
+    HIT_ALPHA,
+    ONLINE,
+    RANKS,
+    HitRates,
+    OnlineTrees,
+)
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.policy.step_times import DECAY, TIME_ALPHA
 from hf_spec.policy.tree_source import drafted_depth, tree_source
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
@@ -44,12 +52,21 @@ class ProPDOptions(DraftOptions):
         prune_top_k: k, from 1: draft tokens that are not among the k likeliest tokens after their
             parent are dropped; None for the adapter's value. In a batch all rows keep equally many:
             as many as are among them in all rows together.
+        time_alpha, time_lambda: of the estimated step times (section 4.2.1): least weight of a new
+            step in its size's mean, in (0, 1], and how fast sizes lose weight in the regression,
+            per step since they were last taken, from 0.
+        hit_alpha, hit_ranks: with ``tree="online"`` (section 4.2.2): least weight of a new token in
+            the accuracies, in (0, 1], and K, the number of ranks that have one.
     """
 
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
     prune: bool | str = "auto"
     prune_top_k: int | None = None
+    time_alpha: float = TIME_ALPHA
+    time_lambda: float = DECAY
+    hit_alpha: float = HIT_ALPHA
+    hit_ranks: int = RANKS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +74,12 @@ class ProPDOptions(DraftOptions):
             raise ValueError(f"prune={self.prune!r}: must be 'auto', True or False.")
         if self.prune_top_k is not None:
             check_count("prune_top_k", self.prune_top_k)
+        for name in ("time_alpha", "hit_alpha"):
+            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
+        check_range("time_lambda", self.time_lambda, 0.0, 1.0)
+        check_count("hit_ranks", self.hit_ranks, high=MAX_DRAFT_TOKENS)
+        if self.tree != ONLINE:
+            refuse(self, ("hit_alpha", "hit_ranks"), f"is of tree={ONLINE!r}. Leave it out.")
         if not isinstance(self.drafter_kwargs, dict):
             raise ValueError(f"drafter_kwargs={self.drafter_kwargs!r}: give a dict of options.")
         if self.drafter != HEADS:
@@ -156,7 +179,8 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> D
         heads = len(weights[WEIGHTS])
         if options.tree == ONLINE:
             depth = drafted_depth(options, heads)
-            hits = recall(model, (HitRates, adapter.name, depth), lambda: HitRates(depth))
+            key = depth, options.hit_alpha, options.hit_ranks
+            hits = recall(model, (HitRates, adapter.name, *key), lambda: HitRates(*key))
             source: TreeSource = OnlineTrees(hits)
         else:
             source = tree_source(options, ProPDDrafter.trees, model, adapter, heads)

@@ -26,10 +26,10 @@ from hf_spec.policy.adaptive_trees import AdaptiveTrees
 
 #: Value of the option ``tree``.
 ONLINE = "online"
-#: Weight alpha of a new hit, and number of hits that the initial guess stands for.
-HIT_ALPHA, GUESSED = 1 / 128, 16
-#: K, number of ranks that are distinguished.
-RANKS = 16
+#: Weight alpha of a new hit, and K, number of ranks that are distinguished, unless options say so.
+HIT_ALPHA, RANKS = 1 / 128, 16
+#: Number of hits that the initial guess stands for.
+GUESSED = 16
 #: Steps whose hits are counted at once where the host would wait for each.
 COUNTED = 16
 
@@ -37,17 +37,23 @@ COUNTED = 16
 class HitRates:
     """P_i^k: how often the right token is among the k likeliest at distance i.
 
+    Args:
+        depth: number of distances.
+        alpha: least weight of a new hit.
+        ranks: K.
+
     Attributes:
         cumulative: ``(depth, K)`` P, at [i - 1, k - 1].
         counts: ``(depth,)`` hits and misses that it stands for.
     """
 
-    def __init__(self, depth: int):
+    def __init__(self, depth: int, alpha: float = HIT_ALPHA, ranks: int = RANKS):
+        self.alpha, self.ranks = alpha, ranks
         # Typical of trained heads: the accuracy of the first rank falls with distance, that of the
         # others hardly (docs/methods/medusa.md).
         first = 0.55 * 0.85 ** np.arange(depth)[:, None]
-        others = np.broadcast_to(0.1 / np.arange(1, RANKS), (depth, RANKS - 1))
-        self.cumulative: Array = np.concatenate([first, others], axis=1).cumsum(1)
+        others = np.broadcast_to(0.1 / np.arange(1, ranks), (depth, ranks - 1))
+        self.cumulative: Array = np.concatenate([first, others], axis=1).cumsum(1).clip(max=1.0)
         self.counts: Array = np.full(depth, GUESSED)
 
     def observe(self, distance: int, rank: int) -> None:
@@ -57,9 +63,9 @@ class HitRates:
             distance: from 1.
             rank: of the right token, from 0; K for a miss.
         """
-        row, hits = self.cumulative[distance - 1], rank <= np.arange(RANKS)
+        row, hits = self.cumulative[distance - 1], rank <= np.arange(self.ranks)
         # At first, a plain mean.
-        alpha = max(HIT_ALPHA, 1 / (self.counts[distance - 1] + 1))
+        alpha = max(self.alpha, 1 / (self.counts[distance - 1] + 1))
         row += alpha * (hits - row)
         self.counts[distance - 1] += 1
 
@@ -109,7 +115,7 @@ class OnlineTrees(AdaptiveTrees):
         self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Any:  # fmt: skip
-        made = drafter.predict(state, depth, max(width, RANKS), known)
+        made = drafter.predict(state, depth, max(width, self.hits.ranks), known)
         self._predicted = made, state.root
         return Ranked(made, self.hits.chances)
 
@@ -124,7 +130,7 @@ class OnlineTrees(AdaptiveTrees):
         later = sent(before, root.device, root.dtype).view(len(emitted), -1)
         order = made.likeliest(torch.cat([root[:, None], later], 1).to(made.tokens.device))
         came = [tokens[: min(depth, n)] for tokens, n in zip(emitted, made.known)]
-        self._uncounted.append((order[..., :RANKS], came))
+        self._uncounted.append((order[..., : self.hits.ranks], came))
         if len(self._uncounted) >= (COUNTED if waits(order.device) else 1):
             self._count()
 
@@ -138,7 +144,8 @@ class OnlineTrees(AdaptiveTrees):
             for tokens in came:
                 likeliest = list(islice(best, order.shape[1]))
                 for distance, (ranks, token) in enumerate(zip(likeliest, tokens), 1):
-                    self.hits.observe(distance, ranks.index(token) if token in ranks else RANKS)
+                    rank = ranks.index(token) if token in ranks else self.hits.ranks
+                    self.hits.observe(distance, rank)
 
     @locked
     def details(self) -> dict[str, Any]:
