@@ -17,7 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.bench.environment import package_version
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_count, check_range, nearest
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import TRAINING
@@ -85,7 +85,9 @@ def trainable_method(name: str) -> Method:
     trainable = {name: method for name, method in known.items() if method.training is not None}
     if name not in trainable:
         reason = f"{name!r} has nothing" if name in known else f"there is no method {name!r}"
-        raise ValueError(f"{reason} to train; choose one of {', '.join(trainable)}.")
+        raise ValueError(
+            f"{reason} to train{nearest(name, trainable)}; choose one of {', '.join(trainable)}."
+        )
     return trainable[name]
 
 

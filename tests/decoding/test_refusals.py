@@ -34,6 +34,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"assistant_strategy": "layer_skip", "assistant_kwargs": {}}, "skip_attention.*hf-spec sea"),
     ({"assistant_kwargs": {"tree_width": 3}}, "assistant_kwargs.*no option 'tree_width'; its opt"),
     ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
+    ({"assistant_strategy": "promptlookup"}, r"unknown \(did you mean 'prompt_lookup'\?\): choose"),
     ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\] is unknown: choose one of"),
     ({"assistant_strategy": "oracle"},
      "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup"),
