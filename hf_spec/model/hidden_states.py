@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.memory import memory
 from modeling_patches.early_pruning import layer_input
-from modeling_patches.modules import decoder_of, num_layers
+from modeling_patches.modules import decoder_of, num_layers, takes
 from modeling_patches.per_call import Changes, step_aside
 from modeling_patches.weights import (
     features,
@@ -119,8 +119,7 @@ def shapes_logits(model: Any) -> bool:
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of ``inputs`` that the model's forward accepts; not all accept positions, say."""
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in known}
+    return {name: value for name, value in inputs.items() if takes(model, name)}
 
 
 def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.bench.environment import package_version
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_count, check_range, nearest
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically, writing
 from hf_spec.hub.card import TRAINING
@@ -88,7 +88,9 @@ def trainable_method(name: str) -> Method:
     trainable = {name: method for name, method in known.items() if method.training is not None}
     if name not in trainable:
         reason = f"{name!r} has nothing" if name in known else f"there is no method {name!r}"
-        raise ValueError(f"{reason} to train; choose one of {', '.join(trainable)}.")
+        raise ValueError(
+            f"{reason} to train{nearest(name, trainable)}; choose one of {', '.join(trainable)}."
+        )
     return trainable[name]
 
 
