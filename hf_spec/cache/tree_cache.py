@@ -310,7 +310,7 @@ class TreeCache(StatefulCache):
         if self.recurrent is not None and self.recurrent.reachable(lengths) != lengths:
             raise ValueError(
                 f"crop({tokens_to_remove}): a recurrent state holds all tokens at once and can be "
-                "taken back to the end of the prompt, or into the last step. Start without a cache."
+                "taken back to the end of the prompt. Start without a cache."
             )
         if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
             raise ValueError(

@@ -164,6 +164,8 @@ class Handover:
             # A recurrent state in the middle of the tokens is not known: give back the prompt.
             lengths, cached = start, [0] * len(start)
         cache.truncate(lengths)
+        if cache.recurrent is not None:
+            cache.recurrent.settle()
         if self.history is not None:
             rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
