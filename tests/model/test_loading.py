@@ -9,6 +9,8 @@ from conftest import prompt
 
 from hf_spec.model import loading
 
+pytestmark = pytest.mark.instructions
+
 
 @pytest.mark.parametrize(
     ("device", "instructions", "wanted"),
