@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_spec
 import modeling_patches
@@ -86,8 +85,9 @@ class EmulatedDevice(TorchDispatchMode):
         super().__exit__(*args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        kwargs, tensors = dict(kwargs or {}), []
+        local = _mapped(lambda x: tensors.append(x) or _local(x), args)
+        named = _mapped(lambda x: tensors.append(x) or _local(x), kwargs)
         remote = [x for x in tensors if isinstance(x, Remote)]
         name, to = func._schema.name.removeprefix("aten::"), kwargs.get("device")
         here = to is not None and torch.device(to).type not in (DEVICE.type, _INSIDE)
@@ -101,13 +101,13 @@ class EmulatedDevice(TorchDispatchMode):
         if remote and self._depends_on_data(name, func, args, kwargs):
             self._note(name)
         if to is not None:
-            kwargs["device"] = "cpu"
+            named["device"] = "cpu"
         if name == "histc":  # of floats only, on CPUs
             made = func(args[0].local.double(), *args[1:], **kwargs)
             return Remote(made.to(args[0].dtype))
         known = {id(x.local): x for x in remote}  # where an argument is changed and returned
-        made = func(*_local(args), **_local(kwargs))
-        return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else Remote(x), made)
+        made = func(*local, **named)
+        return _mapped(lambda x: known[id(x)] if id(x) in known else Remote(x), made)
 
     def _copy(self, name: str, here: bool, args: Any, kwargs: Any) -> Any:
         target = args[0] if name == "copy_" else None
@@ -153,8 +153,19 @@ def _sent(index: Any) -> Any:
     return torch.tensor(index, device=DEVICE) if isinstance(index, list) else index
 
 
-def _local(values: Any) -> Any:
-    return tree_map_only(Remote, lambda x: x.local, values)
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, Remote) else tensor
+
+
+def _mapped(change: Any, values: Any) -> Any:
+    """Values with each tensor changed."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, (list, tuple)):
+        return [_mapped(change, value) for value in values]
+    if isinstance(values, dict):
+        return {name: _mapped(change, value) for name, value in values.items()}
+    return values
 
 
 def _place() -> str:

@@ -136,6 +136,15 @@ def test_every_strategy(
         assert torch.equal(found, plain)
 
 
+@pytest.mark.parametrize("name", ["prompt_lookup", "layer_skip"])
+def test_nothing_but_the_transfer(shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where the host decides nothing in the middle of a step: the exit is fixed, here."""
+    spec = strategy(name, next(iter(RUNS[name].options)))
+    settings = {"max_new_tokens": NEW, "do_sample": False}
+    _, steps = generate(monkeypatch, shallow(layers=2), ragged(), **settings, **spec)
+    assert all(step.waits == {TRANSFER: 1} for step in steps)
+
+
 OTHER_RULES = [
     ("medusa", {"acceptance": "typical"}), ("layer_skip", {"acceptance": "rejection"}),
     ("space", {"acceptance": "rejection"}),
