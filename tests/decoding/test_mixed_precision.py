@@ -22,6 +22,8 @@ from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
+pytestmark = pytest.mark.instructions
+
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 

@@ -22,6 +22,8 @@ from modeling_patches import bitwise
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
 
+pytestmark = pytest.mark.instructions
+
 PACKED = {"pack_weights": True, "drafting": "always"}
 
 

@@ -15,6 +15,8 @@ from hf_spec.methods.registry import methods
 from modeling_patches import bitwise
 from modeling_patches.cache_name import CACHE
 
+pytestmark = pytest.mark.instructions
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

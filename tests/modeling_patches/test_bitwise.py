@@ -11,6 +11,8 @@ from torch import Tensor
 from modeling_patches import bitwise
 from modeling_patches.bitwise import _Behind, at_once, batched, one_by_one, paths, product
 
+pytestmark = pytest.mark.instructions
+
 CPU = torch.device("cpu")
 
 
