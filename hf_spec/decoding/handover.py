@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.cache.attention import zeros
 from hf_spec.cache.buffers import Allocate
-from hf_spec.cache.convert import take_over, unpack_into
+from hf_spec.cache.convert import Source, take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.sequences import Sequences
 from modeling_patches.recurrences import Rule
@@ -32,7 +31,7 @@ class Handover:
         given: the call's KV cache, from the caller or created by ``generate``; or None.
         sequences: the call's sequences.
         returned: whether the call's output contains the cache.
-        allocate: allocates the buffers of a new cache.
+        allocate: allocates the buffers of its cache; see :meth:`AttentionStates.allocate_by`.
         rules: the rule of each recurrent layer.
 
     Attributes:
@@ -45,8 +44,8 @@ class Handover:
     """
 
     def __init__(
-        self, given: Any, sequences: Sequences, returned: bool, allocate: Allocate = zeros,
-        rules: dict[int, Rule] | None = None,
+        self, given: Any, sequences: Sequences, returned: bool,
+        allocate: Allocate | None = None, rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
         self.given = given
         self.sequences = sequences
@@ -66,23 +65,22 @@ class Handover:
         self._done = False
 
     def take_over(
-        self, sources: Sequence[tuple[list[int] | None, DynamicCache, Tensor | None]],
-        mask: Tensor | None, capacity: int, front: int, logits: Tensor,
-    ) -> TreeCache:  # fmt: skip
+        self, sources: Sequence[Source], mask: Tensor | None, more: int, front: int, logits: Tensor
+    ) -> TreeCache:
         """Create the call's cache from the states that the prompt's forwards left.
 
         Args:
-            sources: rows, None for all of them; a cache that holds their states, which is emptied;
-                and the mask of its slots.
             mask: ``(batch, slots)`` bool, real slots; None if all are.
-            capacity, front: as for :func:`hf_spec.cache.convert.take_over`.
+            sources, more, front: as for :func:`hf_spec.cache.convert.take_over`.
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
-        cache = self.empty(len(sources[0][1].layers), len(logits), logits.device)
-        # Adopted before it takes over anything, as taking over empties ``sources``.
-        self.adopt(cache, mask)
-        for rows, source, real in sources:
-            take_over(cache, source, real, capacity, front, self.sequences.width, rows)
+        cache = self.empty(len(sources[0].cache.layers), len(logits), logits.device)
+        if len(sources) == 1:
+            # Adopted before it takes over anything, as this empties what may be the caller's.
+            self.adopt(cache, mask)
+        take_over(cache, sources, more, front, self.sequences.width)
+        if len(sources) > 1:
+            self.adopt(cache, mask)
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
@@ -163,7 +161,10 @@ class Handover:
         if self.history is not None:
             rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
-        if self._target is not None:
+        cache.states.limit = None
+        if self._target is None:
+            cache.states.allocate_by(None)
+        else:
             unpack_into(cache, self._target, self._filled(cached, start, cache.lengths.device))
 
     def _filled(self, cached: list[int], start: list[int], device: Any) -> Tensor | None:
