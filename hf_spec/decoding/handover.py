@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.buffers import Allocate
 from hf_spec.cache.convert import Source, take_over, unpack_into
@@ -58,8 +59,7 @@ class Handover:
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self._target: DynamicCache | None = given if callers else None
         self.wanted = returned or callers or isinstance(given, TreeCache)
-        #: The layers before the prompt. Layers replace their keys, so these stay valid; recurrent
-        #: states are copied.
+        #: The layers, and what brings each back to where it was before the prompt.
         self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
         self._mask: Tensor | None = None
         self._done = False
@@ -124,8 +124,11 @@ class Handover:
         """
         if self._before is not None and self._target is not None:
             for layer, state in self._before:
-                vars(layer).clear()
-                vars(layer).update(state)
+                if isinstance(state, int):
+                    layer.keys, layer.values = layer.keys[:, :, :state], layer.values[:, :, :state]
+                else:
+                    vars(layer).clear()
+                    vars(layer).update(state)
             del self._target.layers[len(self._before) :]
         elif self.cache is not None and self.wanted and not self._done:
             self._give_back(self.cache)
@@ -179,8 +182,12 @@ class Handover:
         return torch.cat([head.to(device), tail], dim=1)
 
 
-def _state_of(layer: Any) -> dict[str, Any]:
-    """A layer's attributes; recurrent states, which it changes in place, are copied."""
+def _state_of(layer: Any) -> dict[str, Any] | int:
+    """What brings a layer back: the number of its tokens, if new ones come behind them; otherwise
+    its attributes, of which recurrent states, which it changes in place, are copied. Keys are
+    replaced, and with the old ones the cache of a long text would be there twice."""
+    if type(layer) is DynamicLayer and layer.get_seq_length():
+        return layer.get_seq_length()
 
     def own(value: Any) -> Any:
         if isinstance(value, dict):
