@@ -81,6 +81,9 @@ class Handover:
         take_over(cache, sources, more, front, self.sequences.width)
         if len(sources) > 1:
             self.adopt(cache, mask)
+        if self._target is None:  # nobody needs what is left, such as recurrent states
+            for source in sources:
+                source.cache.layers.clear()
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:

@@ -137,8 +137,9 @@ def prefill(
             check_packable(given)
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
-        last = None if strict else _last
-        chunks = captured(model, changes, reads.layers, last) if reads.nodes else []
+        chunks, cut = [], None if strict else _last
+        if reads.nodes:
+            chunks = captured(model, changes, reads.layers, cut, reads.tokens == "last")
         parts = [Part(None, input_ids, model_kwargs, real)]
         used = None if strict else packed
         if used is not None:
@@ -250,7 +251,7 @@ def _read(
     if not chunks:
         return None, none
     if reads.tokens == "last":
-        return chunks[-1][:, -1].clone(), none
+        return chunks[-1][:, -1], none
     if not input_ids.shape[1]:
         return chunks[-1][:, -1:].clone(), none
     hidden = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
