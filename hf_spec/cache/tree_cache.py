@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.cache.attention import AttentionLayer, zeros
+from hf_spec.cache.attention import AttentionLayer
 from hf_spec.cache.buffers import Allocate, AttentionStates, aligned
 from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.cache.stateful import OpenBlock, StatefulCache
@@ -53,7 +53,7 @@ class TreeCache(StatefulCache):
             if they are not known.
 
     Args:
-        allocate: allocates its buffers, whose values must be finite.
+        allocate: see :meth:`AttentionStates.allocate_by`.
         rules: the rule of each recurrent layer, by its index.
     """
 
@@ -61,7 +61,7 @@ class TreeCache(StatefulCache):
 
     def __init__(
         self, num_layers: int, batch_size: int, device: torch.device | str,
-        allocate: Allocate = zeros, rules: dict[int, Rule] | None = None,
+        allocate: Allocate | None = None, rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
         super().__init__(layers=[AttentionLayer(self, index) for index in range(num_layers)])
         self.states = AttentionStates(self.layers, batch_size, allocate)

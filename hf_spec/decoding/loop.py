@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_spec.cache.attention import zeros
 from hf_spec.core.buckets import bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
@@ -82,7 +81,7 @@ def decode(
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
 
-    allocate, rules = graphs.allocate if graphs else zeros, recurrent_rules(model)
+    allocate, rules = graphs.allocate if graphs else None, recurrent_rules(model)
     handover = Handover(model_kwargs.get(CACHE), sequences, returns_dict, allocate, rules)
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
@@ -108,6 +107,7 @@ def decode(
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, watch, handover)
         steps.first(prefilled)
+        del prefilled  # hidden states of the whole prompt, perhaps, which the drafter has now
         if drafter.pruning is not None and not strategy.timed:
             drafter.pruning.always = True
         if any(state.active):

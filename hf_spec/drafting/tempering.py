@@ -110,20 +110,21 @@ class Sample(NamedTuple):
     """What a step's predictions were made from, to learn from the tokens that come.
 
     Attributes:
-        drafter: made them.
         hidden, root, known: see :meth:`TreeDrafter.predictions`.
         noise: ``(batch, depth, tokens)``, see :meth:`SamplingNoise.ahead`.
     """
 
-    drafter: TreeDrafter
     hidden: Tensor
     root: Tensor
     known: Sequence[int] | Tensor
     noise: Tensor
 
-    def teach(self, tempering: Tempering, emitted: Sequence[Sequence[int]]) -> None:
-        """Learn from the tokens of each sequence, at all distances that they reach."""
-        drafter, hidden, root, known, noise = self
+    def teach(
+        self, tempering: Tempering, drafter: TreeDrafter, emitted: Sequence[Sequence[int]]
+    ) -> None:
+        """Learn from the tokens of each sequence, at all distances that they reach, after what the
+        drafter has predicted."""
+        hidden, root, known, noise = self
         depth, device = noise.shape[1], noise.device
         tokens = following(emitted, depth, device)
         distances = torch.arange(depth, device=device)

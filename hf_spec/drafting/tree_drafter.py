@@ -78,7 +78,9 @@ class TreeSource:
         """See :meth:`Drafter.prefetch`; ``known`` may be a tensor ``(batch,)``."""
         return None
 
-    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
+    def observe(
+        self, drafter: TreeDrafter, emitted: Sequence[Sequence[int]], num_drafted: int
+    ) -> None:
         """Called after each step, plain ones included, with the tokens that each row emitted and
         the number of draft tokens that were forwarded."""
 
@@ -140,7 +142,7 @@ class TreeDrafter(Drafter, Holds):
         self._steps.clear()
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        self.source.observe(result.tokens, tree.num_tokens - 1)
+        self.source.observe(self, result.tokens, tree.num_tokens - 1)
 
     def warm(self, state: DecodeState) -> None:
         self.source.warm(self, state)

@@ -105,7 +105,7 @@ class AdaptiveTrees(TreeSource):
         noise, sample = self._noise(drafter, state, depth), None
         if noise is not None and self.tempering.learns():
             assert drafter.hidden is not None
-            sample = Sample(drafter, drafter.hidden, state.root, known, noise)
+            sample = Sample(drafter.hidden, state.root, known, noise)
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)
             return Proposal(grow(predictions, state.root, count, depth, trust), trust, sample)
@@ -162,10 +162,12 @@ class AdaptiveTrees(TreeSource):
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
                 _compiled(graphs, drafter, state, known, count, self.depth, trust, tempered)
 
-    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
+    def observe(
+        self, drafter: TreeDrafter, emitted: Sequence[Sequence[int]], num_drafted: int
+    ) -> None:
         sample, self._sample = self._sample, None
         if sample is not None:
-            sample.teach(self.tempering, emitted)
+            sample.teach(self.tempering, drafter, emitted)
         if self._proposed is None:
             return
         most = self._most  # doubled if all were taken, reduced if most were unused

@@ -184,9 +184,9 @@ def test_what_is_learned_from(ids: Sequence[int] | None) -> None:
     if ids is not None:
         drafter.token_ids = torch.tensor(ids)
     noise = torch.zeros(3, 3, 9)
-    sample = Sample(drafter, torch.tensor([0, 3, 1]), torch.tensor([7, 7, 8]), (3, 2, 3), noise)
+    sample = Sample(torch.tensor([0, 3, 1]), torch.tensor([7, 7, 8]), (3, 2, 3), noise)
     noted = Noted()
-    sample.teach(noted, [[1, 2, 4, 8], [4, 5, 6], []])
+    sample.teach(noted, drafter, [[1, 2, 4, 8], [4, 5, 6], []])
     assert drafter.previous[0].tolist()[0] == 7
     expected, came, shape = noted.told
     assert shape == (3, 3, 9)

@@ -94,11 +94,11 @@ def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     seen: list[tuple[int, int]] = []
     hits: Any = HitRates(4)
     hits.observe = lambda distance, rank: seen.append((distance, rank))
-    source = OnlineTrees(hits)
+    source, drafter = OnlineTrees(hits), None  # which is not asked
     source._predicted = made, roots
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
-    source.observe(came, 8)
-    source.observe(came, 8)  # nothing was predicted since
+    source.observe(drafter, came, 8)
+    source.observe(drafter, came, 8)  # nothing was predicted since
     expected = []
     for row, tokens in enumerate(came):
         before = [int(roots[row]), *tokens]
