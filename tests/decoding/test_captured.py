@@ -146,6 +146,7 @@ def test_threads(shallow: Tiny) -> None:
 # -- what cannot be recorded -------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("hooks_count")
 @pytest.mark.parametrize(
     ("change", "message"), [(reads_numbers, "_local_scalar_dense"), (has_hooks, "have hooks")]
 )
