@@ -8,6 +8,7 @@ attributes at None, ``generate`` is unchanged.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from enum import Enum
@@ -32,6 +33,8 @@ def register(
     decode: Callable[..., Any],
     validate: Callable[[Any, GenerationConfig, dict[str, Any]], None],
     loaded: Callable[[GenerationConfig, str], None],
+    custom: Callable[..., Any],
+    default: str,
 ) -> None:
     """Let ``generate()`` call ``decode`` whenever the first attribute is set. Idempotent.
 
@@ -44,6 +47,10 @@ def register(
             raises an error if ``decode`` does not support the call.
         loaded: called with each loaded configuration that has the first attribute set, and its
             folder or repository.
+        custom: a callable for ``custom_generate``, or for a ``functools.partial`` that is given
+            there: it stands for the mode, which gets all arguments of ``generate``, whereas a
+            callable gets neither ``assistant_model``, ``streamer`` nor ``tokenizer``.
+        default: value of the first attribute then, where the call names none.
     """
     method = f"_{name}"
     mixin: Any = generation_utils.GenerationMixin
@@ -93,6 +100,42 @@ def register(
             if unused:
                 _warn_of_unused(unused[0], switch)
             original(self, generation_mode, config, mode_kwargs)
+
+    def chosen_by(model: Any, args: Any, kwargs: Any) -> Any:
+        """The first attribute's value in a call of ``generate``."""
+        if switch in kwargs:
+            return kwargs[switch]
+        configs = [one for one in (*args, *kwargs.values()) if isinstance(one, GenerationConfig)]
+        values = (getattr(one, switch, None) for one in (*configs, model.generation_config))
+        return next((value for value in values if value is not None), None)
+
+    @around(mixin, "generate")
+    def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = kwargs.get("custom_generate")
+        if own is None:
+            return original(self, *args, **kwargs)
+        if getattr(own, "func", own) is custom:
+            kwargs = {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
+            if chosen_by(self, args, kwargs) is None:
+                kwargs[switch] = default
+        elif callable(own) and (value := chosen_by(self, args, kwargs)) is not None:
+            name = getattr(own, "__name__", type(own).__name__)
+            door = f"{custom.__module__.partition('.')[0]}.{custom.__name__}"
+            raise ValueError(
+                f"custom_generate={name} with {switch}={value!r}: both name a decoding method. "
+                f"Leave one of the two out ({switch}=None), or let {name} call {door}."
+            )
+        return original(self, *args, **kwargs)
+
+    @around(mixin, "load_custom_generate")
+    def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        function, value = original(self, *args, **kwargs), kwargs.get(switch)
+        if value is not None and switch not in inspect.getsource(function):
+            raise ValueError(
+                f"custom_generate={str(*args[:1])!r} with {switch}={value!r}: both name a decoding "
+                "method. Leave one of the two out."
+            )
+        return function
 
     @around(mixin, "generate_batch")
     def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
