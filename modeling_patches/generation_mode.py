@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -109,6 +110,16 @@ def register(
         values = (getattr(one, switch, None) for one in (*configs, model.generation_config))
         return next((value for value in values if value is not None), None)
 
+    # The first attribute's value, while ``generate`` loads a method from a repository.
+    asked: ContextVar[Any] = ContextVar("asked", default=None)
+
+    def refuse_both(name: str, value: Any, remedy: str) -> None:
+        if value is not None:
+            raise ValueError(
+                f"custom_generate={name} with {switch}={value!r}: both name a decoding method. "
+                f"Leave one of the two out ({switch}=None){remedy}."
+            )
+
     @around(mixin, "generate")
     def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         own = kwargs.get("custom_generate")
@@ -118,23 +129,23 @@ def register(
             kwargs = {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
             if chosen_by(self, args, kwargs) is None:
                 kwargs[switch] = default
-        elif callable(own) and (value := chosen_by(self, args, kwargs)) is not None:
-            name = getattr(own, "__name__", type(own).__name__)
-            door = f"{custom.__module__.partition('.')[0]}.{custom.__name__}"
-            raise ValueError(
-                f"custom_generate={name} with {switch}={value!r}: both name a decoding method. "
-                f"Leave one of the two out ({switch}=None), or let {name} call {door}."
-            )
-        return original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+        value = chosen_by(self, args, kwargs)
+        if callable(own):
+            name, door = getattr(own, "__name__", type(own).__name__), custom.__name__
+            door = f"{custom.__module__.partition('.')[0]}.{door}"
+            refuse_both(name, value, f", or let {name} call {door}")
+        token = asked.set(value)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            asked.reset(token)
 
     @around(mixin, "load_custom_generate")
     def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        function, value = original(self, *args, **kwargs), kwargs.get(switch)
-        if value is not None and switch not in inspect.getsource(function):
-            raise ValueError(
-                f"custom_generate={str(*args[:1])!r} with {switch}={value!r}: both name a decoding "
-                "method. Leave one of the two out."
-            )
+        function = original(self, *args, **kwargs)
+        if switch not in inspect.getsource(function):  # those of adapters take it themselves
+            refuse_both(repr(str(*args[:1])), asked.get(), "")
         return function
 
     @around(mixin, "generate_batch")

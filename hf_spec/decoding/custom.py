@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -12,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
+from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.decoding.loop import decode
@@ -31,6 +33,7 @@ def generate(
     assistant_kwargs: dict[str, Any] | None = None,
     assistant_model: PreTrainedModel | None = None,
     streamer: BaseStreamer | None = None,
+    synced_gpus: bool | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput:
     """Decode with a strategy: ``model.generate(**inputs, custom_generate=hf_spec.generate)``.
@@ -45,6 +48,8 @@ def generate(
         assistant_kwargs: its options.
         assistant_model: the model that drafts, for ``draft_model``.
         streamer: gets the prompt, then tokens.
+        synced_gpus: whether all ranks run forwards until the last one ends; None: if they share the
+            model's weights by FSDP or DeepSpeed's stage 3, as in ``generate``.
         model_kwargs: inputs of the model's forward.
 
     Returns:
@@ -59,7 +64,10 @@ def generate(
         assistant_strategy or getattr(config, "assistant_strategy", None) or AUTO
     )
     config.assistant_kwargs = assistant_kwargs or getattr(config, "assistant_kwargs", None)
-    given = {"assistant_model": assistant_model, "synced_gpus": model_kwargs.get("synced_gpus")}
+    if synced_gpus is None:
+        shared = utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
+        synced_gpus = shared and dist.is_initialized() and dist.get_world_size() > 1
+    given = {"assistant_model": assistant_model, "synced_gpus": synced_gpus}
     validate_call(model, config, given)
     if getattr(config, "_static_steps", False) and not getattr(cache, "_is_user_defined", False):
         model_kwargs.pop(CACHE, None)  # the static cache that ``generate`` has made
@@ -67,5 +75,5 @@ def generate(
         streamer.put(input_ids.cpu())
     return decode(
         model, input_ids, logits_processor, stopping_criteria, config, streamer=streamer,
-        assistant_model=assistant_model, **model_kwargs,
+        assistant_model=assistant_model, synced_gpus=synced_gpus, **model_kwargs,
     )  # fmt: skip

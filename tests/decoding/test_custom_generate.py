@@ -138,6 +138,30 @@ def test_arguments_that_are_bound(
     assert decoded == ["draft_model", "prompt_lookup"]
 
 
+@pytest.mark.usefixtures("unregistered")
+def test_ranks_that_share_weights_wait_for_each_other(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``generate``, which keeps ``synced_gpus`` from callables, its default included."""
+    asked: list[bool] = []
+
+    def unfinished(self: Any, finished: bool, synced_gpus: bool, device: Any) -> bool:
+        asked.append(synced_gpus)
+        return not finished
+
+    monkeypatch.setattr(GenerationMixin, "_has_unfinished_sequences", unfinished)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *group: 2)
+    call = {**GREEDY, **CALLS["by name"], "custom_generate": hf_spec.generate}
+    for shared in (False, True):
+        monkeypatch.setattr(utils, "is_fsdp_managed_module", lambda model, value=shared: value)
+        asked.clear()
+        tiny().generate(prompt(), **call)
+        assert {*asked} == {shared}
+    with pytest.raises(ValueError, match="synced_gpus=True.*Choose a strategy whose drafts run no"):
+        tiny().generate(prompt(), **{**call, "assistant_strategy": "mtp"})
+
+
 def own_loop(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model)._sample(model, *args, **kwargs)
 
@@ -173,3 +197,6 @@ def test_repositories_beside_a_strategy(
     assert torch.equal(tiny().generate(prompt(), **call), prompt())
     with pytest.raises(ValueError, match="repo' with assistant_strategy='prompt_lookup': both na"):
         tiny().generate(prompt(), **call, **drafting("prompt_lookup"))
+    config = hf_spec.SpecConfig("prompt_lookup", **GREEDY)
+    with pytest.raises(ValueError, match="repo' with assistant_strategy='prompt_lookup': both na"):
+        tiny().generate(prompt(), **{**call, "generation_config": config})
