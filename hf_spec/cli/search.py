@@ -43,7 +43,7 @@ def search(
         str,
         Option(
             help="What chooses the next trial: gp, a Gaussian process as in the paper; or tpe, "
-            "which needs hundreds of trials and no time of its own."
+            "which takes no time and breaks off trials that fall behind."
         ),
     ] = "gp",
     device: opt.Device = None,

@@ -33,9 +33,8 @@ from modeling_patches.modules import num_layers
 STRATEGY = "layer_skip"
 #: Optuna's storage, an append-only file of JSON lines in the output folder.
 STUDY_FILE = "study.jsonl"
-#: What chooses the next trial, and what breaks off slow ones. A Gaussian process,
-#: as in the paper, which learns nothing from trials that were broken off and takes a second; or
-#: tree-structured Parzen estimators, which take milliseconds.
+#: What chooses the next trial, and what breaks off slow ones: a Gaussian process, as in the paper,
+#: which would learn nothing from those; or tree-structured Parzen estimators, which do.
 SAMPLERS = {"gp": ("GPSampler", "NopPruner"), "tpe": ("TPESampler", "MedianPruner")}
 #: Number of best choices that are measured on held-out prompts.
 FINALISTS = 3

@@ -8,6 +8,7 @@ from scripts import load_script
 from tiny_checkpoint import save_checkpoint
 
 pytest.importorskip("optuna")
+pytest.importorskip("scipy")
 
 from hf_spec.bench.session import Session
 from hf_spec.search.layers import SAMPLERS

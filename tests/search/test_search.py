@@ -24,6 +24,7 @@ from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.session import Session
 
 pytest.importorskip("optuna")
+pytest.importorskip("scipy")
 
 from hf_spec.search import layers
 from hf_spec.search.layers import LayerSearch, Settings, skippable, starting_points
