@@ -86,16 +86,13 @@ def test_one_read_per_compiled_step(
     assert more < expected and len(seen) < expected + more, (steps, len(seen))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_one_read_per_step_with_the_models_keys(
-    monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+def test_one_read_per_compiled_step_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """An assistant that attends to them goes on from tokens that the device knows."""
     as_if(True, monkeypatch)
     kwargs = {
         "assistant_strategy": "draft_model", "assistant_kwargs": {"drafting": "always"},
         "assistant_model": assistant_for("shared", ordered=True), "eos_token_id": None,
-        **(CAPTURED if compiled else {}),
+        **CAPTURED,
     }  # fmt: skip
     model = base_of("shared")
     generate(model, ragged(), max_new_tokens=10, **kwargs)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from architectures import assistant_for, base_of
 from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
 from emulated_device import DEVICE, EmulatedDevice, emulated
@@ -161,6 +162,16 @@ def test_other_rules(
         spec["assistant_kwargs"] = {**spec["assistant_kwargs"], **options}
         settings = {**SETTINGS["sampled"], "max_new_tokens": NEW}
         _, steps = generate(monkeypatch, model, ragged(), **settings, **spec)
+    check(steps)
+
+
+def test_an_assistant_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on from tokens that the device knows."""
+    model, settings = copy.deepcopy(base_of("shared")), {"max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(**ragged(), **settings)
+    spec = {**drafting("draft_model"), "assistant_model": assistant_for("shared", ordered=True)}
+    found, steps = generate(monkeypatch, model, ragged(), **settings, **spec)
+    assert torch.equal(found, plain)
     check(steps)
 
 

@@ -71,13 +71,14 @@ def test_the_bits_of_plain_generation(
     compare(of_type(fresh(architecture), dtype), "prompt_lookup", prompts(rows))
 
 
-def test_without_it_bits_differ(fresh: Any) -> None:
-    """The comparison above notices what it is for."""
-    model = of_type(fresh("llama"), BF16)
+def test_a_difference_as_small_as_rounding_is_noticed(fresh: Any) -> None:
+    """Without ``strict`` there are such on most CPUs; here on all."""
+    model = of_type(fresh("llama"), FP32)
     given = {"output_logits": True, "eos_token_id": None}
     plain = generate(model, prompts(1), **given)
+    model.lm_head.weight.data.mul_(1 + 2**-22)
     usual = generate(model, prompts(1), **given, **strict("prompt_lookup", exact="auto"))
-    assert not bits(plain, usual)
+    assert torch.equal(plain.sequences, usual.sequences) and not bits(plain, usual)
 
 
 @pytest.mark.parametrize("name", sorted({*methods()} - {"prompt_lookup", "mtp"}))
