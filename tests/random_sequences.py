@@ -144,10 +144,10 @@ class Player:
             torch.manual_seed(self.seed)
             config = LoraConfig(r=2, target_modules=names, init_lora_weights=False)
             try:
-                self.model.add_adapter(config, "lora")
-            except ValueError:  # PEFT has none for some
-                self.model._hf_peft_config_loaded = bool(self.adapters)
+                copy.deepcopy(self.model).add_adapter(config, "lora")
+            except ValueError:  # PEFT knows no LoRA of one of the modules, and has wrapped others
                 return
+            self.model.add_adapter(config, "lora")
             self.lora = True
         self.beside = self.rng.random() < 0.5
 
