@@ -260,13 +260,18 @@ class AttentionStates:
         """The layers' keys and values, in the shape of :meth:`buffers`."""
         return [self.layers[index].with_front[name] for index, name in self.members]
 
-    def traced_with(self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor]) -> Self:
-        """The same states in these layers and :meth:`tensors`, as a graph sees them."""
+    def traced_with(
+        self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor], in_place: bool
+    ) -> Self:
+        """The same states in these layers and :meth:`tensors`, as a graph sees them; ``in_place``:
+        these are the buffers themselves, to which kernels write as eager code does."""
         own = copy.copy(self)
-        own.layers, own.traced = list(layers), True
-        own._groups = [(tensor, [member]) for tensor, member in zip(tensors, self.members)]
-        for tensor, ((index, name),) in own._groups:
+        own.layers, own.traced, own._flat = list(layers), not in_place, None
+        held = [(tensor, [member]) for tensor, member in zip(tensors, self.members)]
+        for tensor, ((index, name),) in held:
             own.layers[index].attach(name, tensor, own.front)
+        if own.traced:
+            own._groups = held
         return own
 
     # -- learned states in front -------------------------------------------------------------

@@ -238,15 +238,17 @@ class TreeCache(StatefulCache):
         return self.states.tensors() + (self.recurrent.tensors() if self.recurrent else [])
 
     def traced_with(
-        self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree
-    ) -> TreeCache:
+        self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree,
+        in_place: bool,
+    ) -> TreeCache:  # fmt: skip
         """The cache with an open block as a graph sees it, which serves all lengths: with these
         :meth:`tensors`, :attr:`lengths`, slots ``(batch, n)`` that the block writes, and tree, in
-        place of its own. Attention sees all slots."""
+        place of its own. Attention sees all slots; ``in_place``: see
+        :meth:`AttentionStates.traced_with`."""
         assert self.block is not None
         own = TreeCache(len(self.layers), self.batch_size, lengths.device)
         given = list(tensors)
-        own.states = self.states.traced_with(own.layers, given)
+        own.states = self.states.traced_with(own.layers, given, in_place)
         # The length with which the block fills the slots. The check of a new graph detects models
         # that compute with it.
         own.lengths, own.host_lengths = lengths, [self.capacity - slots.shape[1]] * self.batch_size

@@ -219,7 +219,7 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             held, given = tensors[: len(buffers)], tensors[len(buffers) :]
             lengths, slots, tokens, hidden, positions, mask = given
-            traced = cache.traced_with(held, lengths, slots, block)
+            traced = cache.traced_with(held, lengths, slots, block, graphs.records)
             states, after = network.run(tokens, hidden, positions, mask, traced)
             return network.logits(states), after
 
