@@ -16,7 +16,7 @@ from hf_spec.core import verify
 
 COUNT = 300 if os.environ.get(EVERY_CASE) else 12
 #: Attention, images, states; each kind of cache.
-SEQUENCES = range(100) if os.environ.get(EVERY_CASE) else (1, 12, 26, 29)
+SEQUENCES = range(100) if os.environ.get(EVERY_CASE) else (1, 12, 26, 29, 1683)
 
 
 @pytest.mark.parametrize("number", range(COUNT))
