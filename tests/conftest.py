@@ -292,7 +292,7 @@ def sizes_as_shipped(one_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Hooks of tests look on, or fail: a model with them is to run as without, and is not tried.
 _IDLE_HOOKS = fingerprint._IDLE_HOOKS
-fingerprint._IDLE_HOOKS = (*_IDLE_HOOKS, "test_", "running.")
+fingerprint._IDLE_HOOKS = (*_IDLE_HOOKS, "test_", "running.", "processors.")
 
 
 @pytest.fixture
