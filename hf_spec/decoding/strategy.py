@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
@@ -14,7 +13,7 @@ from hf_spec.core.memory import recall
 from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import AUTO, STRICT, DraftOptions, key_of, samples_drafts
+from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.loading import warn_if_slow
@@ -23,7 +22,6 @@ from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.per_call import Changes
-from modeling_patches.weights import placement
 
 
 @dataclass
@@ -102,11 +100,6 @@ class Strategy:
         )  # fmt: skip
 
     @property
-    def strict(self) -> bool:
-        """Whether the output equals plain generation's bit for bit."""
-        return self.options.exact == STRICT
-
-    @property
     def learned(self) -> Learned:
         """What earlier calls have learned, or at first what ``hf-spec tune`` has saved."""
         # Sampled text is harder to predict, and choosing its tokens takes longer.
@@ -147,18 +140,15 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
     """The packed weights that a call's forwards use; None if they use the model's own."""
     if not options.pack_weights:
         return None
-    strict = options.exact == STRICT  # which tries each weight's product
     frozen = graphs is not None and graphs.frozen
     if options.pack_weights == AUTO:
-        # Those of float32 hardly ever have the bits of the model's own.
-        unfit = frozen or (strict and placement(model).dtype == torch.float32)
-        return None if unfit else packed_weights(model, unasked=True, together=not strict)
+        return None if frozen else packed_weights(model, unasked=True)
     if frozen:
         raise ValueError(
             "pack_weights=True with Inductor's option freezing, which packs the weights of each "
             "graph. Leave one of the two out."
         )
-    found = packed_weights(model, together=not strict)
+    found = packed_weights(model)
     if found is None:
         raise ValueError(
             f"pack_weights=True: oneDNN packs none of the weights of this {type(model).__name__}. "
