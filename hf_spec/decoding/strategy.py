@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import GenerationConfig
@@ -19,7 +20,6 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.loading import warn_if_slow
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
-from hf_spec.policy.saved import saved_for
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.per_call import Changes
 
@@ -31,7 +31,6 @@ class Strategy:
     Attributes:
         timed: whether the amount of drafting may depend on step times.
         lookup: whether lookups are merged into the draft.
-        adapter: the method's adapter, if it is active.
         samples: whether the call samples.
         kind: what compiled code and what is learned are kept by.
         graphs: compiled code for its steps; None if they are not compiled.
@@ -49,7 +48,6 @@ class Strategy:
     drafter: Drafter
     timed: bool
     lookup: bool
-    adapter: ActiveAdapter | None
     samples: bool
     kind: tuple[str, str, str | None]
     graphs: Graphs | None
@@ -95,25 +93,18 @@ class Strategy:
                 copies.add_to(changes)
                 size += copies.num_bytes
         return cls(
-            model, method, options, drafter, timed, lookup, adapter, samples, kind, graphs, packed,
-            changes, size, running.rows_stay,
+            model, method, options, drafter, timed, lookup, samples, kind, graphs, packed, changes,
+            size, running.rows_stay,
         )  # fmt: skip
 
     @property
     def learned(self) -> Learned:
-        """What earlier calls have learned, or at first what ``hf-spec tune`` has saved."""
+        """What earlier calls have learned."""
         # Sampled text is harder to predict, and choosing its tokens takes longer.
         key = Learned, self.kind, self.graphs is not None, self.samples
-        return recall(self.model, key, self._saved)
-
-    def _saved(self) -> Learned:
-        saved = None
-        if self.graphs is None:  # the steps of hf-spec tune are not compiled
-            saved = saved_for(self.adapter, self.model, self.options)
-        found = Learned() if saved is None else saved.learned(str(self.model.device))
-        for name in ("time_alpha", "time_lambda"):  # of methods that have them
-            setattr(found, name, getattr(self.options, name, getattr(found, name)))
-        return found
+        names = [name for name in ("time_alpha", "time_lambda") if hasattr(self.options, name)]
+        given = {name: getattr(self.options, name) for name in names}
+        return recall(self.model, key, partial(Learned, **given))
 
 
 def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:

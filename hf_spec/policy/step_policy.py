@@ -34,17 +34,12 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.policy.learned import ALPHA, WARM_UP, Learned, Setting
-from hf_spec.policy.plans import SIZES, Plan, Shapes, best_ends, ends
+from hf_spec.policy.learned import ALPHA, Learned
+from hf_spec.policy.plans import Plan, Shapes, best_ends, ends
 from hf_spec.policy.step_times import TICK, StepTimes, ratio
 
 #: Number of recent decisions kept for reports.
 HISTORY = 128
-
-
-def explore(setting: Setting) -> None:
-    """Have the next drafting steps of a setting try every size, for their times."""
-    setting.tries.extend([(size, max(size // 4, 1)) for size in SIZES] * (WARM_UP + 1))
 
 
 class StepPolicy:

@@ -144,7 +144,7 @@ def drafter_of(model: Any, name: str) -> Any:
 
 @torch.no_grad()
 def test_logits_given_the_tokens_before(drafting: tuple[Any, str]) -> None:
-    """As those at tokens of a finished sequence, which ``hf-spec tune`` measures."""
+    """As those at tokens of a finished sequence, which ``make_dynamic_tree`` measures."""
     drafter = drafter_of(*drafting)
     ids = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(3))
     places = torch.tensor([2, 4, 5])
