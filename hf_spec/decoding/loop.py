@@ -103,8 +103,6 @@ def decode(
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, watch, handover)
         steps.first(prefilled)
-        if drafter.pruning is not None and not strategy.timed:
-            drafter.pruning.always = True
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):

@@ -129,8 +129,6 @@ def check_tree_forward(
 class _Pruning:
     """Keeps only the longest path."""
 
-    always = True
-
     def __init__(self, layer: int):
         self.layer = layer
 

@@ -54,8 +54,9 @@ def check(model: Any, spec: dict[str, Any], **settings: Any) -> Any:
 
 def without_pruning(name: str, variant: str) -> dict[str, Any]:
     spec = variant_of(name, variant)
-    if spec["assistant_kwargs"].get("prune"):
-        spec["assistant_kwargs"]["prune"] = "auto"
+    if spec["assistant_kwargs"].pop("prune", False):
+        for option in ("prune_top_k", "drafter"):
+            spec["assistant_kwargs"].pop(option, None)
     return spec
 
 

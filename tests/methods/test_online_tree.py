@@ -181,5 +181,4 @@ def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
     (learned,) = (one for one in known if isinstance(one, Learned))
     assert (hits.alpha, hits.ranks) == (0.25, ranks)
     for setting in learned.settings.values():
-        for times in (setting.times, setting.pruned):
-            assert (times.alpha, times.decay) == (0.5, 0.125)
+        assert (setting.times.alpha, setting.times.decay) == (0.5, 0.125)
