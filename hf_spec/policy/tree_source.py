@@ -12,7 +12,6 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.drafter import MakeTree
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
-from hf_spec.drafting.tempering import Tempering
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
 
@@ -42,13 +41,8 @@ def tree_source(
         exactly: Any = options.num_draft_tokens
         return AdaptiveTrees(depth, bool(probes), exactly)
     key = adapter.config.type_name, adapter.name, depth
-    return AdaptiveTrees(
-        depth, bool(probes),
-        calibrations=recall(
-            model, (Calibration, key), lambda: (Calibration(depth), Calibration(depth))
-        ),
-        tempering=recall(model, (Tempering, key), Tempering),
-    )  # fmt: skip
+    pair = recall(model, (Calibration, key), lambda: (Calibration(depth), Calibration(depth)))
+    return AdaptiveTrees(depth, bool(probes), calibrations=pair)
 
 
 def drafted_depth(options: DraftOptions, distances: int) -> int:
