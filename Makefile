@@ -1,6 +1,7 @@
 # Every target does its own set-up: the first call makes .venv, later ones see the stamp and are quick.
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
+#   make test-avx2 those that depend on a CPU's instructions, as on one with AVX2 only
 #   make test-all  the same with every combination of parameters instead of every pair, the sweep,
 #                 servers, wheels and programs of others (lm-eval, TRL, DeepSpeed, Gradio, ...),
 #                 which it installs
@@ -19,10 +20,10 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-all test-latest sweep random docs figures dist dist-check quality clean
+.PHONY: help venv demo test test-avx2 test-all test-latest sweep random docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,14s/^#\( *\)/\1/p' Makefile
+	@sed -n '2,15s/^#\( *\)/\1/p' Makefile
 
 venv: $(STAMP)
 
@@ -47,6 +48,9 @@ PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest 
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
+
+test-avx2: $(STAMP)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -m instructions $(ARGS)
 
 # The programs are installed beside what CI has, and stay there.
 PROGRAMS = $(VENV)/.programs

@@ -1,6 +1,6 @@
 """What the samplers of ``hf-spec search`` find in equally many trials.
 
-    python benchmarks/search_samplers.py MODEL [--trials 60] [--seeds 0 1] [--limit 4]
+    python benchmarks/search_samplers.py MODEL [--trials 60] [--seeds 0 1] [--samplers gp tpe]
 
 The objective is modelled, so that it can be reproduced: the time of a call is what its forwards
 cost, by the costs of docs/methods/layer_skip.md. Prints a row for each sampler and seed: the best
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
     stages = [share * arguments.trials // 3 for share in (1, 2, 3)]
     print("sampler, seed", *(f"{n} trials" for n in stages), "others", "choosing, s", sep=" | ")
     for seed in arguments.seeds:
-        for sampler in SAMPLERS:
+        for sampler in arguments.samplers:
             settings = Settings(max_new_tokens=NEW_TOKENS, seed=seed, sampler=sampler)
             with tempfile.TemporaryDirectory() as folder, Timed() as timed:
                 search = LayerSearch(model, tokenizer, seen, Path(folder), settings)
@@ -117,5 +117,6 @@ if __name__ == "__main__":
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--dtype", default="float32")
     main(parser.parse_args())

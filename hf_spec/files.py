@@ -16,30 +16,44 @@ from typing import Any
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class NoRoom(OSError):
+    """There is no room for what is written; the message names the folder."""
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raise an OSError that names ``folder`` where there is no room for what the block writes.
+    """Raise :class:`NoRoom` where there is no room for what the block writes into ``folder``.
 
-    The system's error does not say where, safetensors and torch raise errors of their own.
+    The system's error does not say where, libraries raise errors of their own, or fail behind it.
     """
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error)
-        if isinstance(error, OSError):
-            full, reason = error.errno in FULL and error.filename is None, str(error.strerror)
-        elif isinstance(error, SafetensorError):
-            full = "while serializing" in reason
-        else:  # of torch.save, which does not say why
-            full, reason = "inline_container" in reason, "a file could not be written to its end"
-        if not full:
-            raise
-        reason = reason.splitlines()[0]
-        raise OSError(
-            f"cannot write to {str(folder)!r}: {reason}; make room there, or choose another folder"
-        ) from error
+    except NoRoom:
+        raise
+    except Exception as error:
+        one: BaseException | None = error
+        while one is not None:
+            if (reason := _no_room(one)) is not None:
+                raise NoRoom(
+                    f"cannot write to {str(folder)!r}: {reason}; make room there, or choose "
+                    "another folder"
+                ) from error
+            one = one.__cause__ or one.__context__
+        raise
+
+
+def _no_room(error: BaseException) -> str | None:
+    """Why there was no room, if that is what the error says."""
+    from safetensors import SafetensorError
+
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+        return error.strerror
+    if isinstance(error, SafetensorError) and "while serializing" in text:
+        return text.splitlines()[0]
+    if isinstance(error, RuntimeError) and "inline_container" in text:
+        return "a file could not be written to its end"  # torch.save does not say why
+    return None
 
 
 @contextmanager

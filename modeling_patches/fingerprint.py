@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -81,7 +82,8 @@ def fingerprint(model: Any) -> Fingerprint:
     device, dtype = placement(model)
     casts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     state = (
-        hash(tuple(kinds)), tuple((index, _identity(hook)) for index, hook in hooks),
+        hash(tuple(kinds)),
+        tuple((index, _identity(hook), _settings(hook)) for index, hook in hooks),
         tuple(forwards), tuple(adapters), text._attn_implementation,
         tuple(map(_identity, attention)), model.training and training, device.type, dtype, casts,
         torch.is_inference_mode_enabled(),
@@ -146,6 +148,30 @@ def _origin(function: Any) -> str:
         code = getattr(function, "__globals__", None)
         where = type(function).__module__ if code is None else code.get("__name__")
     return f"{where}."
+
+
+def _settings(thing: Any, depth: int = 3) -> Hashable:
+    """Values by which a hook may be switched: flags, strengths, names and tensors that it holds, or
+    that what it holds holds. Whole numbers may count calls, and are left out."""
+    if isinstance(thing, torch.Tensor):
+        return _identity(thing), None if thing.is_inference() else thing._version
+    if thing is None or isinstance(thing, (bool, float, str)):
+        return thing
+    if not depth or isinstance(thing, (type, nn.Module)):
+        return None
+    held: list[Any] = []
+    if isinstance(thing, functools.partial):
+        held = [thing.func, *thing.args, *thing.keywords.values()]
+    elif isinstance(thing, MethodType):
+        held = [thing.__self__, thing.__func__]
+    elif isinstance(thing, FunctionType):
+        cells = thing.__closure__ or ()
+        held = [cell.cell_contents for cell in cells if cell != CellType()]
+    elif isinstance(thing, dict):
+        held = [*thing.values()]
+    elif not _origin(thing).startswith(("builtins.", "torch.")):
+        held = [*getattr(thing, "__dict__", {}).values()]
+    return tuple(_settings(one, depth - 1) for one in held)
 
 
 def _adapters(layer: Any) -> Hashable:

@@ -8,8 +8,10 @@ attributes at None, ``generate`` is unchanged.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -32,6 +34,8 @@ def register(
     decode: Callable[..., Any],
     validate: Callable[[Any, GenerationConfig, dict[str, Any]], None],
     loaded: Callable[[GenerationConfig, str], None],
+    custom: Callable[..., Any],
+    default: str,
 ) -> None:
     """Let ``generate()`` call ``decode`` whenever the first attribute is set. Idempotent.
 
@@ -44,6 +48,10 @@ def register(
             raises an error if ``decode`` does not support the call.
         loaded: called with each loaded configuration that has the first attribute set, and its
             folder or repository.
+        custom: a callable for ``custom_generate``, or for a ``functools.partial`` that is given
+            there: it stands for the mode, which gets all arguments of ``generate``, whereas a
+            callable gets neither ``assistant_model``, ``streamer`` nor ``tokenizer``.
+        default: value of the first attribute then, where the call names none.
     """
     method = f"_{name}"
     mixin: Any = generation_utils.GenerationMixin
@@ -93,6 +101,52 @@ def register(
             if unused:
                 _warn_of_unused(unused[0], switch)
             original(self, generation_mode, config, mode_kwargs)
+
+    def chosen_by(model: Any, args: Any, kwargs: Any) -> Any:
+        """The first attribute's value in a call of ``generate``."""
+        if switch in kwargs:
+            return kwargs[switch]
+        configs = [one for one in (*args, *kwargs.values()) if isinstance(one, GenerationConfig)]
+        values = (getattr(one, switch, None) for one in (*configs, model.generation_config))
+        return next((value for value in values if value is not None), None)
+
+    # The first attribute's value, while ``generate`` loads a method from a repository.
+    asked: ContextVar[Any] = ContextVar("asked", default=None)
+
+    def refuse_both(name: str, value: Any, remedy: str) -> None:
+        if value is not None:
+            raise ValueError(
+                f"custom_generate={name} with {switch}={value!r}: both name a decoding method. "
+                f"Leave one of the two out ({switch}=None){remedy}."
+            )
+
+    @around(mixin, "generate")
+    def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = kwargs.get("custom_generate")
+        if own is None:
+            return original(self, *args, **kwargs)
+        if getattr(own, "func", own) is custom:
+            kwargs = {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
+            if chosen_by(self, args, kwargs) is None:
+                kwargs[switch] = default
+            return original(self, *args, **kwargs)
+        value = chosen_by(self, args, kwargs)
+        if callable(own):
+            name, door = getattr(own, "__name__", type(own).__name__), custom.__name__
+            door = f"{custom.__module__.partition('.')[0]}.{door}"
+            refuse_both(name, value, f", or let {name} call {door}")
+        token = asked.set(value)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            asked.reset(token)
+
+    @around(mixin, "load_custom_generate")
+    def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = original(self, *args, **kwargs)
+        if switch not in inspect.getsource(function):  # those of adapters take it themselves
+            refuse_both(repr(str(*args[:1])), asked.get(), "")
+        return function
 
     @around(mixin, "generate_batch")
     def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -85,6 +85,15 @@ def unwrapped(model: Any) -> Any:
     return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
+def takes(module: Any, name: str) -> bool:
+    """Whether a module's forward takes an argument of this name. One of ``(*args, **kwargs)`` may
+    pass on any; what it does with them shows in a trial."""
+    parameters = inspect.signature(module.forward).parameters
+    kinds = {one.kind for one in parameters.values()}
+    passes_on = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return name in parameters or passes_on
+
+
 def mixers(layer: nn.Module) -> list[nn.Module]:
     """A layer's attention or recurrence, or all where there are several."""
     return [module for module in _parts(layer, MIXER_NAMES) if _mixes_tokens(module)]

@@ -16,7 +16,6 @@ The last four count padding, so that a position there is a column of the batch.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel
 from modeling_patches import alibi
 from modeling_patches.cache_name import CACHE
 from modeling_patches.given_positions import Positions, is_tree
+from modeling_patches.modules import takes
 from modeling_patches.per_call import Changes, plain
 
 
@@ -74,9 +74,7 @@ def _patch(model: PreTrainedModel) -> _Patch | None:
 
 
 def _takes_positions(module: Any) -> bool:
-    return isinstance(module, nn.Module) and (
-        "position_ids" in inspect.signature(module.forward).parameters
-    )
+    return isinstance(module, nn.Module) and takes(module, "position_ids")
 
 
 def _decoder(model: PreTrainedModel) -> Any:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
+from modeling_patches.modules import takes
 from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
@@ -98,11 +99,10 @@ def _obstacles(model: Any) -> Iterator[str]:
     chunked = getattr(text, "attention_chunk_size", None) is not None
     if chunked and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
         yield " has chunked attention in layers that its config does not name in layer_types"
-    forward = inspect.signature(model.forward).parameters
-    if CACHE not in forward:
+    if not takes(model, CACHE):
         yield f".forward takes no {CACHE}: it has no KV cache"
     attends = any(hasattr(layer, "keys") for layer in layers)
-    if attends and "position_ids" not in forward and not needs_positions(model):
+    if attends and not takes(model, "position_ids") and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 
 

@@ -1,5 +1,5 @@
-"""A device that no machine has. Its tensors compute on the CPU and behave as those of a GPU: tensors
-of two devices do not meet, and what makes the host wait is noted, with the place in our code."""
+"""A device that no machine has. Its tensors compute on the CPU and behave as those of a GPU: they
+meet no tensors of another device, and what makes the host wait is noted, with its place."""
 
 import sys
 from collections import Counter
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_spec
 import modeling_patches
@@ -56,6 +55,15 @@ class Remote(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_sent(index))
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        super().__setitem__(_sent(index), values)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{DEVICE}: {self.local}"
+
 
 class EmulatedDevice(TorchDispatchMode):
     """Within it, there is the device.
@@ -77,8 +85,9 @@ class EmulatedDevice(TorchDispatchMode):
         super().__exit__(*args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        kwargs, tensors = dict(kwargs or {}), []
+        local = _mapped(lambda x: tensors.append(x) or _local(x), args)
+        named = _mapped(lambda x: tensors.append(x) or _local(x), kwargs)
         remote = [x for x in tensors if isinstance(x, Remote)]
         name, to = func._schema.name.removeprefix("aten::"), kwargs.get("device")
         here = to is not None and torch.device(to).type not in (DEVICE.type, _INSIDE)
@@ -92,22 +101,28 @@ class EmulatedDevice(TorchDispatchMode):
         if remote and self._depends_on_data(name, func, args, kwargs):
             self._note(name)
         if to is not None:
-            kwargs["device"] = "cpu"
+            named["device"] = "cpu"
+        if name == "histc":  # of floats only, on CPUs
+            made = func(args[0].local.double(), *args[1:], **kwargs)
+            return Remote(made.to(args[0].dtype))
         known = {id(x.local): x for x in remote}  # where an argument is changed and returned
-        made = func(*_local(args), **_local(kwargs))
-        return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else Remote(x), made)
+        made = func(*local, **named)
+        return _mapped(lambda x: known[id(x)] if id(x) in known else Remote(x), made)
 
     def _copy(self, name: str, here: bool, args: Any, kwargs: Any) -> Any:
         target = args[0] if name == "copy_" else None
         source = args[0] if target is None else args[1]
         leaves = here if target is None else not isinstance(target, Remote)
-        comes = not isinstance(source, Remote) and source.ndim > 0
+        comes = not isinstance(source, Remote)
         nonblocking = kwargs.get("non_blocking") or (target is not None and args[2:] == (True,))
         if leaves or (comes and not nonblocking):
             self._note("read" if leaves else "copied with a wait")
         if target is not None:
             _local(target).copy_(_local(source))
             return target
+        stays = kwargs.get("device") and kwargs.get("dtype") in (None, source.dtype)
+        if stays and not comes and not leaves:
+            return Remote(source.local)  # it is there
         kwargs["device"] = "cpu"
         made = torch.ops.aten._to_copy.default(_local(source), **kwargs)
         return made if leaves else Remote(made)
@@ -121,7 +136,7 @@ class EmulatedDevice(TorchDispatchMode):
         return name in _WAITING or bool(_TAGS & set(func.tags))
 
     def _note(self, what: str) -> None:
-        self.waits[f"{_place()}, {what}"] += 1
+        self.waits[f"{_place()}: {what}"] += 1
 
 
 class _Generator(torch.Generator):
@@ -131,8 +146,26 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu" if torch.device(device) == DEVICE else device)
 
 
-def _local(values: Any) -> Any:
-    return tree_map_only(Remote, lambda x: x.local, values)
+def _sent(index: Any) -> Any:
+    """An index whose lists are tensors of the device."""
+    if isinstance(index, tuple):
+        return tuple(map(_sent, index))
+    return torch.tensor(index, device=DEVICE) if isinstance(index, list) else index
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, Remote) else tensor
+
+
+def _mapped(change: Any, values: Any) -> Any:
+    """Values with each tensor changed."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, (list, tuple)):
+        return [_mapped(change, value) for value in values]
+    if isinstance(values, dict):
+        return {name: _mapped(change, value) for name, value in values.items()}
+    return values
 
 
 def _place() -> str:
@@ -142,7 +175,8 @@ def _place() -> str:
         path = Path(frame.f_code.co_filename)
         for root in _OURS:
             if path.is_relative_to(root):
-                return f"{path.relative_to(root.parent)}:{frame.f_lineno} {frame.f_code.co_name}"
+                within = root if root.name == "hf_spec" else root.parent
+                return f"{path.relative_to(within).with_suffix('')} {frame.f_code.co_name}"
     return "elsewhere"
 
 

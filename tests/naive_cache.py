@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_spec.cache.buffers import ALIGNMENT
-from hf_spec.cache.convert import take_over
+from hf_spec.cache.convert import Source, take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
 
@@ -165,7 +165,9 @@ def pack(source: DynamicCache, mask: Tensor | None, capacity: int) -> TreeCache:
     keys = (getattr(layer, "keys", None) for layer in source.layers)
     rows = next(len(tensor) for tensor in keys if tensor is not None)
     cache = TreeCache(len(source.layers), rows, "cpu")
-    take_over(cache, source, mask, capacity)
+    cache.states.reserve(capacity)
+    take_over(cache, [Source(source, mask)], more=0)
+    cache.states.limit = None
     return cache
 
 

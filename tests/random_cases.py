@@ -401,6 +401,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, help="so many sequences of calls instead")
     given = parser.parse_args(arguments)
     if given.sequences is not None:
+        import random_sequences  # which imports this module
+
         return random_sequences.main(given.first, given.sequences, given.output)
     known: dict[int, dict[str, Any]] = {}
     if given.output is not None and given.output.exists():
@@ -437,8 +439,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import random_sequences
-
     torch.set_num_threads(1)
     weights._read = read_or_random(weights._read)  # no checkpoint of these has such layers
     raise SystemExit(main())

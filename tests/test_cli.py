@@ -167,6 +167,8 @@ def test_interrupted_bench_writes_what_it_has(
     ("more", "message"),
     [
         (["--strategies", "fastest"], "unknown strategy 'fastest'; choose from"),
+        (["--strategies", "medsa"], "unknown strategy 'medsa' (did you mean 'medusa'?); choose"),
+        (["--dtype", "bfloat"], "--dtype 'bfloat' (did you mean 'bfloat16'?): choose from"),
         (["--strategies", ""], "no strategy is named; leave the option out"),
         (["--strategies", "transformers:assisted"], "needs another model that drafts"),
         (["--strategies", "draft_model"], "'draft_model' needs another model that drafts"),

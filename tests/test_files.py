@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from hf_spec import files
 from hf_spec.files import write_atomically, writing
 from hf_spec.hub.folder import staging
+from hf_spec.training.distill import AnswerFolder
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
@@ -31,8 +32,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         lambda folder: write_atomically(folder / "a.json", "x" * 100_000),
         lambda folder: save_file({"x": torch.zeros(100_000)}, folder / "a.safetensors"),
         lambda folder: torch.save({"x": torch.zeros(100_000)}, folder / "a.pt"),
+        lambda folder: AnswerFolder(folder).add([{"x": "x" * 1000}] * 100),
     ],
-    ids=["text", "safetensors", "torch"],
+    ids=["text", "safetensors", "torch", "answers"],
 )
 def test_where_there_is_no_room(tmp_path, write):
     """Whoever writes: the error is one line with the folder, and nothing is left."""

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig, PeftModel, inject_adapter_in_model
@@ -19,6 +20,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from hf_spec.adapters.checkpoint import Origin, read_weights, readable
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import layer_of, layers_of
+from hf_spec.model.loading import is_path
 from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
 
@@ -59,6 +61,11 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if given["local_files_only"]:
         download["local_files_only"] = True
     place = given["peft_model_id"] or getattr(load_config, "pretrained_model_name_or_path", None)
+    if place is not None and is_path(str(place)) and not Path(place).exists():
+        raise FileNotFoundError(
+            f"load_adapter({str(place)!r}): there is no such folder. Give an adapter's folder, or "
+            "its repository on the Hub, such as 'owner/name'."
+        )
     origin = None if place is None else _origin(place, download)
     config, name = given["peft_config"], given["adapter_name"] or "default"
     refused = name in getattr(self, "peft_config", {}) or given["hotswap"] is True

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import CompileConfig
 
 import hf_spec
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import first_line, nearest
 from hf_spec.drafting.options import AUTO
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.loading import is_path
@@ -115,8 +115,11 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     result = dict.fromkeys(item.strip() for item in listed)
     for name in result:
         if strategy_of(name) not in (*known, AUTO, PLAIN_NAME, STOCK_LOOKUP, STOCK_ASSISTED):
-            choices = ", ".join([*known, AUTO, STOCK_LOOKUP, STOCK_ASSISTED])
-            raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
+            choices = [*known, AUTO, STOCK_LOOKUP, STOCK_ASSISTED]
+            raise ValueError(
+                f"unknown strategy {name!r}{nearest(name, choices)}; choose from "
+                f"{', '.join(choices)}"
+            )
     return [name for name in result if name != PLAIN_NAME]
 
 

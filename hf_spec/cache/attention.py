@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ class AttentionLayer(CacheLayerMixin):
     chooses the keys that each query sees.
 
     Args:
-        cache: the ``TreeCache`` that it belongs to.
+        cache: the ``TreeCache`` that it belongs to, which must outlive its use: it owns the layer,
+            and both go as soon as nobody holds the cache.
         index: the layer's.
     """
 
@@ -26,9 +28,15 @@ class AttentionLayer(CacheLayerMixin):
 
     def __init__(self, cache: Any, index: int):
         super().__init__()
-        self.cache, self.index = cache, index
+        self._cache, self.index = ref(cache), index
         self.appended = 0  # tokens appended outside a block, not yet counted in cache.lengths
         self.with_front: dict[str, Tensor] = {}
+
+    @property
+    def cache(self) -> Any:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots for the first block of an empty cache."""
@@ -53,6 +61,12 @@ class AttentionLayer(CacheLayerMixin):
         setattr(self, name, with_front[:, :, front:])
         self.is_initialized = True
         self.dtype, self.device = with_front.dtype, with_front.device
+
+    def detach(self) -> None:
+        """Drop the states."""
+        for name in self.with_front:
+            setattr(self, name, None)
+        self.with_front, self.is_initialized = {}, False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

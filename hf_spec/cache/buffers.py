@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -15,8 +16,15 @@ from hf_spec.core.transfer import sent
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
-#: Smallest capacity, in slots.
-SMALLEST = 256
+#: Capacities are multiples of this many slots, or powers of two from the second number on where
+#: code is compiled for each size.
+STEP, SMALLEST = 64, 256
+#: Layers share a buffer unless it would have more than this share of all slots' bytes, and more
+#: than this many bytes: while one cache is moved into another, both hold one buffer's states.
+SHARE, LARGE = 1 / 16, 2**23
+#: Fewest slots by which a cache grows, unless its limit is known; and those that it then has for
+#: a step's nodes behind all tokens.
+GROWTH, NODES = 256, 64
 
 #: Allocates a buffer of the given shape, dtype and device.
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
@@ -24,13 +32,14 @@ Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 Share = Callable[[Tensor, int], Tensor]
 #: A layer's index and ``keys``, ``values`` or ``indexer_keys``.
 Member = tuple[int, str]
+#: Heads, their dimension, dtype and device, which are equal in a buffer.
+Signature = tuple[int, int, torch.dtype, torch.device]
 
 
 class AttentionStates:
     """The buffers of all attention layers: nothing is concatenated, only accepted slots are copied.
 
-    All layers of equal shape share one buffer, so a commit is one gather and one scatter.
-    Capacities are powers of two, as code is compiled for each size.
+    Layers of equal shape share buffers, so that a commit is a few gathers and scatters.
 
     *Front* slots, before the rows' tokens, can hold learned keys and values. They are the same for
     every row, and only forwards that ask for them see them. Slot numbers always count from the
@@ -38,22 +47,26 @@ class AttentionStates:
 
     Args:
         layers: the layers, which get views of the buffers.
-        allocate: allocates buffers; their values must be finite.
+        allocate: see :meth:`allocate_by`.
+
+    Attributes:
+        limit: tokens that no row will exceed; None if that is not known.
     """
 
     def __init__(
-        self, layers: Sequence[AttentionLayer], batch_size: int, allocate: Allocate = zeros
+        self, layers: Sequence[AttentionLayer], batch_size: int, allocate: Allocate | None = None
     ):
         self.layers = list(layers)
         self.batch_size = batch_size  # rows in use; those dropped come after them
         self.capacity = 0  # slots allocated per row, without the front slots
         self.front = 0  # number of front slots
         self.traced = False  # whether this is what a graph sees, see traced_with
-        self._new = allocate
+        self.limit: int | None = None
         #: What :meth:`set_front` was given until layers have slots for it.
         self._learned: Sequence[tuple[Tensor, Tensor]] = ()
         self._own: Share | None = None
         self._groups: list[tuple[Tensor, list[Member]]] = []
+        self.allocate_by(allocate)
         #: What :meth:`flat` has made, and for which slots.
         self._flat: tuple[Tensor, dict[tuple[int, int, torch.device], Tensor]] | None = None
 
@@ -70,25 +83,48 @@ class AttentionStates:
         for storage, members in self._groups:
             yield from zip(storage[:, : self.batch_size], members)
 
-    def allocate(self, sources: dict[Member, Tensor], slots: int) -> None:
-        """Allocate a buffer for all sources of equal shape, dtype and device, of at least so many
-        slots per row."""
-        self.capacity = rounded(slots)
-        groups: dict[tuple, list[Member]] = {}
-        for key, tensor in sources.items():
-            signature = tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device
-            groups.setdefault(signature, []).append(key)
-        made = []
-        for (heads, dim, dtype, device), members in groups.items():
-            # Layers first: some models view a layer's rows and heads as one dimension.
-            shape = (len(members), self.batch_size, heads, self.front + self.capacity, dim)
-            made.append((self._new(shape, dtype, device), members))
-        self._groups = made  # all at once: memory may run out before
-        self.attach()
+    def allocate_by(self, allocate: Allocate | None) -> None:
+        """Set what allocates buffers, whose values must be finite, for compiled code: their sizes
+        then recur, and one holds all layers of equal shape. None: where nothing is compiled."""
+        self._new, self._recur = allocate or zeros, allocate is not None
+
+    def allocate(self, kinds: dict[Member, Signature]) -> Iterator[list[Member]]:
+        """Allocate buffers for layers' keys and values, one after the other. Gives those of each,
+        which the caller fills before the next one is made, and may free what they come from."""
+        for kind, members in self._shared(kinds):
+            self._groups.append((self._made(kind, len(members)), members))
+            self._attach(*self._groups[-1])
+            yield members
+
+    def _shared(self, kinds: dict[Member, Signature]) -> list[tuple[Signature, list[Member]]]:
+        """Which of them share a buffer, in the order of their layers."""
+        groups: dict[Signature, list[Member]] = {}
+        for member, kind in kinds.items():
+            groups.setdefault(kind, []).append(member)
+        parts = []
+        for kind, members in groups.items():
+            heads, dim, dtype, _ = kind
+            size = self.batch_size * heads * (self.front + self.capacity) * dim * dtype.itemsize
+            count = max(math.ceil(SHARE * len(members)), LARGE // max(size, 1), 1)
+            count = len(members) if self._recur else count
+            parts += [
+                (kind, members[start : start + count]) for start in range(0, len(members), count)
+            ]
+        return sorted(parts, key=lambda part: part[1][0])
+
+    def _made(self, kind: Signature, members: int) -> Tensor:
+        heads, dim, dtype, device = kind
+        # Layers first: some models view a layer's rows and heads as one dimension.
+        shape = (members, self.batch_size, heads, self.front + self.capacity, dim)
+        return self._new(shape, dtype, device)
 
     def attach(self) -> None:
         """Give the layers their views."""
-        for view, (index, name) in self.buffers():
+        for group in self._groups:
+            self._attach(*group)
+
+    def _attach(self, storage: Tensor, members: list[Member]) -> None:
+        for view, (index, name) in zip(storage[:, : self.batch_size], members):
             self.layers[index].attach(name, view, self.front)
 
     def join(self) -> None:
@@ -98,43 +134,68 @@ class AttentionStates:
             for index, layer in enumerate(self.layers)
             for name, states in layer.with_front.items()
         }
-        self.allocate(made, self.capacity)
+        kinds = {member: signature(states) for member, states in made.items()}
+        # All at once: memory may run out before, and the cache then stays empty.
+        self._groups = [(self._made(kind, len(own)), own) for kind, own in self._shared(kinds)]
+        self.attach()
         while made:
             (index, name), states = made.popitem()
             self.layers[index].with_front[name][:, :, : states.shape[2]] = states
         self._learned = ()
 
     def reserve(self, slots: int) -> None:
-        """Make room for ``slots`` slots per row; grows by doubling, so that copies are rare."""
+        """Make room for ``slots`` slots per row. Buffers grow by a quarter, or double if sizes
+        recur, so that copies are rare."""
         if slots > self.capacity:
-            self._resize(self.front, rounded(slots))
+            exactly = self._recur or self.is_empty
+            self._resize(self._sized(slots if exactly else self.ahead(slots)))
+
+    def ahead(self, slots: int) -> int:
+        """So many slots, and those to allocate with them as they will be needed soon."""
+        more = slots + max(slots // 4, GROWTH)
+        return more if self.limit is None else max(slots, min(more, self.limit + NODES))
+
+    def _sized(self, slots: int) -> int:
+        """The capacity for so many slots."""
+        return max(SMALLEST, bucket(slots)) if self._recur else -(-slots // STEP) * STEP
 
     def release(self) -> list[Tensor]:
         """Return the buffers for use by another cache; this one must not be used again."""
         buffers, self._groups = [storage for storage, _ in self._groups], []
         return buffers
 
-    def rehouse(self, allocate: Allocate) -> list[Tensor]:
-        """Move everything into buffers of this allocator, also those that come later; return the
-        old buffers. If memory runs out, everything stays where it is, and none are returned."""
-        buffers, self._new = [storage for storage, _ in self._groups], allocate
+    def rehouse(self, allocate: Allocate | None) -> list[Tensor]:
+        """Move everything into buffers of this allocator, see :meth:`allocate_by`; return the old
+        buffers. If memory runs out, what has not moved stays where it is, and none are returned."""
+        buffers = [storage for storage, _ in self._groups]
+        self.allocate_by(allocate)
         try:
-            self._resize(self.front, self.capacity)
+            self._resize(self._sized(self.capacity))
         except torch.OutOfMemoryError:
             return []
         return buffers
 
-    def _resize(self, front: int, capacity: int) -> None:
-        """Move everything to buffers with these numbers of front slots and token slots, neither of
-        which is smaller than before."""
-        groups = []
-        for storage, members in self._groups:
-            shape = (*storage.shape[:3], front + capacity, storage.shape[4])
-            grown = self._new(shape, storage.dtype, storage.device)
-            grown[:, :, :, front - self.front : front + self.capacity] = storage
-            groups.append((grown, members))
-        self._groups, self.front, self.capacity = groups, front, capacity
-        self.attach()
+    def leave_to_layers(self) -> None:
+        """Have the layers alone hold the buffers, which go with the last view of them, unless they
+        are to be used again."""
+        if not self._recur:
+            self._groups = []
+
+    def _resize(self, capacity: int) -> None:
+        """Move everything to larger buffers, one after the other."""
+        for place, (storage, members) in enumerate(self._groups):
+            self._groups[place] = self._enlarged(storage, self.front, capacity), members
+            self._attach(*self._groups[place])
+        self.capacity = capacity
+
+    def _enlarged(self, storage: Tensor, front: int, capacity: int) -> Tensor:
+        """A copy of a buffer with these numbers of front slots and token slots, neither of which
+        is smaller than before."""
+        shape = (*storage.shape[:3], front + capacity, storage.shape[4])
+        grown = self._new(shape, storage.dtype, storage.device)
+        used = storage[:, :, :, : self.front + self.capacity]
+        grown[:, :, :, front - self.front : front + self.capacity] = used
+        return grown
 
     def widen(self, layer: AttentionLayer, name: str, dtype: torch.dtype) -> None:
         """Hold what a layer calls so, and all that share its buffer, in this dtype."""
@@ -199,13 +260,18 @@ class AttentionStates:
         """The layers' keys and values, in the shape of :meth:`buffers`."""
         return [self.layers[index].with_front[name] for index, name in self.members]
 
-    def traced_with(self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor]) -> Self:
-        """The same states in these layers and :meth:`tensors`, as a graph sees them."""
+    def traced_with(
+        self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor], in_place: bool
+    ) -> Self:
+        """The same states in these layers and :meth:`tensors`, as a graph sees them; ``in_place``:
+        these are the buffers themselves, to which kernels write as eager code does."""
         own = copy.copy(self)
-        own.layers, own.traced = list(layers), True
-        own._groups = [(tensor, [member]) for tensor, member in zip(tensors, self.members)]
-        for tensor, ((index, name),) in own._groups:
+        own.layers, own.traced, own._flat = list(layers), not in_place, None
+        held = [(tensor, [member]) for tensor, member in zip(tensors, self.members)]
+        for tensor, ((index, name),) in held:
             own.layers[index].attach(name, tensor, own.front)
+        if own.traced:
+            own._groups = held
         return own
 
     # -- learned states in front -------------------------------------------------------------
@@ -223,8 +289,10 @@ class AttentionStates:
                 cache raises it in the first block.
         """
         count = states[0][0].shape[1] if states else 0
-        if aligned(count) > self.front:
-            self._resize(aligned(count), self.capacity)
+        if (front := aligned(count)) > self.front:
+            groups = [(self._enlarged(one, front, self.capacity), own) for one, own in self._groups]
+            self._groups, self.front = groups, front  # together, as slots are counted behind it
+            self.attach()
         if len(states) != len(self.layers):
             raise ValueError(f"{len(states)} layers of learned states for {len(self.layers)}.")
         self._learned, self._own = states, own
@@ -293,8 +361,12 @@ class AttentionStates:
         for layer, states in zip(self.layers, packed["first"]):
             for name, with_front in states.items():
                 layer.attach(name, with_front.clone(), self.front)
-        if self._groups:
-            self._resize(self.front, rounded(self.capacity))
+        self.attach()
+
+
+def signature(states: Tensor) -> Signature:
+    """The kind of buffer that holds such keys or values ``(batch, kv_heads, n, head_dim)``."""
+    return states.shape[1], states.shape[3], states.dtype, states.device
 
 
 def bounded(learned: Tensor) -> Tensor:
@@ -306,11 +378,6 @@ def bounded(learned: Tensor) -> Tensor:
 
 def aligned(slots: int) -> int:
     return -(-slots // ALIGNMENT) * ALIGNMENT
-
-
-def rounded(slots: int) -> int:
-    """The capacity for so many slots."""
-    return max(SMALLEST, bucket(slots))
 
 
 def _rows(slots: Tensor) -> Tensor:

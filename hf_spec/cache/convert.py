@@ -2,63 +2,84 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_spec.cache.buffers import aligned
+from hf_spec.cache.buffers import aligned, signature
 from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.support import LAYERS
 
 
-def take_over(
-    cache: TreeCache, source: DynamicCache, mask: Tensor | None, capacity: int, front: int = 0,
-    seq: int | None = None, rows: Sequence[int] | None = None,
-) -> None:  # fmt: skip
-    """Take over the states of a prefill; ``source`` is emptied layer by layer.
+class Source(NamedTuple):
+    """The states of a prefill.
 
-    Args:
-        cache: a new cache, or one that has taken over other rows.
-        source: a cache of full-attention or sliding-window layers after the prefill.
+    Attributes:
+        cache: a cache of full-attention or sliding-window layers.
         mask: ``(rows, seq)`` bool, True for real tokens; None if all are. Padding is dropped,
             wherever it is.
-        capacity: slots to allocate per row (rounded up), at least those of the longest row.
-        front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
-        seq: tokens in each row, padding included, if no layer of ``source`` has keys.
-        rows: rows of ``cache`` that ``source`` holds, if not all, without recurrent states.
+        rows: rows of the new cache that these are, if not all, without recurrent states.
     """
-    keyed = any(getattr(layer, "keys", None) is not None for layer in source.layers)
-    seq = source.get_seq_length() if keyed or seq is None else seq
-    order = None
-    lengths = [seq] * (cache.batch_size if rows is None else len(rows))
-    if mask is not None:
-        mask = mask.bool()
-        lengths = mask.sum(-1).tolist()
-        # Real tokens first, in order: slot j of a row gets its j-th real token.
-        order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
-    if rows is not None:
-        whole = dict(enumerate(cache.host_lengths)) | dict(zip(rows, lengths))
-        lengths = list(whole.values())
-    states = {
-        (index, name): tensor
-        for index, layer in enumerate(source.layers)
+
+    cache: DynamicCache
+    mask: Tensor | None = None
+    rows: Sequence[int] | None = None
+
+
+def take_over(
+    cache: TreeCache, sources: Sequence[Source], more: int | None = None, front: int = 0,
+    seq: int | None = None,
+) -> None:  # fmt: skip
+    """Take over the states of prefills, which are emptied layer by layer: never are both whole.
+
+    Args:
+        cache: a new cache.
+        more: most tokens that may follow in a row; None if that is not known.
+        front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
+        seq: tokens in each row, padding included, if no layer of a source has keys.
+    """
+    lengths, windowed = cache.host_lengths, False
+    found: list[tuple[Source, int, Tensor | None]] = []
+    for source in sources:
+        first = [tensor for layer in source.cache.layers for tensor in _held(layer).values()]
+        count = source.cache.get_seq_length() if first or seq is None else seq
+        windowed = windowed or any(tensor.shape[2] < count for tensor in first)
+        order, rows = None, range(len(lengths)) if source.rows is None else source.rows
+        own = [count] * len(rows)
+        if source.mask is not None:
+            mask = source.mask.bool()
+            own = mask.sum(-1).tolist()
+            # Real tokens first, in order: slot j of a row gets its j-th real token.
+            order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(own)]
+        lengths = list((dict(enumerate(lengths)) | dict(zip(rows, own))).values())
+        found.append((source, count, order))
+        del first
+    cache.set_lengths(lengths, lengths if windowed else None)
+    states = cache.states
+    states.front, states.limit = aligned(front), None if more is None else cache.max_length + more
+    states.reserve(states.ahead(cache.max_length))
+    kinds = {
+        (index, name): signature(tensor)
+        for index, layer in enumerate(sources[0].cache.layers)
         for name, tensor in _held(layer).items()
     }
-    windowed = any(tensor.shape[2] < seq for tensor in states.values())
-    cache.set_lengths(lengths, lengths if windowed else None)
-    if cache.states.is_empty:
-        cache.states.front = aligned(front)
-        cache.states.allocate(states, max(capacity, cache.max_length))
-    states.clear()
-    for own, layer in zip(cache.layers, source.layers):
-        for name, tensor in _held(layer).items():
-            _copy_in(getattr(own, name), tensor, order, seq, rows)
-            setattr(layer, name, None)
+    left = Counter(index for index, _ in kinds)
+    for members in states.allocate(kinds):
+        for index, name in members:
+            for source, count, order in found:
+                held = _held(source.cache.layers[index])[name]
+                _copy_in(getattr(cache.layers[index], name), held, order, count, source.rows)
+            left[index] -= 1
+            if not left[index]:
+                del held
+                for source in sources:
+                    _free(source.cache.layers[index])
     if cache.recurrent is not None:
-        cache.recurrent.take_over(source.layers, cache.host_lengths)
+        cache.recurrent.take_over(sources[0].cache.layers, cache.host_lengths)
 
 
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
@@ -67,7 +88,8 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
     Layers that already hold states are left alone: they were never taken over, or are filled.
 
     Args:
-        cache: holds the states.
+        cache: holds the states, which it loses layer by layer unless compiled code of other calls
+            will use its buffers.
         target: the cache to fill; sliding layers keep only their window.
         mask: ``(batch, seq)`` bool over the slots to write, True where a slot holds the row's
             next accepted token; None if all do. Other slots are zero.
@@ -82,6 +104,7 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
             else:
                 stock.update_recurrent_state(state, number)
     seq = cache.max_length if mask is None else mask.shape[1]
+    cache.states.leave_to_layers()
     for own, layer in zip(cache.layers, target.layers):
         if not own.is_initialized or not (layer.keys is None or layer.values is None):
             continue
@@ -106,6 +129,8 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
             }
             layer.cumulative_length = seq
         layer.keys, layer.values = states["keys"], states["values"]
+        if cache.states.is_empty:
+            own.detach()
 
 
 def check_packable(cache: Cache) -> None:
@@ -148,6 +173,11 @@ def _held(layer: Any) -> dict[str, Tensor]:
     if getattr(layer, "indexer_keys", None) is not None:
         held["indexer_keys"] = layer.indexer_keys[:, None]
     return held
+
+
+def _free(layer: Any) -> None:
+    for name in _held(layer):
+        setattr(layer, name, None)
 
 
 def _copy_in(

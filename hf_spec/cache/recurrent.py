@@ -2,7 +2,7 @@
 
 Inside a block of nodes states are constant. A commit computes those at the accepted ends as new
 tensors, all layers of equal shape together. The states before the last step, and what that step has
-kept, stay until the next one begins, so that it can be shortened.
+kept, stay until the next one begins or the call ends, so that it can be shortened.
 """
 
 from __future__ import annotations
@@ -236,6 +236,10 @@ class RecurrentStates:
             self.version, self._last = last.before, None
         return self.version.lengths
 
+    def settle(self) -> None:
+        """Forget the last step, whose nodes' rows take more memory than the states."""
+        self._last, self._kept = None, {}
+
     def remember(self) -> None:
         """Remember these states, so that rows can be cut to their present lengths later."""
         self._prompt = self.version  # whose tensors never change
@@ -280,7 +284,7 @@ class RecurrentStates:
         """Keep these rows in this order; they may repeat."""
         self.version = _selected(self.version, rows)
         self._prompt = None if self._prompt is None else _selected(self._prompt, rows)
-        self._last, self._kept = None, {}
+        self.settle()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_steps": {}}

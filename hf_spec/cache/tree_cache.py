@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.cache.attention import AttentionLayer, zeros
+from hf_spec.cache.attention import AttentionLayer
 from hf_spec.cache.buffers import Allocate, AttentionStates, aligned
 from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.cache.stateful import OpenBlock, StatefulCache
@@ -53,7 +53,7 @@ class TreeCache(StatefulCache):
             if they are not known.
 
     Args:
-        allocate: allocates its buffers, whose values must be finite.
+        allocate: see :meth:`AttentionStates.allocate_by`.
         rules: the rule of each recurrent layer, by its index.
     """
 
@@ -61,7 +61,7 @@ class TreeCache(StatefulCache):
 
     def __init__(
         self, num_layers: int, batch_size: int, device: torch.device | str,
-        allocate: Allocate = zeros, rules: dict[int, Rule] | None = None,
+        allocate: Allocate | None = None, rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
         super().__init__(layers=[AttentionLayer(self, index) for index in range(num_layers)])
         self.states = AttentionStates(self.layers, batch_size, allocate)
@@ -238,15 +238,17 @@ class TreeCache(StatefulCache):
         return self.states.tensors() + (self.recurrent.tensors() if self.recurrent else [])
 
     def traced_with(
-        self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree
-    ) -> TreeCache:
+        self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree,
+        in_place: bool,
+    ) -> TreeCache:  # fmt: skip
         """The cache with an open block as a graph sees it, which serves all lengths: with these
         :meth:`tensors`, :attr:`lengths`, slots ``(batch, n)`` that the block writes, and tree, in
-        place of its own. Attention sees all slots."""
+        place of its own. Attention sees all slots; ``in_place``: see
+        :meth:`AttentionStates.traced_with`."""
         assert self.block is not None
         own = TreeCache(len(self.layers), self.batch_size, lengths.device)
         given = list(tensors)
-        own.states = self.states.traced_with(own.layers, given)
+        own.states = self.states.traced_with(own.layers, given, in_place)
         # The length with which the block fills the slots. The check of a new graph detects models
         # that compute with it.
         own.lengths, own.host_lengths = lengths, [self.capacity - slots.shape[1]] * self.batch_size
@@ -310,7 +312,7 @@ class TreeCache(StatefulCache):
         if self.recurrent is not None and self.recurrent.reachable(lengths) != lengths:
             raise ValueError(
                 f"crop({tokens_to_remove}): a recurrent state holds all tokens at once and can be "
-                "taken back to the end of the prompt, or into the last step. Start without a cache."
+                "taken back to the end of the prompt. Start without a cache."
             )
         if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
             raise ValueError(

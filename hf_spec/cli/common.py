@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit, echo
 
-from hf_spec.core.checks import duration, install_extra
+from hf_spec.core.checks import duration, install_extra, nearest
 
 if TYPE_CHECKING:
     from hf_spec.bench.contenders import Adapter
@@ -55,8 +55,10 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
         return name if name == AUTO else None
     known = hf_spec.strategies()
     if name not in known:
-        choices = ", ".join([NO_STRATEGY, AUTO, *known])
-        raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
+        choices = [NO_STRATEGY, AUTO, *known]
+        raise ValueError(
+            f"unknown strategy {name!r}{nearest(name, choices)}; choose from {', '.join(choices)}"
+        )
     if get_method(name).needs_adapter and all(one.strategy != name for one in adapters):
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
     return name

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable, explained_interrupt, require
+from hf_spec.core.checks import nearest
 from hf_spec.model.loading import NATIVE, load_model
 
 
@@ -223,10 +224,11 @@ def parse_options(
     namespace = argparse.Namespace(**dict.fromkeys(names, absent))
     found, unknown = parser.parse_known_args(words, namespace)
     if unknown:
+        word = unknown[0].partition("=")[0]
         raise ValueError(
-            f"'hf-spec train {method}' has no option {unknown[0].partition('=')[0]!r}; fields of "
-            f"its config are {', '.join(map(_option, fields))}; see 'hf-spec train --help' for the "
-            "others"
+            f"'hf-spec train {method}' has no option {word!r}{nearest(word, map(_option, names))}; "
+            f"fields of its config are {', '.join(map(_option, fields))}; see 'hf-spec train "
+            "--help' for the others"
         )
     arguments = {name: value for name, value in vars(found).items() if value is not absent}
     config = {name: arguments.pop(name) for name in fields if name in arguments}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 #: The command that installs hf_spec: the one place where it stands, for errors, cards and guides.
@@ -65,12 +66,21 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def nearest(given: Any, known: Iterable[Any]) -> str:
+    """For errors, behind what was given: the known word that is most like it, if one is."""
+    words = map(str, known if isinstance(given, str) else ())
+    found = get_close_matches(str(given), [*words], 1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
 def check_choices(given: Any, **known: Collection[Any]) -> None:
     """Raise a ValueError unless each of these attributes of ``given`` is a known choice."""
     for name, values in known.items():
-        if getattr(given, name) not in values:
+        value = getattr(given, name)
+        if value not in values:
             raise ValueError(
-                f"{name}={getattr(given, name)!r}: choose one of {', '.join(map(str, values))}."
+                f"{name}={value!r}{nearest(value, values)}: choose one of "
+                f"{', '.join(map(str, values))}."
             )
 
 

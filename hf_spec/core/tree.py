@@ -210,11 +210,13 @@ class Tree:
         )
         return everyone
 
-    @cached_property
+    @property
     def drafted(self) -> Tree:
         """The trees without probes."""
-        if self.first_probe is None:
-            return self
+        return self if self.first_probe is None else self._drafted
+
+    @cached_property
+    def _drafted(self) -> Tree:
         nodes = self.num_tokens
         tree = dataclasses.replace(
             self, tokens=self.tokens[:, :nodes], parents=self.parents[:, :nodes],

@@ -212,11 +212,11 @@ def typical(
     tree: Tree, scores: Tensor, select: SelectFn, active: Tensor, epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> StepResult:  # fmt: skip
-    """Typical acceptance (Medusa, section 2.3.1; PPD, section 5.5). **Lossy**.
+    """Typical acceptance (Medusa, section 2.3.1; PPD, section 4.5.2). **Lossy**.
 
     Accept a draft token if p(x) > min(epsilon, delta * exp(-H(p))) at its parent; of the accepted
     paths take the longest, and of equally long ones the likeliest. The target chooses the step's
-    last token.
+    last token, which is sampled where the call samples; PPD takes it greedily.
 
     Args:
         tree: as in :func:`match`.

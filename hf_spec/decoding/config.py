@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import first_line, nearest
 from hf_spec.drafting.options import AUTO, DraftOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.loading import is_path
@@ -53,8 +53,9 @@ def _check_options_of_all(kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         if name not in known:
             raise ValueError(
-                f"assistant_kwargs: {name!r} with assistant_strategy={AUTO!r}: options of all "
-                f"strategies are {', '.join(known)}. Name the strategy that has this one."
+                f"assistant_kwargs: {name!r}{nearest(name, known)} with assistant_strategy="
+                f"{AUTO!r}: options of all strategies are {', '.join(known)}. Name the "
+                "strategy that has this one."
             )
     DraftOptions(**kwargs)
 

@@ -62,7 +62,9 @@ def new_tokens(
             handover.history = cache.tokens
         return [list(row) for row in rows]
     if cache.tokens is not None:
-        cache.truncate(list(map(_fitting, rows, cache.tokens, cache.host_lengths)))
+        # Behind them, plain generation may have appended padding to rows that ended before others.
+        lengths = cache.host_lengths if len(rows) == 1 else list(map(len, cache.tokens))
+        cache.truncate(list(map(_fitting, rows, cache.tokens, lengths)))
         if cache.inputs and 0 in cache.host_lengths:
             raise ValueError(
                 f"the prompt departs from what {CACHE} holds within a part that depends on more "

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from hf_spec.cache.attention import zeros
 from hf_spec.cache.buffers import Allocate
-from hf_spec.cache.convert import take_over, unpack_into
+from hf_spec.cache.convert import Source, take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.sequences import Sequences
 from modeling_patches.recurrences import Rule
@@ -33,7 +33,7 @@ class Handover:
         given: the call's KV cache, from the caller or created by ``generate``; or None.
         sequences: the call's sequences.
         returned: whether the call's output contains the cache.
-        allocate: allocates the buffers of a new cache.
+        allocate: allocates the buffers of its cache; see :meth:`AttentionStates.allocate_by`.
         rules: the rule of each recurrent layer.
 
     Attributes:
@@ -46,8 +46,8 @@ class Handover:
     """
 
     def __init__(
-        self, given: Any, sequences: Sequences, returned: bool, allocate: Allocate = zeros,
-        rules: dict[int, Rule] | None = None,
+        self, given: Any, sequences: Sequences, returned: bool,
+        allocate: Allocate | None = None, rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
         self.given = given
         self.sequences = sequences
@@ -60,31 +60,32 @@ class Handover:
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self._target: DynamicCache | None = given if callers else None
         self.wanted = returned or callers or isinstance(given, TreeCache)
-        #: The layers before the prompt. Layers replace their keys, so these stay valid; recurrent
-        #: states are copied.
+        #: The layers, and what brings each back to where it was before the prompt.
         self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
         self._mask: Tensor | None = None
         self._padded = False  # whether finished rows may hold padding behind their tokens
         self._done = False
 
     def take_over(
-        self, sources: Sequence[tuple[list[int] | None, DynamicCache, Tensor | None]],
-        mask: Tensor | None, capacity: int, front: int, logits: Tensor,
-    ) -> TreeCache:  # fmt: skip
+        self, sources: Sequence[Source], mask: Tensor | None, more: int, front: int, logits: Tensor
+    ) -> TreeCache:
         """Create the call's cache from the states that the prompt's forwards left.
 
         Args:
-            sources: rows, None for all of them; a cache that holds their states, which is emptied;
-                and the mask of its slots.
             mask: ``(batch, slots)`` bool, real slots; None if all are.
-            capacity, front: as for :func:`hf_spec.cache.convert.take_over`.
+            sources, more, front: as for :func:`hf_spec.cache.convert.take_over`.
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
-        cache = self.empty(len(sources[0][1].layers), len(logits), logits.device)
-        # Adopted before it takes over anything, as taking over empties ``sources``.
-        self.adopt(cache, mask)
-        for rows, source, real in sources:
-            take_over(cache, source, real, capacity, front, self.sequences.width, rows)
+        cache = self.empty(len(sources[0].cache.layers), len(logits), logits.device)
+        if len(sources) == 1:
+            # Adopted before it takes over anything, as this empties what may be the caller's.
+            self.adopt(cache, mask)
+        take_over(cache, sources, more, front, self.sequences.width)
+        if len(sources) > 1:
+            self.adopt(cache, mask)
+        if self._target is None:  # nobody needs what is left, such as recurrent states
+            for source in sources:
+                source.cache.layers.clear()
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
@@ -127,8 +128,11 @@ class Handover:
         """
         if self._before is not None and self._target is not None:
             for layer, state in self._before:
-                vars(layer).clear()
-                vars(layer).update(state)
+                if isinstance(state, int):
+                    layer.keys, layer.values = layer.keys[:, :, :state], layer.values[:, :, :state]
+                else:
+                    vars(layer).clear()
+                    vars(layer).update(state)
             del self._target.layers[len(self._before) :]
         elif self.cache is not None and self.wanted and not self._done:
             self._give_back(self.cache)
@@ -142,7 +146,7 @@ class Handover:
             return []
         returned = isinstance(self.given, TreeCache) or (self.wanted and self._target is None)
         states = self.cache.states
-        return states.rehouse(zeros) if returned else states.release()
+        return states.rehouse(None) if returned else states.release()
 
     def _give_back(self, cache: TreeCache) -> None:
         cache.repair()
@@ -164,16 +168,25 @@ class Handover:
             # A recurrent state in the middle of the tokens is not known: give back the prompt.
             lengths, cached = start, [0] * len(start)
         cache.truncate(lengths)
+        if cache.recurrent is not None:
+            cache.recurrent.settle()
         if self.history is not None:
             rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
-        if self._target is not None:
+        cache.states.limit = None
+        if self._target is None:
+            cache.states.allocate_by(None)
+        else:
             mask = None if self._mask is None else pad(self._mask, (0, cached[0]), value=True)
             unpack_into(cache, self._target, mask)
 
 
-def _state_of(layer: Any) -> dict[str, Any]:
-    """A layer's attributes; recurrent states, which it changes in place, are copied."""
+def _state_of(layer: Any) -> dict[str, Any] | int:
+    """What brings a layer back: the number of its tokens, if new ones come behind them; otherwise
+    its attributes, of which recurrent states, which it changes in place, are copied. Keys are
+    replaced, and with the old ones the cache of a long text would be there twice."""
+    if type(layer) is DynamicLayer and layer.get_seq_length():
+        return layer.get_seq_length()
 
     def own(value: Any) -> Any:
         if isinstance(value, dict):

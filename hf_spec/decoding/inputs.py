@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling_patches.cache_name import CACHE
+from modeling_patches.modules import takes
 
 #: Inputs that the loop provides.
 _MADE = (
@@ -151,6 +152,10 @@ class LaterInputs(NamedTuple):
             positions = positions.reshape(-1, positions.shape[-1])
         prompts = (input_ids, model_kwargs.get("inputs_embeds"))
         widths = {prompt.shape[1] for prompt in prompts if prompt is not None}
+        if positions is None and takes(model, "position_ids"):
+            # ``generate`` asks the signature: a forward of (*args, **kwargs) gets none, and counts
+            # the columns of the prompt, padding included.
+            positions = ids.new_full((1, len(ids)), max(widths))
         per_token: dict[str, Tensor] = {}
         for key, value in others.items():
             before = model_kwargs.get(key)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_spec.cache.attention import zeros
 from hf_spec.core.buckets import bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
@@ -78,7 +77,7 @@ def decode(
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
 
-    allocate, rules = graphs.allocate if graphs else zeros, recurrent_rules(model)
+    allocate, rules = graphs.allocate if graphs else None, recurrent_rules(model)
     handover = Handover(model_kwargs.get(CACHE), sequences, returns_dict, allocate, rules)
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
@@ -103,6 +102,7 @@ def decode(
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, watch, handover)
         steps.first(prefilled)
+        del prefilled  # hidden states of the whole prompt, perhaps, which the drafter has now
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
-from hf_spec.cache.convert import check_packable
+from hf_spec.cache.convert import Source, check_packable
 from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.continued import check_gaps, extend, new_tokens, padding_before, reach_of
@@ -43,9 +43,6 @@ RIDING = 512
 
 #: Attention implementations that an explicit mask of a prompt's size does not slow down.
 TAKES_MASKS = ("eager", "sdpa")
-
-#: Slots allocated after the prompt at first; more are added by doubling.
-RESERVE = 512
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -120,16 +117,20 @@ def prefill(
     of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
-        if graphs is not None:
-            cache.states.rehouse(graphs.allocate)
         first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
+        if handover.allocate is None:
+            cache.states.allocate_by(None)
+        else:
+            cache.states.rehouse(handover.allocate)
+        cache.states.limit = max(map(sum, zip(cache.host_lengths, map(len, rows)))) + budget
         found = extend(make_target(cache, cache.lengths + counts, later), rows, group)
     elif group is not None and takes_probes and of_tokens():
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
-        cache.states.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
+        cache.states.limit = max(map(len, rows)) + budget
+        cache.states.reserve(cache.states.ahead(max(map(len, rows)) + len(group)))
         found = append(make_target(cache, lengths, later), rows, group, RIDING)
         handover.adopt(cache, real)
     else:
@@ -137,7 +138,9 @@ def prefill(
             check_packable(given)
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
-        chunks = captured(model, changes, reads.layers, _last) if reads.nodes else []
+        chunks = []
+        if reads.nodes:
+            chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
         parts = [Part(None, input_ids, model_kwargs, real)]
         if packed is not None:
             packed.add_to(changes)
@@ -155,7 +158,7 @@ def prefill(
             outputs = run(part.input_ids, config, part.model_kwargs, is_first_iteration=True)
             source = with_layers(outputs.get(CACHE))
             check_packable(source)
-            sources.append((part.rows, source, part.real))
+            sources.append(Source(source, part.real, part.rows))
             ends.append(outputs.logits[:, -1])
             hidden, following = _read(reads, chunks, part.input_ids, part.real)
             states += [] if hidden is None else [hidden]
@@ -163,10 +166,8 @@ def prefill(
                 rows[row] = tokens
             chunks.clear()
         logits = in_order(parts, ends)
-        width = sequences.width if mask is None else mask.shape[1]
-        capacity = max(width, sequences.width) + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
-        cache = handover.take_over(sources, real, capacity, front, logits)
+        cache = handover.take_over(sources, real, budget, front, logits)
         if len(parts) == 1:
             later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
@@ -250,10 +251,10 @@ def _read(
     if not chunks:
         return None, none
     if reads.tokens == "last":
-        return chunks[-1][:, -1].clone(), none
+        return chunks[-1][:, -1], none
     if not input_ids.shape[1]:
         return chunks[-1][:, -1:].clone(), none
-    hidden = torch.cat(chunks, dim=1)
+    hidden = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
     ids = input_ids[:, -hidden.shape[1] :]
     if real is None:
         return hidden, ids[:, 1:].tolist()

@@ -56,8 +56,16 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     if tokenizer is not None:
         why = "draft tokens are the model's own, so both have one tokenizer."
         refuse("assistant_tokenizer", type(tokenizer).__name__, why)
-    if config.use_cache is False and model.generation_config.use_cache is not False:
-        refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
+    adapters = list((getattr(model, "peft_config", None) or {}).values())
+    mixes = any(adapter.peft_type == "XLORA" for adapter in adapters)
+    if config.use_cache is False and (mixes or model.generation_config.use_cache is not False):
+        remedy = "Set use_cache=True."
+        if mixes:
+            remedy = (
+                "X-LoRA runs without it, as its scalings depend on the whole text: generate "
+                "without a strategy, or with one of its LoRAs alone."
+            )
+        refuse("use_cache", False, "tree attention needs the cache.", remedy)
     config.use_cache = True  # some models' own default is False (MPT)
     if config.cache_implementation not in (None, "dynamic", STATIC):
         refuse(
@@ -84,7 +92,6 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             "ranks with prompts of their own would run modules of the model at different times and "
             "wait for ever.", "Choose a strategy whose drafts run none, such as prompt_lookup.",
         )  # fmt: skip
-    adapters = list((getattr(model, "peft_config", None) or {}).values())
     # PeftModel.generate runs the base model's generate() with its own input preparation.
     caller = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if caller is not model and hasattr(caller, "active_peft_config"):

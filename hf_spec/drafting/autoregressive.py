@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.cache.attention import zeros
 from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
@@ -124,10 +123,11 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
             graphs.hold(self.network.own)
         self.cache = DraftCache(
             self.network.num_layers, state.batch_size, state.root.device,
-            zeros if graphs is None else graphs.allocate,
+            None if graphs is None else graphs.allocate,
         )  # fmt: skip
-        if graphs is not None:  # code is for sizes: as many slots as the target's, at the same time
-            self.cache.states.reserve(state.cache.capacity)
+        # As many slots as the target's, at the same time: code is for sizes.
+        self.cache.states.limit = state.cache.states.limit
+        self.cache.states.reserve(state.cache.capacity)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
@@ -151,7 +151,6 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
     def _run_committed(self, rows: Rows) -> None:
         """Run true rows and keep what the last one of each sequence says."""
         network, cache, width = self.network, self.cache, max(rows.counts)
-        hidden = network.features(rows.hidden[:, :width])
         for start in range(0, width, AT_ONCE):
             part = slice(start, min(start + AT_ONCE, width))
             tokens = rows.tokens[:, part]
@@ -159,7 +158,8 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
             mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))
             positions = cache.lengths[:, None] + tree.depths
             before = None if self._root is None else self._root[1]
-            found = network.run_true(tokens, hidden[:, part], before, positions, mask, cache)
+            hidden = network.features(rows.hidden[:, part])
+            found = network.run_true(tokens, hidden, before, positions, mask, cache)
             most = tokens.shape[1]
             known = [min(max(count - start, 0), most) for count in rows.counts]
             if rows.exact is None:
@@ -219,7 +219,7 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             held, given = tensors[: len(buffers)], tensors[len(buffers) :]
             lengths, slots, tokens, hidden, positions, mask = given
-            traced = cache.traced_with(held, lengths, slots, block)
+            traced = cache.traced_with(held, lengths, slots, block, graphs.records)
             states, after = network.run(tokens, hidden, positions, mask, traced)
             return network.logits(states), after
 

@@ -101,7 +101,10 @@ class ReadsCommitted(Drafter):
         counts, self._counts = self._counts, []
         if not parts:
             return None
-        tokens, hidden = (torch.cat(column, dim=1) for column in zip(*parts))
+        # A prompt's, which comes alone, is long: it is not copied.
+        tokens, hidden = parts[0]
+        if len(parts) > 1:
+            tokens, hidden = (torch.cat(column, dim=1) for column in zip(*parts))
         exact = sent(counts[-1], tokens.device) if ahead else None
         if ahead:
             counts[-1] = [parts[-1][0].shape[1]] * len(tokens)

@@ -149,9 +149,10 @@ class ForwardDrafter(Drafter):
 
     def _grow(self, state: DecodeState, depth: int) -> tuple[Growth, Tensor]:
         count = depth if self.width == 1 else self._exactly(state) or GROWN
-        growth = _Levels(self, state, count)
-        depth = growth.levels(depth)
-        grown = grow(growth, state.root, count, depth, growth.trust, expanded=self.width)
+        growth = Growth(self.exit, state)
+        levels = _Levels(growth, self, state, count)
+        depth = levels.most(depth)
+        grown = grow(levels, state.root, count, depth, growth.trust, expanded=self.width)
         self.finish()
         return growth, grown
 
@@ -162,7 +163,8 @@ class ForwardDrafter(Drafter):
 
 
 class Growth:
-    """One tree per row as it grows, and what is learned from it.
+    """What is learned from one tree per row that has grown. The drafter keeps it until the step is
+    over, so it holds neither the drafter nor the state, also if the step fails.
 
     Attributes:
         trust: terms added to log-probabilities, per distance.
@@ -171,7 +173,7 @@ class Growth:
     """
 
     def __init__(self, exit: DraftExit, state: DecodeState):
-        self.exit, self.state = exit, state
+        self.exit = exit
         self.trust = exit.calibration.log_factors
         self.trees: HostTree | None = None
         self.cost = state.draft_cost()
@@ -182,33 +184,34 @@ class Growth:
             self.exit.calibration.learn(self.trees, self.trust, emitted)
 
 
-class _Levels(Growth):
+class _Levels:
     """Each level takes a forward; see :class:`hf_spec.drafting.grow.Expands`."""
 
-    def __init__(self, drafter: ForwardDrafter, state: DecodeState, count: int):
-        super().__init__(drafter.exit, state)
-        self.drafter = drafter
+    def __init__(self, growth: Growth, drafter: ForwardDrafter, state: DecodeState, count: int):
+        self.growth, self.drafter, self.state = growth, drafter, state
         self._children = 1 if drafter.width == 1 else count  # of a node, at most
-        self._asks = self.cost is not None and not waits(state.root.device)
+        self._asks = growth.cost is not None and not waits(state.root.device)
 
-    def levels(self, most: int) -> int:
+    def most(self, levels: int) -> int:
         """How many levels to grow, at most: as far as can be told without a transfer for each."""
-        if self.cost is None or self._asks:
-            return most
-        found = self.exit.levels(most, sum(self.state.active), self.cost)
+        exit, cost = self.growth.exit, self.growth.cost
+        if cost is None or self._asks:
+            return levels
+        found = exit.levels(levels, sum(self.state.active), cost)
         if not self.drafter.forward_per_level:
-            found = most if found else 0
-        return found or int(self.exit.due())
+            found = levels if found else 0
+        return found or int(exit.due())
 
     def expand(self, frontier: Frontier) -> Children | None:
         drafter, state, depth = self.drafter, self.state, frontier.depth
+        exit, cost = self.growth.exit, self.growth.cost
         runs = drafter.forward_per_level or not depth
         if self._asks and runs:
-            assert self.cost is not None
+            assert cost is not None
             paths = frontier.log_probs.exp().sum(-1).tolist()
             paths = [path * on for path, on in zip(paths, state.active)]
-            worth = self.exit.is_worth(depth + 1, paths, self.cost)
-            if not worth and (depth or not self.exit.due()):
+            worth = exit.is_worth(depth + 1, paths, cost)
+            if not worth and (depth or not exit.due()):
                 return None
         state.stats.num_draft_forwards += runs
         logits = self._as_sampled(drafter.level(frontier).float(), depth)

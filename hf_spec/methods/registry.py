@@ -25,6 +25,7 @@ from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
+from hf_spec.core.checks import nearest
 from hf_spec.core.field_docs import complete_docstring
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
@@ -158,8 +159,8 @@ class Method:
         for key in kwargs:
             if key not in known:
                 raise ValueError(
-                    f"assistant_kwargs: strategy {self.name!r} has no option {key!r}; its options "
-                    f"are {', '.join(sorted(known))}."
+                    f"assistant_kwargs: strategy {self.name!r} has no option {key!r}"
+                    f"{nearest(key, known)}; its options are {', '.join(sorted(known))}."
                 )
         options = self.options(**kwargs)
         if options.acceptance == "rejection" and not self.drafter.can_sample:
@@ -172,7 +173,8 @@ class Method:
             TokenTree.from_paths(tree)
         elif tree not in trees:
             raise ValueError(
-                f"tree={tree!r}: choose one of {', '.join(trees)}, or give rank paths."
+                f"tree={tree!r}{nearest(tree, trees)}: choose one of {', '.join(trees)}, or give "
+                "rank paths."
             )
         return options
 
@@ -267,7 +269,7 @@ def get_method(name: str) -> Method:
     """
     if not isinstance(name, str) or name not in methods():
         raise ValueError(
-            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}, or "
-            f"{AUTO!r}."
+            f"assistant_strategy={name!r} is unknown{nearest(name, methods())}: choose one of "
+            f"{', '.join(methods())}, or {AUTO!r}."
         )
     return methods()[name]

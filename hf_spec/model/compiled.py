@@ -68,9 +68,9 @@ class CompiledTarget(Target):
         named, others = self.variables()
         start = sent([first] if first else [], cache.lengths.device)
         small = [cache.lengths, *parts, *named.values(), start]
-        # In code for each layer's buffer, as all is one launch; else after it, at once for all,
-        # which takes no compiling and less time.
-        moves = graphs.shares_memory
+        # In compiled code for each layer's buffer, as all is one launch; else after it, at once for
+        # all, which takes no compiling and fewer kernels.
+        moves = graphs.shares_memory and not graphs.records
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
@@ -80,7 +80,8 @@ class CompiledTarget(Target):
             nodes = torch.arange(width, device=lengths.device)
             if first:
                 nodes = nodes + next(given)
-            traced = cache.traced_with(held, lengths, lengths[:, None] + nodes, rows)
+            slots = lengths[:, None] + nodes
+            traced = cache.traced_with(held, lengths, slots, rows, graphs.records)
             own = self.traced_with(traced, variables)
             block = Block.of(rows, nodes if first else slice(None))
             output = own.forward(block, cache.capacity, changes)

@@ -235,7 +235,8 @@ class Graphs:
     def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:
         if not self.records:
             return self._kind, name, tuple(map(_shape, inputs))
-        places = tuple(map(_place, inputs[:static]))
+        # Those at fixed places are parts of a few buffers, of one shape and batch size.
+        places = (tuple(map(Tensor.data_ptr, inputs[:static])), *map(_shape, inputs[:static][:1]))
         return self._kind, name, places, tuple(map(_shape, inputs[static:]))
 
     def _call(
@@ -340,11 +341,6 @@ def _shape(tensor: Tensor) -> Hashable:
     """The layout that code is compiled for; strides of dimensions of size 1 do not matter."""
     strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
     return tensor.shape, strides, tensor.dtype, tensor.device
-
-
-def _place(tensor: Tensor) -> Hashable:
-    """Where a tensor is in memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

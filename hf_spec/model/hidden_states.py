@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.memory import memory
 from modeling_patches.early_pruning import layer_input
-from modeling_patches.modules import decoder_of, num_layers
+from modeling_patches.modules import decoder_of, num_layers, takes
 from modeling_patches.per_call import Changes, step_aside
 from modeling_patches.weights import (
     features,
@@ -119,8 +119,7 @@ def shapes_logits(model: Any) -> bool:
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of ``inputs`` that the model's forward accepts; not all accept positions, say."""
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in known}
+    return {name: value for name, value in inputs.items() if takes(model, name)}
 
 
 def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor]:
@@ -171,7 +170,7 @@ NO_STATES = Reads()
 
 def captured(
     model: Any, changes: Changes, layers: Sequence[int] = (),
-    wanted: Callable[[Tensor], Tensor] | None = None,
+    wanted: Callable[[Tensor], Tensor] | None = None, only_last: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """A list to which each forward of ``model`` with these changes appends its hidden states.
 
@@ -181,6 +180,7 @@ def captured(
         layers: see :class:`Reads`. The states are ``(batch, tokens, len(layers) * hidden)``.
         wanted: selects the final states ``(batch, n, hidden)`` to compute logits from, after the
             decoder. None for all.
+        only_last: keep the states of each forward's last column only.
 
     Raises:
         ValueError: if there is no such layer.
@@ -201,7 +201,8 @@ def captured(
                 f"so that states of layers {tuple(layers)} cannot be read. Choose a strategy that "
                 "reads the final ones."
             )
-        seen.append(torch.cat([part.to(final.device) for part in parts], -1) if parts else final)
+        states = torch.cat([part.to(final.device) for part in parts], -1) if parts else final
+        seen.append(states[:, -1:].clone() if only_last else states)
         fewer = final if wanted is None else wanted(final)
         if fewer.shape == final.shape:
             return None

@@ -340,8 +340,10 @@ class Target:
             )  # fmt: skip
             self._prunes = True
         running.choose = choose
-        logits = changes.run(call, **inputs).logits
-        running.choose = None  # break the reference cycle
+        try:
+            logits = changes.run(call, **inputs).logits
+        finally:
+            running.choose = None  # break the reference cycle
         return Output(smaller, logits, seen.pop()[:, : running.tokens + running.probes])
 
     def _watched(

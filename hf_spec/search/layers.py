@@ -27,16 +27,14 @@ from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_choices, check_same_settings, first_line
 from hf_spec.core.memory import forget
-from hf_spec.files import writing
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import num_layers
 
 STRATEGY = "layer_skip"
 #: Optuna's storage, an append-only file of JSON lines in the output folder.
 STUDY_FILE = "study.jsonl"
-#: What chooses the next trial, and what breaks off slow ones. A Gaussian process,
-#: as in the paper, which learns nothing from trials that were broken off and takes a second; or
-#: tree-structured Parzen estimators, which take milliseconds.
+#: What chooses the next trial, and what breaks off slow ones: a Gaussian process, as in the paper,
+#: which would learn nothing from those; or tree-structured Parzen estimators, which do.
 SAMPLERS = {"gp": ("GPSampler", "NopPruner"), "tpe": ("TPESampler", "MedianPruner")}
 #: Number of best choices that are measured on held-out prompts.
 FINALISTS = 3
@@ -122,7 +120,6 @@ class LayerSearch:
         if not prompts:
             raise ValueError("nothing to search on: no prompts")
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        self.folder = folder
         self.sublayers = skippable(model)
         self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.study = open_study(folder, settings)
@@ -164,8 +161,7 @@ class LayerSearch:
 
         report()
         options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
-        opened = Session.open(self.model, self.tokenizer, options, [])
-        with writing(self.folder), opened as session:
+        with Session.open(self.model, self.tokenizer, options, []) as session:
             self.study.optimize(
                 lambda trial: self._trial(session, trial),
                 n_trials=max(trials - self.finished, 0), callbacks=[report],

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.bench.environment import device_name, package_version
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_count, check_range, nearest
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically, writing
 from hf_spec.hub.card import TRAINING
@@ -87,7 +86,9 @@ def trainable_method(name: str) -> Method:
     trainable = {name: method for name, method in known.items() if method.training is not None}
     if name not in trainable:
         reason = f"{name!r} has nothing" if name in known else f"there is no method {name!r}"
-        raise ValueError(f"{reason} to train; choose one of {', '.join(trainable)}.")
+        raise ValueError(
+            f"{reason} to train{nearest(name, trainable)}; choose one of {', '.join(trainable)}."
+        )
     return trainable[name]
 
 
@@ -292,11 +293,13 @@ def train(
 
 
 def _last_checkpoint(folder: Path) -> str | None:
-    """The last whole checkpoint, if there is one; those that were cut off are removed."""
-    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        if not (path / TRAINER_STATE_NAME).is_file():  # which is written last
-            shutil.rmtree(path)
-    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    """The last checkpoint that is whole, if there is one."""
+    found = {
+        int(path.name.rpartition("-")[2]): str(path)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (path / TRAINER_STATE_NAME).is_file()  # which is written last
+    }
+    return found[max(found)] if found else None
 
 
 def _record(

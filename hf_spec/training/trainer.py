@@ -24,7 +24,7 @@ from hf_spec.training.sharded import gathered_state, whole_root
 
 #: Steps of a schedule that follows the time.
 FINE = 10_000
-#: Part of ``max_minutes`` after which an evaluation stops to decode.
+#: Part of ``max_minutes`` that an evaluation may take.
 EVALUATING = 0.1
 
 
@@ -224,30 +224,30 @@ class SpecTrainer(Trainer):
         self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
-        began = time.monotonic()
+        began, found = time.monotonic(), {}
         with self.report.evaluating():
-            output = self._evaluated(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            if self.eval_decoding is not None:
+                stats = self._decode(self.eval_decoding, time.monotonic() - began)
+                found["tau"] = stats.mean_accepted_tokens
+                for depth, rate in enumerate(stats.acceptance_per_position, start=1):
+                    found[f"acceptance_{depth}"] = rate
+        output.metrics.update({f"{metric_key_prefix}_{name}": one for name, one in found.items()})
         self._evaluation = time.monotonic() - began
         return output
 
-    def _evaluated(self, *args: Any, metric_key_prefix: str, **kwargs: Any) -> EvalLoopOutput:
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self.eval_decoding is not None:
-            stats = self._decode(self.eval_decoding)
-            output.metrics[f"{metric_key_prefix}_tau"] = stats.mean_accepted_tokens
-            for depth, rate in enumerate(stats.acceptance_per_position, start=1):
-                output.metrics[f"{metric_key_prefix}_acceptance_{depth}"] = rate
-        return output
-
-    def _decode(self, decoding: EvalDecoding) -> SpecStats:
-        """Statistics of decoding; every process decodes its share of the prompts."""
+    def _decode(self, decoding: EvalDecoding, spent: float) -> SpecStats:
+        """Statistics of decoding; every process decodes its share of the prompts. With
+        ``max_minutes``, until the evaluation, which has ``spent`` some seconds, has had its part of
+        them, or a quarter of that."""
         if self.sharded:
             # Every forward gathers weights from all processes, so that they must run in step.
             with whole_root(self.model):
                 return decoding.measure(self._base)
         share = slice(self.args.process_index, None, self.args.world_size)
         limit = self.args.max_minutes
-        seconds = None if limit is None else EVALUATING * 60 * limit
+        part = EVALUATING * 60 * (limit or 0.0)
+        seconds = None if limit is None else max(part - spent, part / 4)
         total = SpecStats()
         for part in gather_object([decoding.measure(self._base, share, seconds)]):
             total.merge(part)

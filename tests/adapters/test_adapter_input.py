@@ -261,6 +261,12 @@ def test_a_refusal_leaves_earlier_adapters_alone(
     base.load_adapter(str(good), adapter_name="bad")  # the name is free
 
 
+@pytest.mark.parametrize("place", ["./nope", "~/nope", "../a/b/c"])
+def test_no_such_folder(base_path: str, place: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"'{place}'.: there is no such folder"):
+        load(base_path).load_adapter(place)
+
+
 def test_a_config_alone_serves_for_a_fresh_adapter(base_path: str, tmp_path: Path) -> None:
     SampleConfig(num_masks=6).save_pretrained(tmp_path)
     config = PeftConfig.from_pretrained(str(tmp_path))

@@ -92,15 +92,16 @@ def test_full_fine_tuning_beside_a_drafter(
     assert same(state(resumed), after) and same(state(alone), after)
 
 
-def test_weights_of_the_base_alone_are_complete(
-    fresh: Tiny, adapter: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_the_base_alone_are_complete(fresh: Tiny, adapter: str) -> None:
     model: Any = fresh("llama")
     weights = state(model)
     model.load_adapter(adapter)
     assert not model.load_state_dict(weights).missing_keys
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({k: v for k, v in weights.items() if "norm" not in k})
+    model.add_adapter(hf_spec.BitaConfig(num_mask_tokens=2), "trained")
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    assert missing and all("type_bita" in name for name in missing)
 
 
 def test_every_way_to_attach_a_drafter(fresh: Tiny, adapter: str) -> None:

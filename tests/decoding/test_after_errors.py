@@ -33,7 +33,6 @@ import hf_spec
 import modeling_patches
 from hf_spec.cache.buffers import AttentionStates
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding import prefill
 from modeling_patches.cache_name import CACHE
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
@@ -315,8 +314,8 @@ def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyP
     def fails(*args: Any) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(prefill, "RESERVE", 1)
-    monkeypatch.setattr("hf_spec.cache.buffers.SMALLEST", 1)
+    for name in ("STEP", "GROWTH", "NODES"):
+        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", 1)
     for kind in ("dynamic, first", "dynamic"):
         turn = Turn(tiny("llama_tied"), kind)
         for name in ("_resize", "allocate"):

@@ -80,6 +80,8 @@ def test_a_config_that_is_kept(tmp_path, fresh):
     """Options are those of all strategies; the config of a call stays as it is."""
     with pytest.raises(ValueError, match=r"'width' with assistant_strategy='auto': options of all"):
         hf_spec.SpecConfig("auto", {"width": 2})
+    with pytest.raises(ValueError, match=r"'draftin' \(did you mean 'drafting'\?\) with assis"):
+        hf_spec.SpecConfig("auto", {"draftin": "always"})
     with pytest.raises(ValueError, match="drafting='never': choose one of auto, always"):
         hf_spec.SpecConfig("auto", {"drafting": "never"})
     hf_spec.SpecConfig("auto", {"drafting": "always"}).save_pretrained(tmp_path)

@@ -86,6 +86,43 @@ def test_hooks_that_tell_tokens_apart_are_refused(fresh: Tiny, method: str) -> N
         check_same(model, drafting(method), prompt(), **GREEDY)
 
 
+class Steering:
+    """A hook that is switched on, or made stronger, after it was registered."""
+
+    def __init__(self) -> None:
+        self.on, self.strength, self.calls = False, 0.0, 0
+        self.vector = torch.zeros(32)
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        self.calls += 1
+        by = VECTORS[0, 0] if self.on else self.strength * VECTORS[0, 0] + self.vector
+
+        def change(hidden: Tensor) -> Tensor:
+            changed = hidden.clone()
+            changed[:, -1] += by
+            return changed
+
+        return steered(change)(module, args, output)
+
+
+def test_a_hook_that_is_switched_on(fresh: Tiny) -> None:
+    for attribute, value in (("on", True), ("strength", 1.0), ("vector", VECTORS[1, 0])):
+        for register in (lambda steering: steering, lambda steering: steering.__call__,
+                         lambda steering: lambda *given: steering(*given)):  # fmt: skip
+            model, steering = fresh("llama"), Steering()
+            model.model.layers[1].register_forward_hook(register(steering))
+            check_same(model, LOOKUP, prompt(), **GREEDY)
+            calls = steering.calls
+            model.generate(prompt(), **GREEDY, **LOOKUP)
+            assert steering.calls - calls <= GREEDY["max_new_tokens"], "no trial"
+            if attribute == "vector":
+                steering.vector.copy_(value)
+            else:
+                setattr(steering, attribute, value)
+            with pytest.raises(ValueError, match="does not take explicit masks"):
+                model.generate(prompt(), **GREEDY, **LOOKUP)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_hooks_on_all_tokens(fresh: Tiny, method: str) -> None:
     model, calls = ready(fresh, method), []

@@ -1,4 +1,7 @@
-"""The host reads one small tensor per step; on a GPU each further one would be another wait."""
+"""The host reads one small tensor per step; on a GPU each further one would be another wait.
+
+Here are compiled steps, whose tensors' methods are counted; for others see `test_on_a_device.py`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,28 +54,26 @@ READS_OF = {"draft_model": 2}
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled"),
+    ("name",),
     covering(
         product(
             (
                 "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark",
                 "eagle3", "mtp", "draft_model",
             ),
-            (False, True),
         ),
-        # Code takes its time.
-        lambda name, compiled: [(family(name) if compiled else name, compiled)],
+        lambda name: [family(name)],
     ),
 )  # fmt: skip
-def test_one_read_per_step(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool
+def test_one_read_per_compiled_step(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     as_if(True, monkeypatch)
     model = adapt(shallow(layers=1 + (name == "propd")), name)  # which looks at an earlier layer
     options: dict[str, Any] = {"drafting": "always"}
     kwargs = {"assistant_strategy": name, "assistant_kwargs": options, "eos_token_id": None}
     kwargs |= {"assistant_model": shallow(layers=1)} if name == "draft_model" else {}
-    kwargs |= CAPTURED if compiled else {}
+    kwargs |= CAPTURED
     # In the first call much is made that the later one finds.
     generate(model, ragged(), max_new_tokens=10, **kwargs)
     with counted(monkeypatch) as seen:
@@ -83,16 +84,13 @@ def test_one_read_per_step(
     assert more < expected and len(seen) < expected + more, (steps, len(seen))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_one_read_per_step_with_the_models_keys(
-    monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+def test_one_read_per_compiled_step_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """An assistant that attends to them goes on from tokens that the device knows."""
     as_if(True, monkeypatch)
     kwargs = {
         "assistant_strategy": "draft_model", "assistant_kwargs": {"drafting": "always"},
         "assistant_model": assistant_for("shared", ordered=True), "eos_token_id": None,
-        **(CAPTURED if compiled else {}),
+        **CAPTURED,
     }  # fmt: skip
     model = base_of("shared")
     generate(model, ragged(), max_new_tokens=10, **kwargs)
@@ -125,52 +123,3 @@ def test_levels_are_chosen_without_reads(
     expected = {0.0: per_step > 4, 0.8: 0.1 < per_step < (8 if often_right else 4)}
     assert expected.get(cost, per_step < 0.1), per_step
     assert len(seen) < READS_OF.get(name, 1) * stats.num_steps + 25, len(seen)
-
-
-WARPED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
-#: Strategy, its options, the call's settings.
-PROCESSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "sampled": ("prompt_lookup", {}, {"do_sample": True, **WARPED}),
-    "sampled heads": ("medusa", {}, {"do_sample": True, **WARPED}),
-    "greedy, penalty": ("medusa", {}, {"repetition_penalty": 1.3, "min_new_tokens": 9}),
-    "sampled, penalty": ("ppd", {}, {"do_sample": True, "repetition_penalty": 1.3, **WARPED}),
-    "scores": ("medusa", {}, {"output_scores": True}),
-    "sampled block": ("dspark", {}, {"do_sample": True, **WARPED}),
-    "block, penalty": ("dflash", {}, {"repetition_penalty": 1.3}),
-    "sampled levels": ("eagle3", {}, {"do_sample": True, **WARPED}),
-    "levels, penalty": ("mtp", {}, {"repetition_penalty": 1.3}),
-    "typical": ("medusa", {"acceptance": "typical"}, {"do_sample": True, **WARPED}),
-    "rejection": ("space", {"acceptance": "rejection"}, {"do_sample": True, **WARPED}),
-    "rejection, penalty": (
-        "space", {"acceptance": "rejection"}, {"do_sample": True, "repetition_penalty": 1.3},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("case", "batch"),
-    covering(product(PROCESSED, (1, 8)), lambda case, batch: [case, (PROCESSED[case][0], batch)]),
-)
-def test_one_read_per_sampled_or_processed_step(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
-) -> None:
-    """Where the host would wait for a read. On CPUs rules stop early instead: reads are free."""
-    strategy, options, settings = PROCESSED[case]
-    model = adapt(shallow(layers=1), strategy)
-    prompts = {name: values[:1].repeat(batch, 1) for name, values in ragged().items()}
-    kwargs = {
-        "assistant_strategy": strategy, "assistant_kwargs": {"drafting": "always", **options},
-        "eos_token_id": None, "max_new_tokens": 32, **settings,
-    }  # fmt: skip
-    outputs = []
-    for waits in (False, True):
-        as_if(waits, monkeypatch)
-        torch.manual_seed(0)
-        with counted(monkeypatch) as seen:
-            outputs.append(generate(model, prompts, **kwargs))
-    steps = outputs[1].spec_stats.num_steps
-    assert outputs[1].spec_stats.num_drafted_tokens
-    if "rejection" not in case:  # which draws a random number for each draft token it looks at
-        assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist()
-    # Now and then a call that samples learns how far to trust its drafts.
-    assert len(seen) < 1.3 * steps + 30, (steps, len(seen))

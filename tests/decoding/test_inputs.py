@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from adapter_oracle import lent
@@ -95,3 +96,34 @@ def test_values_per_token_in_the_next_turn(tiny: Tiny, spec: Spec) -> None:
     types[:, -3] = 0
     with pytest.raises(ValueError, match=r"\(token_type_ids\) with a TreeCache.*kind that is gen"):
         model.generate(ids, token_type_ids=types, **settings, **{CACHE: first[CACHE]})
+
+
+def passing_on(model: Any, drops: str = "") -> Any:
+    """The model with a forward of ``(*args, **kwargs)``, as subclasses and wrappers write it."""
+
+    class Passing(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop(drops, None)
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Passing
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "falcon_alibi"])
+def test_a_forward_that_names_no_argument(fresh: Tiny, architecture: str, spec: Spec) -> None:
+    """Which ``generate`` gives no positions, so that padding counts."""
+    model = passing_on(fresh(architecture))
+    for inputs in ({"input_ids": prompt()}, ragged()):
+        check_same(model, spec, **inputs, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("drops", "message"), [("position_ids", "explicit masks and pos"), (CACHE, "a trial raised")]
+)
+def test_what_such_a_forward_drops_shows_in_a_trial(drops: str, message: str) -> None:
+    model = passing_on(copy.deepcopy(architectures.build("smollm3")), drops)
+    with pytest.raises(ValueError, match=f"Passing does not work with prompt_lookup: .*{message}"):
+        model.generate(prompt(), **GREEDY, **drafting("prompt_lookup"))
+    keeps = passing_on(copy.deepcopy(architectures.build("smollm3")))
+    check_same(keeps, drafting("prompt_lookup"), **ragged(), **GREEDY)

@@ -22,6 +22,8 @@ from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
+pytestmark = pytest.mark.instructions
+
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 
@@ -136,5 +138,5 @@ def test_the_self_check_allows_for_rounding(
     trial = selfcheck.Trial(model, padded=True)
     with torch.autocast(**BF16, enabled=not wrapped), torch.no_grad():
         problem, error = trial.run(None, True)
-        assert selfcheck.tolerance(trial.dtypes) == 1e-1 and 1e-3 < error < 5e-2
+        assert error < selfcheck.tolerance(trial.dtypes) == 1e-1
         generate(model, prompt(), **strategy("prompt_lookup"))

@@ -21,6 +21,8 @@ from hf_spec.model.graphs import Graphs
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
 
+pytestmark = pytest.mark.instructions
+
 PACKED = {"pack_weights": True, "drafting": "always"}
 
 

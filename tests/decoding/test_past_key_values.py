@@ -21,7 +21,6 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding import prefill
 from modeling_patches.cache_name import CACHE
 
 Spec = dict[str, Any]
@@ -257,8 +256,9 @@ def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
 
 
 def test_growth_beyond_the_reserve(tiny: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache doubles on the way when the length is not known."""
-    monkeypatch.setattr(prefill, "RESERVE", 1)
+    """The cache grows on the way, and has no more slots than the call needs."""
+    for name, value in {"STEP": 16, "GROWTH": 1}.items():
+        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", value)
     given = {**ragged(), "max_new_tokens": 60, "do_sample": False}
     assert tiny().generate(**given, **spec).tolist() == plainly(tiny(), **given).tolist()
 

@@ -19,6 +19,7 @@ from running import CAPTURED, drafting, experts_are_captured
 from test_after_errors import failing, lines, once_each
 from test_shrinking import StopRowAt, staggered
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_spec
@@ -314,6 +315,18 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert second[CACHE] is first[CACHE]
         check_states(model, second[CACHE], real(second.sequences, turn))
         monkeypatch.setattr("hf_spec.model.appending.RECURRENT_CHUNK", 4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba"])
+def test_a_returned_cache_holds_no_rows_of_the_last_step(kind: str) -> None:
+    """The states at both ends of the answer, and nothing else."""
+    out = shared_recurrent(kind).generate(
+        **ragged(), **GREEDY, **SAME_MODEL, return_dict_in_generate=True
+    )
+    states = out[CACHE].recurrent
+    size = sum(tensor.numel() for tensor in states.version.tensors)
+    held = [one for one in tree_leaves(states.__getstate__()) if isinstance(one, Tensor)]
+    assert 2 * size <= sum(tensor.numel() for tensor in held) <= 2 * size + states.visible.numel()
 
 
 @pytest.mark.parametrize(

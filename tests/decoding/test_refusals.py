@@ -1,12 +1,13 @@
 """What a strategy cannot do is refused by name, with a remedy, before the model runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
 from conftest import STRATEGIES, Tiny, check_same, prompt, ragged
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, XLoraConfig, get_peft_model
 from running import drafting, no_forward
 from transformers import (
     AutoConfig,
@@ -34,6 +35,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"assistant_strategy": "layer_skip", "assistant_kwargs": {}}, "skip_attention.*hf-spec sea"),
     ({"assistant_kwargs": {"tree_width": 3}}, "assistant_kwargs.*no option 'tree_width'; its opt"),
     ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
+    ({"assistant_strategy": "promptlookup"}, r"unknown \(did you mean 'prompt_lookup'\?\): choose"),
     ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\] is unknown: choose one of"),
     ({"assistant_strategy": "oracle"},
      "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup"),
@@ -183,6 +185,21 @@ def test_prompt_learning(fresh: Tiny, spec: Spec) -> None:
     model = get_peft_model(fresh(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with no_forward(model), pytest.raises(ValueError, match="PROMPT_TUNING.*Disable the adapter"):
         model.generate(input_ids=prompt(), **GREEDY, **spec)
+
+
+@pytest.mark.parametrize("by_default", [False, True])
+def test_x_lora(fresh: Tiny, tmp_path: Path, spec: Spec, by_default: bool) -> None:
+    """PEFT sets use_cache to False, whatever is given."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(fresh(), lora).save_pretrained(tmp_path)
+    model: Any = fresh()
+    model.config.use_cache = False
+    if by_default:
+        model.generation_config.use_cache = False
+    config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": str(tmp_path)})
+    mixed = get_peft_model(model, config).eval()
+    with no_forward(model), pytest.raises(ValueError, match="X-LoRA runs without it.*one of its"):
+        mixed.generate(input_ids=prompt(), **GREEDY, **spec, use_cache=True)
 
 
 def test_a_refused_call_leaves_the_model_as_it_was(tiny: Tiny, spec: Spec) -> None:

@@ -15,6 +15,8 @@ from hf_spec.decoding import selfcheck
 from hf_spec.decoding.selfcheck import check_tree_forward
 from modeling_patches.cache_name import CACHE
 
+pytestmark = pytest.mark.instructions
+
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 LOOKUP = STRATEGIES["prompt_lookup"]
 

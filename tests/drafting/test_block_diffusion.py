@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.block_diffusion.network import block_sequences
 from hf_spec.methods.registry import methods
@@ -82,7 +83,9 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
     drafter = drafter_of(name, layout)
     io, done = load_file(folder_of(name) / "io.safetensors"), 0
     log = json.loads((folder_of(name) / "meta.json").read_text())["log"]
-    state = SimpleNamespace(batch_size=2, max_depth=99, noise=None, active=[True] * 2)
+    state = SimpleNamespace(
+        batch_size=2, max_depth=99, noise=None, active=[True] * 2, cache=TreeCache(1, 2, "cpu")
+    )
     drafter.start(state)
     for step, entry in enumerate(log):
         committed = entry["committed"]

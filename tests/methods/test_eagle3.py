@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from hf_spec.adapters.active import find_active
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.training_time_test import LOSSES, target_losses, unrolled
@@ -63,12 +64,11 @@ class Fixture:
     def drafter(self, rows: int = 1) -> Any:
         drafter = METHOD.make_drafter(self.model, METHOD.parse_options({}))
         root = torch.zeros(rows, dtype=torch.long)
-        target = SimpleNamespace(graphs=None)
-        drafter.start(
-            SimpleNamespace(
-                batch_size=rows, root=root, do_sample=False, timed=False, target=target
-            )
+        state = SimpleNamespace(
+            batch_size=rows, root=root, do_sample=False, timed=False,
+            target=SimpleNamespace(graphs=None), cache=TreeCache(1, rows, "cpu"),
         )  # fmt: skip
+        drafter.start(state)
         return drafter
 
     def commit(self, drafter: Any, starts: list[int], ends: list[int]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_spec
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.registry import get_method
@@ -77,7 +78,7 @@ def drafter_of(model: Any, rows: int) -> tuple[Any, Any]:
     root = torch.zeros(rows, dtype=torch.long)
     state = SimpleNamespace(
         batch_size=rows, root=root, timed=False, do_sample=False,
-        target=SimpleNamespace(graphs=None),
+        target=SimpleNamespace(graphs=None), cache=TreeCache(1, rows, "cpu"),
     )  # fmt: skip
     drafter.start(state)
     return drafter, state

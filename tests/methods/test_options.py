@@ -19,16 +19,23 @@ STRAIGHT = {"tree": "straightforward"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # names
     ("medusa", {"candidates": 8}, "'medusa' has no option 'candidates'; .* num_draft_tokens"),
+    ("medusa", {"num_draft_token": 3}, r"'num_draft_token' \(did you mean 'num_draft_tokens'\?\)"),
+    ("medusa", {"tree": "adaptiv"}, r"tree='adaptiv' \(did you mean 'adaptive'\?\): choose"),
+    ("medusa", {"drafting": "alway"}, r"='alway' \(did you mean 'always'\?\): choose one of auto"),
     ("medusa", {"fallback": False}, "'medusa' has no option 'fallback'; .* drafting"),
-    ("layer_skip", {"skip": [1]}, "'layer_skip' has no option 'skip'; .*skip_attention"),
-    ("prompt_lookup", {"ngram": 2}, "has no option 'ngram'; its options are acceptance, drafting"),
+    ("layer_skip", {"skip": [1]}, "'layer_skip' has no option 'skip' .*skip_attention"),
+    (
+        "prompt_lookup",
+        {"ngram": 2},
+        "has no option 'ngram' .*; its options are acceptance, drafting",
+    ),
     # of no use
     ("prompt_lookup", {"tree": "adaptive"}, "'prompt_lookup' has no option 'tree'"),
     ("prompt_lookup", {"num_draft_tokens": 8}, "has no option 'num_draft_tokens'; .* max_nodes"),
     ("prompt_lookup", {"lookup": True}, "'prompt_lookup' has no option 'lookup'"),
     ("layer_skip", {"tree": "chain"}, "'layer_skip' has no option 'tree'"),
     ("layer_skip", {"num_draft_tokens": 8}, "'layer_skip' has no option 'num_draft_tokens'"),
-    ("layer_skip", {"max_depth": 8}, "'layer_skip' has no option 'max_depth'; .* max_draft"),
+    ("layer_skip", {"max_depth": 8}, "'layer_skip' has no option 'max_depth' .*; .* max_draft"),
     # tree
     ("medusa", {"tree": "round"}, "tree='round': choose one of adaptive, sparse, chain, or give"),
     ("medusa", {"tree": [[0, 0]]}, "parent .* missing"),

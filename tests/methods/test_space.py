@@ -9,7 +9,7 @@ import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import Tiny, prompt, ragged
 from peft import LoraConfig, get_peft_model
-from running import every_step
+from running import drafting, every_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -323,6 +323,15 @@ def test_beside_a_lora(tiny: Tiny) -> None:
         assert torch.equal(logits(model), ours)
         model.delete_adapter(name)
     assert torch.equal(logits(model), ours)
+
+
+def test_beside_skipped_modules(tiny: Tiny) -> None:
+    """Of which OPT's are linear, and updated themselves."""
+    model = copy.deepcopy(tiny("opt"))
+    added(model, "ours")
+    options = {"skip_attention": [], "skip_mlp": [1], "draft_exit": "fixed", "max_draft": 2}
+    assert tokens(model, **drafting("layer_skip", **options)) == tokens(model)
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "gpt_neo"])

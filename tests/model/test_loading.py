@@ -9,6 +9,8 @@ from conftest import prompt
 
 from hf_spec.model import loading
 
+pytestmark = pytest.mark.instructions
+
 
 @pytest.mark.parametrize(
     ("device", "instructions", "wanted"),
@@ -19,7 +21,9 @@ def test_native_dtype(
     instructions: bool, wanted: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False
+    )
     with caplog.at_level(logging.WARNING):
         assert loading.native_dtype(device) == wanted
     assert ("no instructions for bfloat16" in caplog.text) == (wanted == "float32")
@@ -30,7 +34,7 @@ def test_a_dtype_without_instructions_is_warned_of_once(
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     for known in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
-        monkeypatch.setattr(torch.ops.mkldnn, known, lambda: False)
+        monkeypatch.setattr(torch.ops.mkldnn, known, lambda: False, raising=False)
     loading._warn.cache_clear()
     model = fresh("llama")
 
@@ -48,7 +52,7 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     model.is_quantized = False
     (line,) = warnings(torch.float16)
     assert "no instructions for float16" in line
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
     loading._warn.cache_clear()
     assert warnings(torch.bfloat16) == []
     loading._warn.cache_clear()

@@ -272,8 +272,14 @@ def test_the_commonest_tokens_are_predicted(
     ("arguments", "message"),
     [
         (["prompt_lookup"], "nothing to train; choose one of bita, dflash"),
-        (["bitta"], "no method 'bitta' to train; choose one of bita, dflash"),
-        (["bita", "--num-mask-token", "3"], "no option '--num-mask-token'.*--num-mask-tokens"),
+        (
+            ["bitta"],
+            r"no method 'bitta' to train \(did you mean 'bita'\?\); choose one of bita, dflash",
+        ),
+        (
+            ["bita", "--num-mask-token", "3"],
+            r"'--num-mask-token' \(did you mean '--num-mask-tokens'\?\)",
+        ),
         (["bita", "--num-mask-tokens"], "num-mask-tokens: expected one argument"),
         (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
         (["bita", "--prompt-depth=medium"], "prompt_depth='medium'"),

@@ -60,6 +60,8 @@ class BlockDrafter(ReadsCommitted, TreeDrafter):
         super().start(state)
         layers, batch = self.network.config.num_layers, state.batch_size
         self.cache = DraftCache(layers, batch, self.network.device)
+        self.cache.states.limit = state.cache.states.limit
+        self.cache.states.reserve(state.cache.capacity)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = None

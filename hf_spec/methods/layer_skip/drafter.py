@@ -55,7 +55,7 @@ class LayerSkipDrafter(Drafter):
         self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, self._key, lambda: ThresholdExit(options))
-        self._stage: Stage | None = None  # of this step, if it drafts trees
+        self._growth: Growth | None = None  # of this step, if it drafts trees
         self._lengths: list[int] | None = None  # of this step's chains
         self.policy_chooses = options.draft_exit == POLICY
 
@@ -76,11 +76,12 @@ class LayerSkipDrafter(Drafter):
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit != POLICY or not state.timed or samples:
             return self._chain(state, depth, samples)
-        self._stage = stage = Stage(self, state)
-        grown = grow(stage, state.root, max(RANKS * depth, 1), depth, stage.trust, expanded=1)
+        growth = self._growth = Growth(self.exit, state)
+        stage = Stage(growth, self, state)
+        grown = grow(stage, state.root, max(RANKS * depth, 1), depth, growth.trust, expanded=1)
         state.cache.rollback()
         tree = Tree.unpacked(grown)
-        stage.trees = tree.host
+        growth.trees = tree.host
         return tree
 
     def run(
@@ -129,9 +130,9 @@ class LayerSkipDrafter(Drafter):
         return tree.with_tokens(tokens[:, : tree.num_tokens], stacked)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            stage.learn(result.tokens)
+        growth, self._growth = self._growth, None
+        if growth is not None:
+            growth.learn(result.tokens)
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(result.path, self._lengths) if path]
             drafted = sum(length for _, length in rows)
@@ -151,12 +152,11 @@ class LayerSkipDrafter(Drafter):
         return output[0, input_ids.shape[1] :].tolist()
 
 
-class Stage(Growth):
-    """The drafting stage of one step."""
+class Stage:
+    """The drafting stage of one step; see :class:`hf_spec.drafting.grow.Expands`."""
 
-    def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
-        super().__init__(drafter.exit, state)
-        self.drafter = drafter
+    def __init__(self, growth: Growth, drafter: LayerSkipDrafter, state: DecodeState):
+        self.growth, self.drafter, self.state = growth, drafter, state
         self._lookups = [_Followed(row) for row in state.looked_up]
         self._tokens: Tensor | None = None
         self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
@@ -174,10 +174,10 @@ class Stage(Growth):
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
         paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
-        if self.cost is None:
+        if self.growth.cost is None:
             worth = drafter.exit.any_goes_on(paths, best)
         else:
-            worth = drafter.exit.is_worth(depth + 1, paths, self.cost, present)
+            worth = drafter.exit.is_worth(depth + 1, paths, self.growth.cost, present)
         if not worth and (depth or not drafter.exit.due()):
             return None
         logits, scores = drafter.run(state, self._tokens, state.active)

@@ -1,7 +1,8 @@
 """The PPD adapter: prompt tokens, what they predict, and how they are trained.
 
 Chen, "Parallel Prompt Decoding: A Cost-Effective and Memory-Efficient Approach for Accelerating LLM
-Inference" (2024), chapter 4.
+Inference" (2024), chapter 4. The thesis inserts prompt tokens anywhere in the input to train them
+(section 4.3.1); here, only in answers, which alone are what they continue later: the model's text.
 
 Published prompt tokens of the author's code (github.com/hmarkc, ppd-* on the Hub) are read, too.
 The author saves adapters as PEFT saves prompt tuning: ``adapter_model.safetensors`` (or ``.bin``)

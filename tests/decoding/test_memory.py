@@ -1,0 +1,203 @@
+"""What calls hold in memory: nothing once they are over, and before no more than they need."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocations
+from conftest import PAD, VOCAB, Tiny, prompt, ragged
+from recurrent_models import KINDS, shared_recurrent
+from running import CAPTURED, as_if, drafting, without_pruning
+from test_method_contract import FIRST, adapted, strategy
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from hf_spec.core.memory import memory
+from modeling_patches.cache_name import CACHE
+from modeling_patches.support import VERIFIED
+
+#: Bytes that may stay: of output ids, and of small tensors that are made once.
+FEW = 6_000
+#: Each is worth more than that: a prompt's states of one layer, or its keys.
+LONG = (100, 60, 80)
+
+
+class Fails(StoppingCriteria):
+    """Interrupts a call after some tokens."""
+
+    def __init__(self, tokens: int = 4):
+        self.left = tokens
+
+    def __call__(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Only what nobody refers to is freed, as between two runs of the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def check_freed(model: Any, given: dict[str, Any], **settings: Any) -> None:
+    """A call, and one that is interrupted, leave nothing; the first of all makes what is kept."""
+    for _ in range(2):
+        model.generate(**given, **settings)
+    with without_collector(), allocations() as allocated:
+        model.generate(**given, **settings)
+    assert allocated.kept < FEW < allocated.peak
+    with without_collector(), allocations() as allocated, pytest.raises(KeyboardInterrupt):
+        criteria = StoppingCriteriaList([Fails()])
+        model.generate(**given, stopping_criteria=criteria, **settings)
+    assert allocated.kept < FEW < allocated.peak
+
+
+@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
+def test_nothing_is_left_of_a_call(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+) -> None:
+    """On a GPU, the caches of finished calls would pile up."""
+    model, spec = tiny(), {**strategy(name, variant), "max_new_tokens": 12}
+    with adapted(model, name, variant):
+        check_freed(model, {"input_ids": prompt(100)}, **spec, do_sample=False)
+        as_if(True, monkeypatch)  # a host that reads waits, so that drafts are prefetched
+        check_freed(model, ragged(LONG), **spec, do_sample=True)
+        check_freed(model, ragged(LONG), **without_pruning(spec), do_sample=False, **CAPTURED)
+
+
+def test_nothing_is_left_of_a_call_that_chooses(tiny: Tiny) -> None:
+    spec = {"assistant_strategy": "auto", "max_new_tokens": 12, "do_sample": False}
+    check_freed(tiny(), ragged(LONG), **spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_of_a_call_of_a_recurrent_model(kind: str) -> None:
+    model, same = shared_recurrent(kind), {"skip_attention": [], "skip_mlp": []}
+    for spec in (drafting("prompt_lookup"), drafting("layer_skip", **same)):
+        check_freed(model, ragged(LONG), max_new_tokens=12, do_sample=False, **spec)
+
+
+def test_nothing_is_left_of_a_trial(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny(), {"inputs": prompt(8), "max_new_tokens": 2, "do_sample": False}
+    monkeypatch.setattr("hf_spec.decoding.selfcheck.VERIFIED", VERIFIED - {"llama"})
+    model.generate(**given, **drafting("prompt_lookup"))
+    memory(model).pop("self-checks")
+    with without_collector(), allocations() as allocated:
+        model.generate(**given, **drafting("prompt_lookup"))
+    assert memory(model).pop("self-checks") and allocated.kept < FEW < allocated.peak
+
+
+def test_a_returned_cache_is_the_caller_s(tiny: Tiny) -> None:
+    """It is freed when the caller drops it, also after further calls."""
+    model, ids = tiny(), prompt(60)
+    settings = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    for compiled in ({}, CAPTURED):
+        spec = {**drafting("prompt_lookup"), **settings, **compiled}
+        model.generate(ids, **spec)
+        with without_collector(), allocations() as allocated:
+            out = model.generate(ids, **spec)
+            more = torch.cat([out.sequences, prompt(5, seed=3)], 1)
+            out = model.generate(more, **spec, **{CACHE: out[CACHE]})
+            assert out[CACHE].get_seq_length() == more.shape[1] + 11
+            del out
+        assert allocated.kept < FEW < allocated.peak
+
+
+# -- the most that a call holds --------------------------------------------------------------------
+
+#: Tokens of the prompt, and new ones.
+TEXT, NEW = 2_048, 32
+#: Heads and their dimension: keys and values are most of what a call holds.
+HEADS, DIM, HIDDEN, LAYERS = 4, 32, 64, 12
+#: Bytes per token that a drafter holds of its own: the states that it reads, twice as they are put
+#: together, keys and values, and where it has a mask, that of 512 rows.
+OWN = {
+    "eagle3": 4 * (2 * 3 * HIDDEN + 2 * HEADS * DIM) + 512,
+    "mtp": 4 * (2 * HIDDEN + 2 * HEADS * DIM) + 512,
+    "dflash": 4 * (2 * 5 * HIDDEN + 2 * 2 * HEADS * DIM),
+    "dspark": 4 * (2 * 5 * HIDDEN + 2 * 2 * HEADS * DIM),
+    "draft_model": 4 * 3 * 2 * 16,
+}
+
+
+@cache
+def deep() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=DIM, eos_token_id=None,
+        pad_token_id=PAD, max_position_embeddings=2 * TEXT, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def peak(make: Callable[[], dict[str, Any]], **settings: Any) -> int:
+    """Of a call, with its inputs."""
+    with without_collector(), allocations() as allocated:
+        deep().generate(**make(), max_new_tokens=NEW, do_sample=False, **settings)
+    return allocated.peak
+
+
+def check_peak(make: Callable[[], dict[str, Any]], spec: dict[str, Any], own: int = 0) -> None:
+    """At most plain generation's and 5 %, and what the drafter holds.
+
+    Args:
+        make: makes the inputs.
+        own: bytes of the drafter's, per token of the prompt.
+    """
+    deep().generate(prompt(8), max_new_tokens=4, do_sample=False, **spec)  # makes what is kept
+    plain, ours = peak(make), peak(make, **spec)
+    assert plain > TEXT * LAYERS * 2 * HEADS * DIM * 4
+    assert ours < 1.05 * plain + own * TEXT
+
+
+@pytest.fixture
+def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of a small model are of as many parts as a large one's."""
+    monkeypatch.setattr("hf_spec.cache.buffers.LARGE", 0)
+
+
+@pytest.mark.usefixtures("as_if_large")
+@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
+def test_the_peak_of_a_call(monkeypatch: pytest.MonkeyPatch, name: str, variant: str) -> None:
+    as_if(True, monkeypatch)
+    with adapted(deep(), name, variant):
+        given = {"input_ids": prompt(TEXT)}
+        check_peak(lambda: given, strategy(name, variant), OWN.get(name, 0))
+
+
+@pytest.mark.usefixtures("as_if_large")
+@pytest.mark.parametrize("kind", ["padded", "returned", "filled", "continued"])
+def test_the_peak_of_a_call_with_a_cache(kind: str) -> None:
+    """A padded batch; a cache that is returned, or is the caller's, empty or not."""
+
+    def make() -> dict[str, Any]:
+        if kind == "padded":
+            return ragged((TEXT, TEXT - 300))
+        given: dict[str, Any] = {"input_ids": prompt(TEXT)}
+        if kind == "returned":
+            return given | {"return_dict_in_generate": True}
+        given[CACHE] = DynamicCache(config=deep().config)
+        if kind == "continued":
+            with torch.no_grad():
+                deep()(given["input_ids"][:, :-40], use_cache=True, **{CACHE: given[CACHE]})
+        return given
+
+    check_peak(make, drafting("prompt_lookup"))

@@ -1,0 +1,250 @@
+"""Calls on an emulated device: no tensor is made elsewhere, and the host waits once per step, to
+read what was accepted. What else it waits for stands below, with the reason."""
+
+import copy
+import os
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from architectures import assistant_for, base_of
+from conftest import ARCHITECTURES, EOS, prompt, ragged
+from covering import EVERY_CASE, covering
+from emulated_device import DEVICE, EmulatedDevice, emulated
+from recurrent_models import recurrent
+from running import drafting
+from test_compiled import KINDS
+from test_method_contract import CASES, RUNS, adapted, strategy
+from transformers import StoppingCriteria
+
+from hf_spec.decoding.step import Steps
+
+NEW = 20
+TRANSFER = "core/verify to_host: read"
+#: Waits of a call's first step, which has to prepare something.
+FIRST = {
+    "model/hidden_states shapes_logits: allclose": "once per model: what logits are of",
+    "drafting/draft_vocabulary <genexpr>: _local_scalar_dense": "once per adapter: which tokens",
+    "drafting/committed <listcomp>: read": "how many tokens of the prompt its states are of",
+    "cache/convert take_over: read": "the padding of the assistant's prompt",
+    "methods/draft_model/drafter _prompt: _local_scalar_dense": "Transformers' own, in a prompt",
+    "methods/draft_model/drafter _prompt: copied with a wait": "Transformers' own, in a prompt",
+}  # fmt: skip
+AHEAD = "core/tree unpacked: read"
+#: Further waits of a step: how often at most, and why.
+LATER = {
+    AHEAD: (1, "trees that were not grown ahead; see NOT_AHEAD"),
+    "core/pruning keep_likely: read": (1, "the deeper layers' number of nodes"),
+    "drafting/lookup _appended: read": (1, "looked-up tokens may be equal to drafted ones"),
+    "methods/propd/online_tree _count: read": (1, "in one of 16 steps"),
+    "methods/layer_skip/drafter _chain: read": (
+        8, "the last token's probability decides whether there is another forward (algorithm 3)"
+    ),
+    "methods/layer_skip/drafter expand: read": (8, "the same, of trees"),
+    "decoding/sequences _ask: read": (NEW, "criteria decide column by column"),
+}  # fmt: skip
+#: Strategies that cannot grow a step's trees while the one before is verified. Others do so in all
+#: steps but the first, those that may be the last ones, and those after a sequence's end.
+NOT_AHEAD = {
+    ("draft_model",): "an assistant goes on from tokens that the host knows",
+    ("propd", "online"): "its chances are those of the hits so far, with the latest step's",
+}
+
+
+class Step(NamedTuple):
+    """What a step waited for, whether its trees were grown ahead, and how many tokens may follow
+    those of the deepest trees of two steps."""
+
+    waits: dict[str, int]
+    ahead: bool
+    room: int
+
+
+def steps_of(monkeypatch: pytest.MonkeyPatch, device: EmulatedDevice) -> list[Step]:
+    """The steps to come."""
+    steps: list[Step] = []
+    take = Steps.take
+
+    def taken(self: Steps) -> None:
+        state, drafter = self.state, self.strategy.drafter
+        ahead, room = state.prefetched is not None, state.max_depth - 2 * drafter.distances - 1
+        device.waits.clear()
+        take(self)
+        steps.append(Step(dict(device.waits), ahead, room))
+
+    monkeypatch.setattr(Steps, "take", taken)
+    return steps
+
+
+def generate(
+    monkeypatch: pytest.MonkeyPatch, model: Any, inputs: dict[str, Any], **settings: Any
+) -> tuple[torch.Tensor, list[Step]]:
+    """Tokens of a call on the device, and its steps."""
+    torch.manual_seed(3)
+    with monkeypatch.context() as patch, emulated(patch) as device:
+        there = {name: values.to(DEVICE) for name, values in inputs.items()}
+        if "assistant_model" in settings:  # which tests share
+            settings["assistant_model"] = copy.deepcopy(settings["assistant_model"]).to(DEVICE)
+        steps = steps_of(patch, device)
+        output = model.to(DEVICE).generate(**there, **settings)
+        return output.cpu(), steps
+
+
+def check(steps: list[Step], case: tuple[str, ...] = (), lookup: bool = False) -> None:
+    assert len(steps) > 2
+    for number, (waits, ahead, _) in enumerate(steps):
+        assert waits.pop(TRANSFER) == 1, (number, waits)
+        for place, count in waits.items():
+            if not number and place in FIRST:
+                continue
+            assert place in LATER and count <= LATER[place][0], (number, place, count)
+            assert place != AHEAD or not ahead, number
+    grows, seldom = AHEAD in steps[0].waits, any(case[: len(one)] == one for one in NOT_AHEAD)
+    if grows and steps[0].room >= 0 and not lookup:  # which may be deeper
+        assert steps[1].ahead != seldom
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 1.7, "top_k": 9},
+    "processed": {"repetition_penalty": 1.3, "min_new_tokens": 9},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "setting", "batch"),
+    covering(
+        ((*case, *rest) for case in CASES for rest in product(SETTINGS, (1, 3))),
+        lambda name, variant, setting, batch: [
+            (name, variant), (name, setting), (name, batch), (name == "medusa", setting, batch),
+        ],
+    ),
+)  # fmt: skip
+def test_every_strategy(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, variant: str, setting: str, batch: int
+) -> None:
+    model, inputs = shallow(layers=3), ragged() if batch > 1 else {"input_ids": prompt()}
+    settings = {"do_sample": False, "max_new_tokens": NEW, **SETTINGS[setting]}
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **settings)
+    with adapted(model, name, variant):
+        given = strategy(name, variant)
+        found, steps = generate(monkeypatch, model, inputs, **settings, **given)
+        check(steps, (name, variant), "lookup" in given["assistant_kwargs"])
+    if batch == 1 or not settings["do_sample"]:  # several sequences draw other numbers
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "layer_skip"])
+def test_nothing_but_the_transfer(shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where the host decides nothing in the middle of a step: the exit is fixed, here."""
+    spec = strategy(name, next(iter(RUNS[name].options)))
+    settings = {"max_new_tokens": NEW, "do_sample": False}
+    _, steps = generate(monkeypatch, shallow(layers=2), ragged(), **settings, **spec)
+    assert all(step.waits == {TRANSFER: 1} for step in steps)
+
+
+OTHER_RULES = [
+    ("medusa", {"acceptance": "typical"}), ("layer_skip", {"acceptance": "rejection"}),
+    ("space", {"acceptance": "rejection"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), OTHER_RULES, ids=[name for name, _ in OTHER_RULES])
+def test_other_rules(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    model, variant = shallow(layers=3), "merged" if name == "layer_skip" else "adaptive"
+    with adapted(model, name, variant):
+        spec = strategy(name, variant)
+        spec["assistant_kwargs"] = {**spec["assistant_kwargs"], **options}
+        settings = {**SETTINGS["sampled"], "max_new_tokens": NEW}
+        _, steps = generate(monkeypatch, model, ragged(), **settings, **spec)
+    check(steps)
+
+
+def test_an_assistant_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on from tokens that the device knows."""
+    model, settings = copy.deepcopy(base_of("shared")), {"max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(**ragged(), **settings)
+    spec = {**drafting("draft_model"), "assistant_model": assistant_for("shared", ordered=True)}
+    found, steps = generate(monkeypatch, model, ragged(), **settings, **spec)
+    assert torch.equal(found, plain)
+    check(steps)
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class Characters:
+    """A tokenizer of single characters, for stop strings."""
+
+    get_vocab = staticmethod(lambda: {chr(48 + token): token for token in range(61)})
+    convert_tokens_to_string = staticmethod("".join)
+    _convert_id_to_token = staticmethod(lambda token: chr(48 + token))
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return {"input_ids": [ord(one) - 48 for one in text]}
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa", "eagle3", "draft_model"])
+def test_sequences_that_end(shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """At different tokens, by end tokens, stop strings and other criteria."""
+    model, variant = shallow(layers=2), next(iter(RUNS[name].options))
+    free = model.generate(**ragged(), max_new_tokens=NEW, do_sample=False)[:, 12:]
+    eos, text = [EOS, int(free[0, 5])], "".join(chr(48 + int(token)) for token in free[1, 7:10])
+    settings = {"eos_token_id": eos, "stop_strings": [text], "tokenizer": Characters()}
+    settings |= {"max_new_tokens": NEW, "do_sample": False}
+    plain = model.generate(**ragged(), **settings, stopping_criteria=[Never(), Never()])
+    assert len({int((row != 0).sum()) for row in plain[:, 12:]}) > 1
+    with adapted(model, name, variant):
+        found, steps = generate(
+            monkeypatch, model, ragged(), **settings, stopping_criteria=[Never(), Never()],
+            **strategy(name, variant),
+        )  # fmt: skip
+    assert torch.equal(found, plain)
+    check(steps, (name, variant))
+
+
+#: Waits in Transformers' own code of a model's attention.
+OWN = {
+    "falcon": "modeling_patches/per_call _run: copied with a wait",
+    "gpt_neo": "modeling_patches/positions attend: copied with a wait",
+}
+ATTENTION = [*ARCHITECTURES] if os.environ.get(EVERY_CASE) else ["falcon", "gpt2", *KINDS]
+
+
+@pytest.mark.parametrize("architecture", [*ATTENTION, "qwen3_5_text", "jamba", "lfm3"])
+def test_every_architecture(fresh: Any, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    model = fresh(architecture) if architecture in ARCHITECTURES else recurrent(architecture)
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    plain = model.generate(**ragged(), **settings)
+    spec = drafting("prompt_lookup")
+    found, steps = generate(monkeypatch, model, ragged(), **settings, **spec)
+    assert torch.equal(found, plain)
+    for step in steps:
+        step.waits.pop(OWN.get(architecture, ""), None)
+    check(steps)
+
+
+def test_a_tensor_elsewhere_and_a_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated(monkeypatch) as device:
+        there = torch.arange(4, device=DEVICE)
+        with pytest.raises(RuntimeError, match="same device"):
+            there + torch.arange(4)
+        assert there.device == DEVICE and not device.waits
+        for wait in (
+            lambda: there.tolist(), lambda: int(there[0]), lambda: bool(there.any()),
+            lambda: there.nonzero(), lambda: there[there > 1], lambda: there.cpu(),
+            lambda: torch.tensor([1], device=DEVICE), lambda: torch.zeros(4).copy_(there),
+        ):  # fmt: skip
+            wait()
+            assert sum(device.waits.values()) == 1, device.waits
+            device.waits.clear()
+        assert there.add_(1) is there and there[1:].mul_(2).shape == (3,)
+        mine = torch.zeros(4).to(DEVICE, non_blocking=True).add_(there)
+        assert mine.local.tolist() == [1, 4, 6, 8]
+        assert not device.waits
