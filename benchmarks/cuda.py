@@ -309,7 +309,7 @@ def options_of(name: str, candidates: int, layers: int) -> Row:
             "max_draft": candidates, "draft_exit": "fixed", "skip_attention": skipped,
             "skip_mlp": skipped,
         },
-        "propd": {"num_draft_tokens": candidates, "prune": False},
+        "propd": {"num_draft_tokens": candidates},
     }  # fmt: skip
     return {"drafting": "always", **own.get(name, {"num_draft_tokens": candidates})}
 

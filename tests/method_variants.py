@@ -232,7 +232,7 @@ VARIANTS: dict[str, Variants] = {
             "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
             "online": {"tree": "online"},
             "chain": {"tree": "chain", "prune_top_k": 20, "prune": True, "lookup": True},
-            "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
+            "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8, "prune": True},
             "wide": WIDE,
         },
         hitting="wide",

@@ -17,6 +17,8 @@ from modeling_patches.per_call import Changes
 
 #: Compiled steps whose code is what was captured.
 CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+#: Options of ``propd`` that belong to pruning.
+PRUNING = ("prune_top_k", "drafter", "drafter_kwargs")
 
 
 def experts_are_captured() -> bool:
@@ -58,6 +60,14 @@ def family(strategy: str) -> Any:
 
     method = get_method(strategy)
     return method.make or method.drafter.__base__
+
+
+def without_pruning(spec: dict[str, Any]) -> dict[str, Any]:
+    """A strategy's keywords for compiled steps, which cannot prune."""
+    given = dict(spec["assistant_kwargs"])
+    if given.pop("prune", False):
+        given = {name: value for name, value in given.items() if name not in PRUNING}
+    return {**spec, "assistant_kwargs": given}
 
 
 def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:

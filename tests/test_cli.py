@@ -19,8 +19,8 @@ from hf_spec.bench.prompts import BUNDLED, read_prompts
 from hf_spec.cli import common
 
 COMMANDS = [
-    "demo", "bench", "strategies", "serve", "distill", "train", "search", "tune",
-    "doctor", "plot", "card", "push", "import", "export", "run",
+    "demo", "bench", "strategies", "serve", "distill", "train", "search", "doctor",
+    "plot", "card", "push", "import", "export", "run",
 ]  # fmt: skip
 
 

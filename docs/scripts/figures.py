@@ -39,10 +39,6 @@ FILLS = {
 #: The benchmark table that ``speed.svg`` shows, and its columns by what they are called there.
 TABLE = "### bfloat16, with AMX"
 SHOWN = {"speedup (95 %)": "as it is", "compiled (95 %)": "compiled"}
-#: Contenders whose names are too long there.
-NAMES = {
-    'medusa, [exact="strict"](../guides/strict.md)': "medusa, strict",
-}
 
 
 class Scheme:
@@ -404,7 +400,7 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     first = next(iter(speeds.values()))
     names = list(contenders)
     order = sorted(range(len(names)), key=lambda place: -(first[place] or 0.0))
-    return [NAMES.get(names[i], names[i]) for i in order], {
+    return [names[i] for i in order], {
         label: [values[i] for i in order] for label, values in speeds.items()
     }
 

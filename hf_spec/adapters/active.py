@@ -1,4 +1,4 @@
-"""Finds the active adapter of a type on a model, for drafters, training and tuning."""
+"""Finds the active adapter of a type on a model, for drafters and training."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ class ActiveAdapter(NamedTuple):
         """Its parameters and buffers by name."""
         return self.module.tensors()
 
-    def file_beside(self, name: str, ask: bool = True) -> Path | None:
+    def file_beside(self, name: str) -> Path | None:
         """A file in the folder or repository that it was loaded from; see `Origin.file`."""
         origin: Origin | None = self.module.origin
-        return None if origin is None else origin.file(name, ask)
+        return None if origin is None else origin.file(name)
 
 
 def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:

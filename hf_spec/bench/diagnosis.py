@@ -208,5 +208,5 @@ def _findings(
     if found.tau > 1.3 and found.speedup < 1.05:
         yield (
             "Drafts are accepted, but steps with drafts take longer than they save here: a small "
-            "model, many rows or a busy machine. hf-spec tune measures steps for this device."
+            "model, many rows or a busy machine."
         )

@@ -8,13 +8,13 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hf_spec
-from hf_spec.policy.devices import cpu_name, device_name
 
 PACKAGES = ("torch", "transformers", "peft", "hf_spec")
 
@@ -28,6 +28,34 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device_name": device_name(device),
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
+    }
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The hardware's name: ``NVIDIA H200``, or the processor's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's model."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_of(model: Any) -> dict[str, Any]:
+    """Where a model runs, as far as step times depend on it: hardware, dtype, CPU threads."""
+    device = model.device
+    return {
+        "device": device_name(device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
     }
 
 

@@ -174,10 +174,7 @@ def _next(model: str, choice: Choice, folders: Any) -> list[str]:
     chosen = get_method(choice.strategy)
     if chosen.adapter_config is not None and folders:
         given = " ".join(f"--adapter {folder}" for folder in folders)
-        return [
-            f"hf-spec bench --model {model} {given} --by-task",
-            f"hf-spec tune --model {model} {given} --prompts P.jsonl",
-        ]
+        return [f"hf-spec bench --model {model} {given} --by-task"]
     learns = "medusa" if chosen.training is None else choice.strategy
     return [
         f"hf-spec bench --model {model} --strategies {choice.strategy} --by-task",

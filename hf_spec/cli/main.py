@@ -25,7 +25,6 @@ from hf_spec.cli.search import search
 from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
 from hf_spec.cli.train import TrainCommand, train
-from hf_spec.cli.tune import tune
 from hf_spec.core.checks import first_line
 
 #: Settings of commands that take options which they do not name.
@@ -43,7 +42,6 @@ app.command()(bench)
 app.command()(distill)
 app.command(cls=TrainCommand, context_settings=UNKNOWN)(train)  # fields of the method's config
 app.command()(search)
-app.command()(tune)
 app.command()(plot)
 app.command()(card)
 app.command()(push)

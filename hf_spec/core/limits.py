@@ -23,7 +23,3 @@ MAX_BLOCKS = 64
 MAX_RANK, MAX_ALPHA = 16384, 1e6
 #: Layers, heads and dimensions of a base model; batch sizes, context lengths and threads.
 MAX_SHAPE, MAX_SIZE = 65536, 2**31
-#: Seconds of a step.
-MAX_SECONDS = 1e6
-#: Bytes of a JSON file.
-MAX_JSON = 2**26

@@ -22,9 +22,6 @@ _LEAST = -1e4
 class Pruning(Protocol):
     """Chooses the nodes that deeper layers drop (ProPD, section 4.1)."""
 
-    #: Whether all steps prune, and not only where the policy finds that it pays.
-    always: bool
-
     @property
     def layer(self) -> int:
         """Number of layers that run on all nodes."""

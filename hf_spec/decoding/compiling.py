@@ -47,19 +47,17 @@ def graphs_for(
 
     Args:
         config: a config that :func:`ask_for_compiling` has processed.
-        drafter: stops pruning if pruning was left to the policy, and must not be asked to.
+        drafter: the call's; it must not prune.
         kind: identifies its forwards: the strategy and its adapter.
     """
     asked = getattr(config, "_static_steps", False) and not config.disable_compile
     if not asked or (config.compile_config is None and model.device.type not in _ACCELERATORS):
         return None
-    if drafter.pruning is not None and drafter.pruning.always:
+    if drafter.pruning is not None:
         raise ValueError(
             f"prune=True with cache_implementation={STATIC!r}: compiled steps have fixed shapes, "
-            "and what is pruned differs from step to step. Give prune=False or 'auto', or leave "
-            "cache_implementation out."
+            "and what is pruned differs from step to step. Leave one of the two out."
         )
-    drafter.pruning = None
     compile_config = config.compile_config or CompileConfig()
     graphs = Graphs(model, compile_config, (kind, drafter.kind_of_forward))
     graphs.tell = getattr(config, "_tell_made", None)

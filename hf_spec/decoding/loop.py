@@ -24,7 +24,6 @@ from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.decoding.strict import check_strict
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
@@ -74,9 +73,6 @@ def decode(
     padded = real is not None
     strategy = Strategy.of(model, config, len(input_ids), padded, synced_gpus, assistant_model)
     drafter, graphs = strategy.drafter, strategy.graphs
-    if strategy.strict:
-        mask = model_kwargs.get("attention_mask")
-        check_strict(strategy, len(input_ids), mask, model_kwargs.get(CACHE), synced_gpus)
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
@@ -88,8 +84,7 @@ def decode(
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
-                drafter, drafter.reads, graphs, strategy.strict, strategy.packed,
-                strategy.rows_stay,
+                drafter, drafter.reads, graphs, strategy.packed, strategy.rows_stay,
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
@@ -108,17 +103,15 @@ def decode(
         steps = Steps(state, strategy, acceptance, policy, watch, handover)
         steps.first(prefilled)
         del prefilled  # hidden states of the whole prompt, perhaps, which the drafter has now
-        if drafter.pruning is not None and not strategy.timed:
-            drafter.pruning.always = True
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes.all(len(drafter.group), strategy.lookup)
             match = acceptance.matches(Tree.roots(state.root))
             strategy.draft_changes.run(warm, state, drafter, shapes, match)
-        rows_stay = strategy.rows_stay or handover.wanted or strategy.strict
         shrinks = (
-            not rows_stay
+            not strategy.rows_stay
+            and not handover.wanted
             and state.batch_size > 1
             and not any(
                 isinstance(one, (list, tuple, dict)) and one for one in target.model_kwargs.values()

@@ -8,7 +8,6 @@ short prompt the same way if the strategy has probes, which run under the prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
 from hf_spec.model.packed_weights import PackedWeights
-from hf_spec.model.strict import StrictTarget
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import followers
@@ -75,7 +73,6 @@ def prefill(
     drafter: Drafter | None,
     reads: Reads,
     graphs: Graphs | None = None,
-    strict: bool = False,
     packed: PackedWeights | None = None,
     rows_stay: bool = False,
 ) -> Prefilled:
@@ -85,9 +82,7 @@ def prefill(
         drafter: the drafter whose probes run.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
-        strict: whether later forwards equal plain steps bit for bit; the prompt, without a
-            ``TreeCache``, then runs as in plain generation.
-        packed: weights for all forwards, but for the prompt of strict ones.
+        packed: weights for all forwards.
         rows_stay: whether a prompt runs as in plain generation, with all rows in one forward, as
             hooks may count on it.
     """
@@ -107,9 +102,7 @@ def prefill(
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(budget - 2, 0)
         padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
-        make: Callable[..., Target] = StrictTarget if strict else Target
-        if graphs is not None:
-            make = partial(CompiledTarget, graphs=graphs)
+        make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift, padding, later.others, later.per_token, probe_inputs,
             reads, packed=packed,
@@ -132,7 +125,7 @@ def prefill(
             cache.states.rehouse(handover.allocate)
         cache.states.limit = max(map(sum, zip(cache.host_lengths, map(len, rows)))) + budget
         found = extend(make_target(cache, cache.lengths + counts, later), rows, group)
-    elif group is not None and not strict and takes_probes and of_tokens():
+    elif group is not None and takes_probes and of_tokens():
         rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
@@ -145,20 +138,19 @@ def prefill(
             check_packable(given)
             _check_state_stays(model, given, input_ids, config, mask)
         changes, run = Changes(), model._prefill
-        chunks, cut = [], None if strict else _last
+        chunks = []
         if reads.nodes:
-            chunks = captured(model, changes, reads.layers, cut, reads.tokens == "last")
+            chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
         parts = [Part(None, input_ids, model_kwargs, real)]
-        used = None if strict else packed
-        if used is not None:
-            used.add_to(changes)
+        if packed is not None:
+            packed.add_to(changes)
             # Weights are packed on CPUs, where padding takes as long as tokens do.
             if real is not None and not rows_stay and of_tokens():
                 groups = like_lengths([len(row) for row in sequences.tokens])
                 if len(groups) > 1:
                     parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
         # Otherwise the model runs as it is, compiled if it is compiled.
-        if reads.nodes or used is not None:
+        if reads.nodes or packed is not None:
             run = partial(changes.run, run)
         sources, ends, states = [], [], []
         rows = [[] for _ in sequences.tokens]

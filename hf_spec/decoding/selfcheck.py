@@ -10,7 +10,7 @@ of a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -129,8 +129,6 @@ def check_tree_forward(
 class _Pruning:
     """Keeps only the longest path."""
 
-    always = True
-
     def __init__(self, layer: int):
         self.layer = layer
 
@@ -147,17 +145,15 @@ class Trial:
         dtypes: what was computed in; known after :meth:`run`.
     """
 
-    def __init__(
-        self, model: Any, padded: bool = False, start: int = 0, rows: int = 2, width: int = _PROMPT
-    ):
+    def __init__(self, model: Any, padded: bool = False, start: int = 0, rows: int = 2):
         self.model, self.padded, self.start, self.dtypes = model, padded, start, {model.dtype}
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
         # A separate generator, so that the caller's seeded generator is not advanced.
         generator = torch.Generator("cpu").manual_seed(0)
         vocab, nodes = model.config.get_text_config(decoder=True).vocab_size, len(_TREE)
-        ids = torch.randint(vocab, (rows, width + nodes), generator=generator, device="cpu")
-        self.prompt, self.nodes = ids.to(placement(model).device).split([width, nodes], dim=1)
+        ids = torch.randint(vocab, (rows, _PROMPT + nodes), generator=generator, device="cpu")
+        self.prompt, self.nodes = ids.to(placement(model).device).split([_PROMPT, nodes], dim=1)
         self.mask = torch.ones_like(self.prompt)
         self.mask[-1, : _PADDING * padded] = 0
 
@@ -168,24 +164,15 @@ class Trial:
             **taken(self.model, position_ids=positions, logits_to_keep=1),
         }  # fmt: skip
 
-    def _until(self, tokens: int) -> StoppingCriteriaList:
-        return StoppingCriteriaList([MaxLengthCriteria(self.prompt.shape[1] + tokens)])
-
-    def plain(self, tokens: int, processors: Iterable[Callable[..., Tensor]] = ()) -> Any:
-        """The output of plain generation of so many tokens."""
-        return GenerationMixin._sample(
-            self.model, self.prompt, LogitsProcessorList(processors), self._until(tokens),
-            self.config, **self._inputs(),
-        )  # fmt: skip
-
-    def target(self, drafter: Drafter | None, reads: Reads, **options: Any) -> Target:
+    def _target(self, drafter: Drafter | None, reads: Reads, rows_stay: bool) -> Target:
         """The tree forward that continues the prompts; see :func:`prefill`."""
         inputs = self._inputs()
-        sequences = Sequences(self.prompt, self.mask.bool(), self._until(self.prompt.shape[1]))
+        sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
         handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
         return prefill(
-            self.model, self.prompt, self.config, inputs, handover, drafter, reads, **options
-        ).target
+            self.model, self.prompt, self.config, inputs, handover, drafter, reads,
+            rows_stay=rows_stay,
+        ).target  # fmt: skip
 
     def run(
         self, drafter: Drafter | None, reads: bool, rows_stay: bool = False
@@ -203,7 +190,7 @@ class Trial:
         errors = []
         with as_before(model):
             reads_last = Reads("last" if reads else None)
-            target = self.target(drafter, reads_last, rows_stay=rows_stay)
+            target = self._target(drafter, reads_last, rows_stay)
             if drafter is not None and drafter.drafting is not None:
                 for node in range(2):
                     chain = Tree.chain(self.nodes[:, : node + 1])
@@ -246,7 +233,10 @@ class Trial:
             return torch.full_like(scores, -torch.inf).scatter_(1, forced[:, step, None], 0.0)
 
         with as_before(self.model):
-            output = changes.run(self.plain, forced.shape[1] + 1, [force])
+            output = changes.run(
+                GenerationMixin._sample, self.model, self.prompt, LogitsProcessorList([force]),
+                _until(_PROMPT + forced.shape[1] + 1), self.config, **self._inputs(),
+            )  # fmt: skip
         logits: Sequence[Tensor] = output.logits
         return logits[1:]
 
@@ -255,6 +245,10 @@ class Trial:
         device = self.nodes.device.type
         if torch.is_autocast_enabled(device):
             self.dtypes.add(torch.get_autocast_dtype(device))
+
+
+def _until(length: int) -> StoppingCriteriaList:
+    return StoppingCriteriaList([MaxLengthCriteria(length)])
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -55,8 +55,8 @@ class Steps:
                 limits = _depth_limits(state)
                 tree = policy.choose(self._draft(), drafter, state.active, limits).within(limits)
         with self.watch.phase("forward"):
-            pruning = drafter.pruning if policy.prunes else None
-            output = state.target(tree, pruning=pruning, match=self.acceptance.matches(tree))
+            match = self.acceptance.matches(tree)
+            output = state.target(tree, pruning=drafter.pruning, match=match)
         with self.watch.phase("verify"):
             result = output.result or self.acceptance(output.tree, output.logits, state.active)
             state.root = result.bonus.to(state.root.device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
@@ -14,16 +14,14 @@ from hf_spec.core.memory import recall
 from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import AUTO, STRICT, DraftOptions, key_of, samples_drafts
+from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.loading import warn_if_slow
 from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
 from hf_spec.policy.learned import Learned
-from hf_spec.policy.saved import saved_for
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.per_call import Changes
-from modeling_patches.weights import placement
 
 
 @dataclass
@@ -33,7 +31,6 @@ class Strategy:
     Attributes:
         timed: whether the amount of drafting may depend on step times.
         lookup: whether lookups are merged into the draft.
-        adapter: the method's adapter, if it is active.
         samples: whether the call samples.
         kind: what compiled code and what is learned are kept by.
         graphs: compiled code for its steps; None if they are not compiled.
@@ -51,7 +48,6 @@ class Strategy:
     drafter: Drafter
     timed: bool
     lookup: bool
-    adapter: ActiveAdapter | None
     samples: bool
     kind: tuple[str, str, str | None]
     graphs: Graphs | None
@@ -97,30 +93,18 @@ class Strategy:
                 copies.add_to(changes)
                 size += copies.num_bytes
         return cls(
-            model, method, options, drafter, timed, lookup, adapter, samples, kind, graphs, packed,
-            changes, size, running.rows_stay,
+            model, method, options, drafter, timed, lookup, samples, kind, graphs, packed, changes,
+            size, running.rows_stay,
         )  # fmt: skip
 
     @property
-    def strict(self) -> bool:
-        """Whether the output equals plain generation's bit for bit."""
-        return self.options.exact == STRICT
-
-    @property
     def learned(self) -> Learned:
-        """What earlier calls have learned, or at first what ``hf-spec tune`` has saved."""
+        """What earlier calls have learned."""
         # Sampled text is harder to predict, and choosing its tokens takes longer.
         key = Learned, self.kind, self.graphs is not None, self.samples
-        return recall(self.model, key, self._saved)
-
-    def _saved(self) -> Learned:
-        saved = None
-        if self.graphs is None:  # the steps of hf-spec tune are not compiled
-            saved = saved_for(self.adapter, self.model, self.options)
-        found = Learned() if saved is None else saved.learned(str(self.model.device))
-        for name in ("time_alpha", "time_lambda"):  # of methods that have them
-            setattr(found, name, getattr(self.options, name, getattr(found, name)))
-        return found
+        names = [name for name in ("time_alpha", "time_lambda") if hasattr(self.options, name)]
+        given = {name: getattr(self.options, name) for name in names}
+        return recall(self.model, key, partial(Learned, **given))
 
 
 def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:
@@ -147,18 +131,15 @@ def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedW
     """The packed weights that a call's forwards use; None if they use the model's own."""
     if not options.pack_weights:
         return None
-    strict = options.exact == STRICT  # which tries each weight's product
     frozen = graphs is not None and graphs.frozen
     if options.pack_weights == AUTO:
-        # Those of float32 hardly ever have the bits of the model's own.
-        unfit = frozen or (strict and placement(model).dtype == torch.float32)
-        return None if unfit else packed_weights(model, unasked=True, together=not strict)
+        return None if frozen else packed_weights(model, unasked=True)
     if frozen:
         raise ValueError(
             "pack_weights=True with Inductor's option freezing, which packs the weights of each "
             "graph. Leave one of the two out."
         )
-    found = packed_weights(model, together=not strict)
+    found = packed_weights(model)
     if found is None:
         raise ValueError(
             f"pack_weights=True: oneDNN packs none of the weights of this {type(model).__name__}. "

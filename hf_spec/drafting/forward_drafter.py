@@ -20,6 +20,7 @@ from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
+from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import (
     ADAPTIVE,
     AUTO,
@@ -29,7 +30,6 @@ from hf_spec.drafting.options import (
     refuse,
 )
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tempering import Tempering, following
 
 #: Depth of the deepest draft token by default.
 DEPTH = 8
@@ -80,7 +80,6 @@ class ForwardDrafter(Drafter):
     runs = FORWARDS
 
     exit: DraftExit  # decides when to stop, where the policy chooses
-    tempering: Tempering  # for calls that sample
 
     def __init__(
         self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
@@ -101,11 +100,10 @@ class ForwardDrafter(Drafter):
         self._ahead: tuple[Growth, Tensor] | None = None
 
     def start(self, state: DecodeState) -> None:
-        self.exit, self.tempering = DraftExit(self.depth), Tempering()
+        self.exit = DraftExit(self.depth)
         if state.timed:  # else drafts must not depend on earlier calls
             key = *self._key, state.do_sample  # sampled text is harder to predict
             self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
-            self.tempering = recall(self._owner, (Tempering, *key), Tempering)
 
     @abstractmethod
     def catch_up(self, state: DecodeState) -> None:
@@ -151,7 +149,7 @@ class ForwardDrafter(Drafter):
 
     def _grow(self, state: DecodeState, depth: int) -> tuple[Growth, Tensor]:
         count = depth if self.width == 1 else self._exactly(state) or GROWN
-        growth = Growth(self.exit, self.tempering, state)
+        growth = Growth(self.exit, state)
         levels = _Levels(growth, self, state, count)
         depth = levels.most(depth)
         grown = grow(levels, state.root, count, depth, growth.trust, expanded=self.width)
@@ -161,7 +159,7 @@ class ForwardDrafter(Drafter):
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         growth, self._growth = self._growth, None
         if growth is not None:
-            growth.learn(result.tokens, self.token_ids)
+            growth.learn(result.tokens)
 
 
 class Growth:
@@ -171,34 +169,19 @@ class Growth:
     Attributes:
         trust: terms added to log-probabilities, per distance.
         trees: the drafted trees; lookups may be merged into the forwarded ones.
-        samples: logits and noise of the likeliest node of each level, ``(batch, tokens)`` each,
-            where tokens are sampled.
-        likeliest: ``(batch,)`` the token of that node, from the first level below the root.
         cost: see :attr:`DecodeState.draft_cost`.
     """
 
-    def __init__(self, exit: DraftExit, tempering: Tempering, state: DecodeState):
-        self.exit, self.tempering = exit, tempering
+    def __init__(self, exit: DraftExit, state: DecodeState):
+        self.exit = exit
         self.trust = exit.calibration.log_factors
         self.trees: HostTree | None = None
-        self.samples: list[tuple[Tensor, Tensor]] = []
-        self.likeliest: list[Tensor] = []
         self.cost = state.draft_cost()
 
-    def learn(self, emitted: Sequence[Sequence[int]], ids: Tensor | None = None) -> None:
-        """Learn from the tokens that each sequence emitted; ``ids`` are those of the logits."""
+    def learn(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Learn from the tokens that each sequence emitted."""
         if self.trees is not None:
             self.exit.calibration.learn(self.trees, self.trust, emitted)
-        if not self.samples or not self.tempering.learns():
-            return
-        logits, noise = (torch.stack(parts, 1) for parts in zip(*self.samples))
-        count, device = len(self.samples), logits.device
-        tokens = following(emitted, count, device)
-        # Samples of a level count where the likeliest tokens above it were right.
-        right = torch.ones_like(tokens, dtype=torch.bool)
-        for level, above in enumerate(self.likeliest[: count - 1], 1):
-            right[:, level] = right[:, level - 1] & (tokens[:, level - 1] == above.to(device))
-        self.tempering.learn(logits, noise, tokens, right, ids)
 
 
 class _Levels:
@@ -222,8 +205,6 @@ class _Levels:
     def expand(self, frontier: Frontier) -> Children | None:
         drafter, state, depth = self.drafter, self.state, frontier.depth
         exit, cost = self.growth.exit, self.growth.cost
-        if depth:
-            self.growth.likeliest.append(frontier.tokens[:, 0])
         runs = drafter.forward_per_level or not depth
         if self._asks and runs:
             assert cost is not None
@@ -247,7 +228,4 @@ class _Levels:
         noise = self.state.noise
         if noise is None:
             return logits
-        learned = self.growth.tempering
-        ahead = noise.ahead(1, self.drafter.token_ids, first=depth).to(logits)
-        self.growth.samples.append((logits[:, 0], ahead[:, 0]))
-        return learned.sharpness * logits + learned.share * ahead
+        return as_sampled(logits, noise.ahead(1, self.drafter.token_ids, first=depth).to(logits))

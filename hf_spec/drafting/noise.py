@@ -24,10 +24,21 @@ from hf_spec.core.transfer import sent, waits
 from hf_spec.core.verify import sample
 from modeling_patches.random_state import random_state, set_random_state
 
+#: How far a drafter's logits are trusted where tokens are sampled, see :func:`as_sampled`
+#: (docs/inside/appendix_choices.md).
+TRUST = 0.8
 #: Draws from the default generator that can be given back.
 REMEMBERED = 64
 #: Calls in other threads draw from the same default generator.
 _DRAWING = threading.Lock()
+
+
+def as_sampled(logits: Tensor, noise: Tensor) -> Tensor:
+    """A drafter's logits of the tokens that will be sampled: P(y) = softmax(TRUST (z'(y) + T g(y)))
+    with its own logits z' and what :meth:`SamplingNoise.ahead` gives, all broadcast. The factor is
+    temperature scaling (Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2):
+    a drafter knows the model's logits only roughly."""
+    return TRUST * (logits + noise)
 
 
 class _States(NamedTuple):

@@ -19,8 +19,6 @@ ADAPTIVE = "adaptive"
 CHAIN = "chain"
 #: As pays or fits.
 AUTO = "auto"
-#: Value of the option ``exact``: equal bit for bit.
-STRICT = "strict"
 #: Number of draft tokens of an adaptive tree if it must not depend on time.
 DEFAULT_DRAFT_TOKENS = 8
 #: Options of trees of predictions.
@@ -51,9 +49,6 @@ class DraftOptions:
             or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
             (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
-        exact: ``auto``: equal to plain generation up to rounding, as a forward over several tokens
-            rounds differently. ``strict``: tokens, scores and the KV cache are equal bit for bit,
-            in every dtype; models that this is not possible with are refused.
         pack_weights: whether forwards use copies of the model's large weights that oneDNN arranges
             for products of few tokens, on a CPU; they are made once and take as much memory as
             these weights. ``auto``: in float32 and bfloat16, if they fit into a quarter of the free
@@ -69,17 +64,10 @@ class DraftOptions:
     acceptance: str = "match"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
-    exact: str = AUTO
     pack_weights: bool | str = AUTO
 
     def __post_init__(self) -> None:
         check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=(AUTO, "always"))
-        check_choices(self, exact=(AUTO, STRICT))
-        if self.exact == STRICT and self.acceptance != "match":
-            raise ValueError(
-                f"exact={STRICT!r} with acceptance={self.acceptance!r}: only 'match' accepts the "
-                "tokens that plain generation would choose. Leave one of the two out."
-            )
         for name in ("lookup", "pack_weights"):
             if not isinstance(value := getattr(self, name), bool) and value != AUTO:
                 raise ValueError(f"{name}={value!r}: must be 'auto', True or False.")

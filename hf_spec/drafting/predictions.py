@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,27 +14,11 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.markov_head import MarkovHead
+from hf_spec.drafting.noise import TRUST, as_sampled
 from hf_spec.model.hidden_states import states_at
 
 #: Tokens per distance that a Markov head rescores.
 SHORTLIST = 32
-
-
-class Tempered(NamedTuple):
-    """What turns a drafter's logits into those of the tokens that will be sampled: it multiplies
-    them by the sharpness and adds the noise.
-
-    Attributes:
-        sharpness: ``()`` float32
-        noise: ``(batch, distances, vocab)`` float32
-    """
-
-    sharpness: Tensor
-    noise: Tensor
-
-    def on(self, device: torch.device) -> Tempered:
-        """The same on a device."""
-        return Tempered(*(part.to(device) for part in self))
 
 
 class Predictions:
@@ -52,7 +36,8 @@ class Predictions:
         markov_head: how the previous token changes the predictions.
         states: ``(batch, distances, hidden)`` that give the logits; for the Markov head.
         ids: ``(vocab,)`` token ids of the logits; None if these are the indices.
-        tempered: changes the logits, those with the Markov head included.
+        noise: ``(batch, distances, vocab)`` that the tokens will be sampled with, see
+            :func:`as_sampled`; None if they are not sampled.
 
     Attributes:
         tokens: ``(batch, distances, width)`` ids, likeliest first.
@@ -67,12 +52,12 @@ class Predictions:
         markov_head: MarkovHead | None = None,
         states: Tensor | None = None,
         ids: Tensor | None = None,
-        tempered: Tempered | None = None,
+        noise: Tensor | None = None,
     ):
-        self._tempered = None if tempered is None else tempered.on(logits.device)
+        self._noise = None if noise is None else noise.to(logits.device)
         self._ids = ids
-        if self._tempered is not None:
-            logits = self._tempered.sharpness * logits + self._tempered.noise
+        if self._noise is not None:
+            logits = as_sampled(logits, self._noise)
         if markov_head is not None:
             width = max(width, SHORTLIST)
         chosen, self.log_probs = likeliest(logits, width)
@@ -126,7 +111,7 @@ class Predictions:
             return plain
         assert self._states is not None
         bias = self._markov_head.bias(previous.to(tokens.device), self._states, tokens)
-        weighed = plain + (bias if self._tempered is None else self._tempered.sharpness * bias)
+        weighed = plain + (bias if self._noise is None else TRUST * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
         found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)

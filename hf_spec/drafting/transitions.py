@@ -28,7 +28,8 @@ from torch.nn import functional
 
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.held import Holds
-from hf_spec.drafting.predictions import Predictions, Tempered, likeliest
+from hf_spec.drafting.noise import as_sampled
+from hf_spec.drafting.predictions import Predictions, likeliest
 from hf_spec.model.hidden_states import states_at
 
 #: Prefixes of the names of an adapter's parameters.
@@ -190,14 +191,14 @@ class Conditional(Predictions):
 
     Args:
         transitions: how the tokens before change the predictions.
-        logits, width, known, states, ids, tempered: see :class:`Predictions`.
+        logits, width, known, states, ids, noise: see :class:`Predictions`.
     """
 
     def __init__(
         self, logits: Tensor, width: int, known: Sequence[int] | Tensor, transitions: Transitions,
-        states: Tensor, ids: Tensor | None = None, tempered: Tempered | None = None,
+        states: Tensor, ids: Tensor | None = None, noise: Tensor | None = None,
     ):  # fmt: skip
-        super().__init__(logits, width, known, ids=ids, tempered=tempered)
+        super().__init__(logits, width, known, ids=ids, noise=noise)
         self._logits, self._transitions, self._hidden = logits, transitions, states
         self._depends = True
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
@@ -213,12 +214,11 @@ class Conditional(Predictions):
         logits, self._memory = self._transitions.given(
             self._logits[:, place, None], previous, states, memory
         )
-        if self._tempered is not None:
-            sharpness, noise = self._tempered
-            logits = sharpness * logits + noise[:, place, None]
+        if self._noise is not None:
+            logits = as_sampled(logits, self._noise[:, place, None])
         chosen, log_probs = likeliest(logits, self.tokens.shape[-1])
         sure = self._transitions.confidence(previous, states)
-        if sure is not None and self._tempered is None:
+        if sure is not None and self._noise is None:
             log_probs = with_confidence(log_probs, sure)
         tokens = chosen if self._ids is None else self._ids[chosen]
         return Children(tokens, self.where_known(log_probs, place))

@@ -19,7 +19,7 @@ from hf_spec.drafting.drafter import MODULES, Drafter
 from hf_spec.drafting.held import Holds
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import CHAIN
-from hf_spec.drafting.predictions import Predictions, Tempered
+from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Conditional, Transitions
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
@@ -78,9 +78,7 @@ class TreeSource:
         """See :meth:`Drafter.prefetch`; ``known`` may be a tensor ``(batch,)``."""
         return None
 
-    def observe(
-        self, drafter: TreeDrafter, emitted: Sequence[Sequence[int]], num_drafted: int
-    ) -> None:
+    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         """Called after each step, plain ones included, with the tokens that each row emitted and
         the number of draft tokens that were forwarded."""
 
@@ -142,7 +140,7 @@ class TreeDrafter(Drafter, Holds):
         self._steps.clear()
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        self.source.observe(self, result.tokens, tree.num_tokens - 1)
+        self.source.observe(result.tokens, tree.num_tokens - 1)
 
     def warm(self, state: DecodeState) -> None:
         self.source.warm(self, state)
@@ -193,15 +191,15 @@ class TreeDrafter(Drafter, Holds):
 
     def predict(
         self, state: DecodeState, depth: int, width: int, known: Sequence[int] | Tensor,
-        tempered: Tempered | None = None,
+        noise: Tensor | None = None,
     ) -> Predictions:  # fmt: skip
         """Predictions from the hidden states of the previous step."""
         assert self.hidden is not None
-        return self.predictions(self.hidden, state.root, known, depth, width, tempered)
+        return self.predictions(self.hidden, state.root, known, depth, width, noise)
 
     def predictions(
         self, hidden: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int,
-        tempered: Tempered | None = None,
+        noise: Tensor | None = None,
     ) -> Predictions:  # fmt: skip
         """:meth:`predict` as a function of tensors.
 
@@ -211,9 +209,9 @@ class TreeDrafter(Drafter, Holds):
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
             depth: number of distances, at most those that are known.
             width: tokens to keep per distance.
-            tempered: changes the logits, over :attr:`vocabulary`; for calls that sample.
+            noise: see :class:`Predictions`, over :attr:`vocabulary`; for calls that sample.
         """
-        return self._predictions(self.states(hidden, depth), root, known, width, tempered)
+        return self._predictions(self.states(hidden, depth), root, known, width, noise)
 
     def given_root(self, states: Tensor, root: Tensor) -> Tensor:
         """:meth:`states` given the root, where the adapter has a Markov head."""
@@ -221,28 +219,19 @@ class TreeDrafter(Drafter, Holds):
 
     def _predictions(
         self, states: Tensor, root: Tensor, known: Sequence[int] | Tensor, width: int,
-        tempered: Tempered | None = None,
+        noise: Tensor | None = None,
     ) -> Predictions:  # fmt: skip
         states = self.given_root(states, root)
         make: Any = Conditional if isinstance(self.markov_head, Transitions) else Predictions
         made: Predictions = make(
-            self.logits(states), width, known, self.markov_head, states, self.token_ids, tempered
+            self.logits(states), width, known, self.markov_head, states, self.token_ids, noise
         )
         return made
 
-    def given(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logits of all tokens of :attr:`vocabulary` if the tokens before are known.
-
-        Args:
-            hidden: see :attr:`hidden`.
-            previous: ``(batch, depth)`` the token before each distance; first the root.
-
-        Returns:
-            ``(batch, depth, tokens)``
-        """
-        return self._given(self.states(hidden, previous.shape[1]), previous)
-
-    def _given(self, states: Tensor, previous: Tensor) -> Tensor:
+    def given(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits ``(batch, depth, tokens)`` of all tokens of :attr:`vocabulary`, from
+        :meth:`states`, if the token before each distance is known, ``(batch, depth)``; first the
+        root."""
         states = self.given_root(states, previous[:, 0])
         logits = self.logits(states)
         if self.markov_head is None:
@@ -293,7 +282,7 @@ class TreeDrafter(Drafter, Holds):
             some = places[done : done + len(states), None].to(ids.device)
             at = some + torch.arange(1, self.distances + 1, device=ids.device)
             before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
-            logits = self._given(states, before)
+            logits = self.given(states, before)
             done += len(states)
             yield logits if self.vocabulary is None else self.vocabulary.of_all(logits)
 

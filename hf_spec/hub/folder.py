@@ -16,12 +16,11 @@ from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_te
 from hf_spec.files import read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.loading import is_path
-from hf_spec.policy.saved import LEARNED_FILE, read_entries
 
 CONFIG, CARD = "adapter_config.json", "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
-MEASURED = (LEARNED_FILE, "search.json", "training.json", "results.json")
+MEASURED = ("search.json", "training.json", "results.json")
 #: Files that are uploaded if they exist; the shim is always written anew.
 OPTIONAL = (*MEASURED, "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
@@ -156,8 +155,6 @@ def check_complete(folder: Path) -> None:
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
             f"whose adapters are of type {method.peft_type!r}"
         )
-    if (folder / LEARNED_FILE).is_file():
-        read_entries(folder / LEARNED_FILE)
     if not read_weights(folder / WEIGHTS):
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = folder / SHIM

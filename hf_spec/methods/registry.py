@@ -82,21 +82,6 @@ class Published:
 
 
 @dataclass(frozen=True)
-class TunedTree:
-    """A tree of a method's own that ``hf-spec tune`` makes for a device.
-
-    Attributes:
-        name: value of the option ``tree``.
-        make: given the drafter, held-out prompts with the model's own answers, the seconds of a
-            step by its number of step tokens, and the most step tokens, returns JSON types that are
-            saved beside the adapter, with ``size``, ``tau`` and ``speedup`` among them.
-    """
-
-    name: str
-    make: Callable[[Any, Sequence[Any], Callable[[int], float], int], dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Method:
     """A strategy.
 
@@ -122,7 +107,6 @@ class Method:
         num_anchors: default number of trained positions per sequence in a training step.
         published: reads published checkpoints, for ``hf-spec import``; None if there are none.
         exports: exporters by the name of their format, for ``hf-spec export``.
-        tuned_tree: the tree that ``hf-spec tune`` makes; None if the method has none.
         wraps: its option that may name another strategy, with whose adapter it then drafts; None if
             there is none.
     """
@@ -143,7 +127,6 @@ class Method:
     num_anchors: int = 64
     published: Published | None = None
     exports: Mapping[str, Export] = field(default_factory=dict)
-    tuned_tree: TunedTree | None = None
     wraps: str | None = None
 
     @property

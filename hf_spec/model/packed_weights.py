@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.memory import locked, memory
 from hf_spec.model.loading import has_instructions
-from modeling_patches.bitwise import Arranged
 from modeling_patches.contents import contents
 from modeling_patches.per_call import Changes, plain
 
@@ -55,11 +54,6 @@ class _Copy:
         return output
 
 
-def packed_product(weight: Tensor) -> Arranged:
-    """The product with a packed copy of a weight."""
-    return _Copy(weight).product
-
-
 #: All copies by their weights' addresses, for compiled code.
 _COPIES: WeakValueDictionary[tuple[int, ...], _Copy] = WeakValueDictionary()
 
@@ -80,12 +74,6 @@ class PackedWeights:
             if place not in self._copies:
                 weights = [linear.weight for linear in group]
                 _COPIES[place] = self._copies[place] = _Copy(*weights)
-
-    @property
-    def products(self) -> dict[nn.Module, Arranged]:
-        """The product of each module that has a copy of its own."""
-        alone = [group for group in self.groups if len(group) == 1]
-        return {group[0]: self._copies[_place(group)].product for group in alone}
 
     @property
     def num_bytes(self) -> int:
@@ -134,20 +122,17 @@ class _Together:
 
 
 @locked
-def packed_weights(
-    model: nn.Module, unasked: bool = False, together: bool = True
-) -> PackedWeights | None:
+def packed_weights(model: nn.Module, unasked: bool = False) -> PackedWeights | None:
     """The packed copies of a model's large weights, made anew if these have changed.
 
     Args:
         unasked: make them only where they are known to pay and memory is plentiful: in float32 and
             bfloat16, in at most `MOST_OF_MEMORY` of what is free.
-        together: whether modules that read the same input have one copy.
 
     Returns:
         None if there are none that oneDNN packs on this machine.
     """
-    kept, groups, key = memory(model), _groups(model, together), ("packed weights", together)
+    kept, groups, key = memory(model), _groups(model), "packed weights"
     found: PackedWeights | None = kept.get(key)
     if unasked:
         weights = [linear.weight for linear in chain.from_iterable(groups)]
@@ -164,7 +149,7 @@ def packed_weights(
     return found
 
 
-def _groups(model: nn.Module, together: bool) -> list[list[nn.Linear]]:
+def _groups(model: nn.Module) -> list[list[nn.Linear]]:
     """The modules whose weights are packed, by the copy that they share."""
     groups: list[list[nn.Linear]] = []
     seen: set[nn.Module] = set()  # some have several parents
@@ -174,7 +159,7 @@ def _groups(model: nn.Module, together: bool) -> list[list[nn.Linear]]:
         seen |= set(children.values())
         group = [children[name] for name in TOGETHER if name in children]
         kinds = {(one.in_features, one.weight.dtype, one.bias is None) for one in group}
-        if together and len(group) == len(TOGETHER) and len(kinds) == 1:
+        if len(group) == len(TOGETHER) and len(kinds) == 1:
             groups.append(group)
             children = {name: one for name, one in children.items() if name not in TOGETHER}
         groups += [[one] for one in children.values()]

@@ -196,8 +196,7 @@ class Target:
         """
         tree, call, inputs = block.tree, self._reaching(block), self._inputs(block, keys)
         if changes is not None:  # which come before packed weights where both replace a module
-            run = self.attention.changes.run
-            return Output(tree, run(changes.run, call, **inputs).logits)
+            return Output(tree, self._changes.run(changes.run, call, **inputs).logits)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
         watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)

@@ -21,9 +21,8 @@ from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
-from hf_spec.drafting.predictions import Predictions, Tempered
+from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tempering import Sample, Tempering
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
 
@@ -32,12 +31,10 @@ FEWEST, MOST = 16, 64
 
 
 class Proposal(NamedTuple):
-    """The packed trees of a step, the terms added to log-probabilities per distance, and what to
-    learn from, where tokens are sampled."""
+    """The packed trees of a step, and the terms added to log-probabilities per distance."""
 
     trees: Tensor
     trust: list[float]
-    sample: Sample | None
 
 
 class AdaptiveTrees(TreeSource):
@@ -50,23 +47,19 @@ class AdaptiveTrees(TreeSource):
             `DEFAULT_DRAFT_TOKENS` if nothing may depend on time.
         calibrations: learned by earlier calls, greedy and sampled ones; None to use predictions
             uncorrected.
-        tempering: learned by earlier calls that sample; None to begin anew.
     """
 
     def __init__(
         self, depth: int, probes: bool, num_draft_tokens: int | None = None,
         calibrations: tuple[Calibration, Calibration] | None = None,
-        tempering: Tempering | None = None,
     ):  # fmt: skip
         self.depth, self.probes = depth, probes
         self.num_draft_tokens, self.calibrations = num_draft_tokens, calibrations
         self.policy_chooses = num_draft_tokens is None
         self.calibration = None if calibrations is None else calibrations[False]
-        self.tempering = tempering or Tempering()
         self._most = FEWEST
         self._proposed: tuple[HostTree, list[float]] | None = None
         self._prefetched: Proposal | None = None
-        self._sample: Sample | None = None
 
     weighs: ClassVar[bool] = True
 
@@ -77,15 +70,13 @@ class AdaptiveTrees(TreeSource):
     def start(self, state: DecodeState) -> None:
         if self.calibrations is not None:
             self.calibration = self.calibrations[state.do_sample]
-        if self._exactly(state) is not None:
-            self.tempering = Tempering()  # what is drafted must not depend on earlier calls
 
     def predictions(
         self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Predictions:  # fmt: skip
         """What scores paths."""
-        return drafter.predict(state, depth, width, known, self._tempered(noise))
+        return drafter.predict(state, depth, width, known, noise)
 
     def prefetch(
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
@@ -102,28 +93,17 @@ class AdaptiveTrees(TreeSource):
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
         graphs = state.target.graphs if self.weighs else None
         depth = depth if graphs is None else self.depth
-        noise, sample = self._noise(drafter, state, depth), None
-        if noise is not None and self.tempering.learns():
-            assert drafter.hidden is not None
-            sample = Sample(drafter.hidden, state.root, known, noise)
+        noise = self._noise(drafter, state, depth)
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)
-            return Proposal(grow(predictions, state.root, count, depth, trust), trust, sample)
+            return Proposal(grow(predictions, state.root, count, depth, trust), trust)
         # Few sizes; draft tokens that no row can use are removed later.
         count = self._exactly(state) or (FEWEST if count <= FEWEST else MOST)
-        tempered = self._tempered(noise)
-        grown = _compiled(graphs, drafter, state, known, count, depth, trust, tempered)
-        return Proposal(grown, trust, sample)
+        return Proposal(_compiled(graphs, drafter, state, known, count, depth, trust, noise), trust)
 
     def _noise(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
         noise = state.noise if self.weighs else None
         return None if noise is None else noise.ahead(depth, drafter.token_ids)
-
-    def _tempered(self, noise: Tensor | None) -> Tempered | None:
-        if noise is None:
-            return None
-        learned = self.tempering
-        return Tempered(sent(learned.sharpness, noise.device), learned.share * noise)
 
     def _exactly(self, state: DecodeState) -> int | None:
         """Number of draft tokens in every step; None if the policy chooses it."""
@@ -144,7 +124,7 @@ class AdaptiveTrees(TreeSource):
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None or state.prefetched is None:
             prefetched = self._grow(drafter, state, known, depth)
-        packed, trust, self._sample = prefetched
+        packed, trust = prefetched
         tree, host = state.received(packed)
         if self._exactly(state) is None:
             self._proposed = host, trust
@@ -158,16 +138,11 @@ class AdaptiveTrees(TreeSource):
         graphs = state.target.graphs
         if graphs is not None and self.weighs and self.depth:
             exactly, known, trust = self._exactly(state), drafter.num_predicted, [0.0] * self.depth
-            tempered = self._tempered(self._noise(drafter, state, self.depth))
+            noise = self._noise(drafter, state, self.depth)
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
-                _compiled(graphs, drafter, state, known, count, self.depth, trust, tempered)
+                _compiled(graphs, drafter, state, known, count, self.depth, trust, noise)
 
-    def observe(
-        self, drafter: TreeDrafter, emitted: Sequence[Sequence[int]], num_drafted: int
-    ) -> None:
-        sample, self._sample = self._sample, None
-        if sample is not None:
-            sample.teach(self.tempering, drafter, emitted)
+    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         if self._proposed is None:
             return
         most = self._most  # doubled if all were taken, reduced if most were unused
@@ -179,7 +154,7 @@ class AdaptiveTrees(TreeSource):
 
 def _compiled(
     graphs: Graphs, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor,
-    count: int, depth: int, trust: Sequence[float], tempered: Tempered | None,
+    count: int, depth: int, trust: Sequence[float], noise: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """:func:`grow` and its predictions, by compiled code."""
     hidden, held = drafter.hidden, drafter.tensors()
@@ -188,19 +163,18 @@ def _compiled(
     inputs = [
         *held, state.root.to(device), sent(known, device), sent(trust, device), hidden.contiguous(),
     ]  # fmt: skip
-    if tempered is not None:
-        inputs += [part.to(device) for part in tempered]
+    if noise is not None:
+        inputs.append(noise.to(device))
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         own, (root, known, trust, hidden, *rest) = tensors[: len(held)], tensors[len(held) :]
-        changed = None if tempered is None else Tempered(*rest)
         drafting = drafter.using(own)
-        predictions = drafting.predictions(hidden, root, known, depth, count, changed)
+        predictions = drafting.predictions(hidden, root, known, depth, count, *rest)
         packed = grow(predictions, root, count, depth, trust)
         # New code is checked by how likely the nodes are: which of several equally likely ones it
         # takes, as there are many in 16 bits, may differ.
         return packed.view(torch.int32), packed.chunk(4, dim=1)[3]
 
-    name = "tree", count, depth, tempered is not None, len(held)
+    name = "tree", count, depth, noise is not None, len(held)
     found = graphs.run(name, function, inputs, lambda: function(*inputs), tuple, static=len(held))
     return found[0].view(torch.float32).to(state.root.device)

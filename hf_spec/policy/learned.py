@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from hf_spec.core.memory import locked
 from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
@@ -14,8 +13,6 @@ from hf_spec.policy.step_times import DECAY, TIME_ALPHA, StepTimes
 #: Steps of each of the two sizes that a setting starts with. Fitting a line takes two sizes, and
 #: the first step of a size is a warm-up.
 WARM_UP = 2
-#: Steps with and without pruning, alternating, until both are known.
-ALTERNATING = 8
 #: Weight of one step in averages.
 ALPHA = 1 / 32
 
@@ -27,9 +24,9 @@ class Average:
     above: float = 0.0
     below: float = 0.0
 
-    def add(self, above: float, below: float, alpha: float = ALPHA) -> None:
-        self.above += above - alpha * self.above
-        self.below += below - alpha * self.below
+    def add(self, above: float, below: float) -> None:
+        self.above += above - ALPHA * self.above
+        self.below += below - ALPHA * self.below
 
     @property
     def value(self) -> float | None:
@@ -43,17 +40,13 @@ class Setting:
     Attributes:
         times: step times; those of pruned steps by step tokens before pruning.
         rate: tokens of all rows per second.
-        acceptance: accepted per expected draft token, without pruning and with it; per row and step
-            where nothing is expected.
         tries: draft tokens, and nodes with probes, that the next steps must have.
         retries: when to try again what did not pay: ``plain`` steps, other ``sizes``, ``probes``
-            in steps without predictions, steps with or without ``pruning``.
+            in steps without predictions.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
-    pruned: StepTimes = field(default_factory=StepTimes)
     rate: Average = field(default_factory=Average)
-    acceptance: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
     tries: deque[tuple[int, int]] = field(default_factory=deque)
     retries: defaultdict[str, Retry] = field(default_factory=lambda: defaultdict(Retry))
 
@@ -71,23 +64,6 @@ class Setting:
             self.retries.pop("probes", None)
             return True
         return self.retries["probes"].due()
-
-    def prunes(self, tokens: int, drafted: float) -> bool:
-        """Whether pruning a step of so many step tokens pays; both kinds of steps alternate until
-        that is known. ``drafted`` is what :attr:`acceptance` is relative to."""
-        both = self.times, self.pruned
-        counts = [sum(one.count for rows, one in times.sizes.items() if rows > 1) for times in both]
-        means: list[Any] = [times.mean(tokens) for times in both]
-        if None in means:
-            means = [times.seconds(tokens) for times in both]
-        rates: list[Any] = [one.value for one in self.acceptance]
-        if None in means + rates or min(counts) < ALTERNATING:
-            return counts[1] < counts[0]
-        # Pruning adds no tokens; differences within noise are ignored.
-        noise = sum(one.above / one.below**2 for one in self.acceptance) ** 0.5  # of counts
-        lost = max(rates[0] - rates[1] - noise, 0.0) * drafted
-        better = (self.rate.value or 0.0) * (means[0] - means[1]) > lost
-        return bool(better) != self.retries["pruning"].due()
 
 
 @dataclass
@@ -123,12 +99,10 @@ class Learned:
             if near:
                 best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
                 ratio, known = key[0] / best[0], self.settings[best]
-                change = min(ratio, 1.0), ratio
-                new = Setting(known.times.elsewhere(*change), known.pruned.elsewhere(*change))
+                new = Setting(known.times.elsewhere(min(ratio, 1.0), ratio))
             if new.times.line is None:
                 new.tries.extend(self.first_sizes(key[0]) * WARM_UP)
             self.settings[key] = new
         found = self.settings[key]
-        for times in (found.times, found.pruned):
-            times.alpha, times.decay = self.time_alpha, self.time_lambda
+        found.times.alpha, found.times.decay = self.time_alpha, self.time_lambda
         return found

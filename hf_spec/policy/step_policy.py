@@ -1,4 +1,4 @@
-"""Decides how much to draft in each step: draft tokens, probes, pruning, or a plain step.
+"""Decides how much to draft in each step: draft tokens, probes, or a plain step.
 
 The value of a step is its expected number of tokens, 1 plus the sum of the draft tokens'
 probabilities, minus what its time would otherwise yield: rho T, where rho is the recent number of
@@ -29,22 +29,16 @@ from typing import Any
 import numpy as np
 
 from hf_spec.core.memory import locked
-from hf_spec.core.pruning import Pruning
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.policy.learned import ALPHA, WARM_UP, Learned, Setting
-from hf_spec.policy.plans import SIZES, Plan, Shapes, best_ends, ends
-from hf_spec.policy.step_times import TICK, StepTimes, ratio
+from hf_spec.policy.learned import ALPHA, Learned
+from hf_spec.policy.plans import Plan, Shapes, best_ends, ends
+from hf_spec.policy.step_times import TICK, ratio
 
 #: Number of recent decisions kept for reports.
 HISTORY = 128
-
-
-def explore(setting: Setting) -> None:
-    """Have the next drafting steps of a setting try every size, for their times."""
-    setting.tries.extend([(size, max(size // 4, 1)) for size in SIZES] * (WARM_UP + 1))
 
 
 class StepPolicy:
@@ -59,7 +53,6 @@ class StepPolicy:
 
     Attributes:
         lookups_only: whether drafting steps use only lookups, as everything else is paused.
-        prunes: whether the step prunes unlikely draft tokens.
         history: the latest decisions.
     """
 
@@ -70,7 +63,7 @@ class StepPolicy:
         self.stats, self.learned, self.enabled = stats, learned, enabled
         self.shapes = Shapes(width)
         self._key, self.setting = setting, learned.setting(setting)
-        self.lookups_only = self.prunes = False
+        self.lookups_only = False
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._plan: Plan | None = None
         self._live = 1
@@ -95,7 +88,7 @@ class StepPolicy:
     def drafts(self, lookup: bool = False) -> bool:
         """Whether the step that begins now drafts; ``lookup`` tells if it may draft lookups alone
         (:attr:`lookups_only`)."""
-        self._plan, self.prunes = None, False
+        self._plan = None
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         paused = not self.prefetches
         self.lookups_only = paused and lookup and not self.learned.lookup_budget.paused
@@ -135,18 +128,14 @@ class StepPolicy:
             limits: depth of the deepest draft token that each row can use.
         """
         self._live = sum(active)
-        host, pruning = tree.host, drafter.pruning
+        host = tree.host
         if host is None or tree.whole or not self.enabled:
-            self._plan = plan = Plan(tree.num_tokens - 1)
-            self.prunes = self._prunes(pruning, plan, self._width_of(tree))
+            self._plan = Plan(tree.num_tokens - 1)
             return tree
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)
         group = 0 if self.lookups_only else len(drafter.group)
-        always = pruning is not None and pruning.always
-        self._plan = plan = self._best(probs, host.parents, group, always)
-        width = self.shapes.width(1 + plan.drafted, plan.probed * group)
-        self.prunes = self._prunes(pruning, plan, width)
+        self._plan = plan = self._best(probs, host.parents, group)
         tree = tree.likeliest(plan.drafted)
         if not plan.probed:
             return tree
@@ -154,7 +143,7 @@ class StepPolicy:
         probed = best_ends(probs[:, :nodes], host.parents[:, :nodes], plan.probed)
         return drafter.attach_probes(tree, (probed * drafter.distances).tolist())
 
-    def _best(self, probs: Array, parents: Array, group: int, prunes: bool) -> Plan:
+    def _best(self, probs: Array, parents: Array, group: int) -> Plan:
         """The plan of the largest value; ``probs`` are of paths, likeliest first, ``group`` is the
         number of probes under a node that has them."""
         setting, shapes, live = self.setting, self.shapes, float(self._live)
@@ -165,7 +154,7 @@ class StepPolicy:
         if not most:
             gain, width = value_of_predictions * live, shapes.width(1, group)
             return Plan(0, int(group and setting.probes_root(width, gain)), live)
-        times = setting.pruned if prunes else setting.times
+        times = setting.times
         line = times.line
         if not setting.tries and (line is None or setting.retries["sizes"].due()):
             setting.tries.extend(self.learned.first_sizes(self._key[0]))
@@ -176,7 +165,7 @@ class StepPolicy:
                 probed = shapes.probed(size, group)[0]
             return Plan(size, min(probed, size + 1), expected[size])
         assert line is not None
-        plain = setting.times.plain_seconds()
+        plain = times.plain_seconds()
         rate = setting.rate.value or live / max(plain or line[0], TICK)
         # What the time of a step would otherwise yield, in tokens, by its step tokens.
         costs = [rate * spent for spent in times.curve(shapes.width(1 + most, (1 + most) * group))]
@@ -202,15 +191,6 @@ class StepPolicy:
         self.stats.num_fallback_steps += 1
         return Plan(expected=live)
 
-    def _prunes(self, pruning: Pruning | None, plan: Plan, tokens: int) -> bool:
-        """Whether the step prunes unlikely draft tokens."""
-        if pruning is None or not plan.drafted:
-            return False
-        if pruning.always:
-            return True
-        drafted = plan.expected - self._live if plan.expected else self._live
-        return self.setting.prunes(tokens, drafted)
-
     # -- after a step ------------------------------------------------------------------------
 
     @locked
@@ -218,16 +198,15 @@ class StepPolicy:
         """Learn from a finished step that forwarded a tree, and took so many seconds; ``emitted``
         are tokens per batch row, 0 for one that was already finished."""
         counts = [count for count in emitted if count]
-        tokens, live, pruned = sum(counts), len(counts), self.prunes
+        tokens, live = sum(counts), len(counts)
         drafted, rows = tree.num_tokens - 1, self._width_of(tree)
         setting, plan = self.setting, self._plan
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]
-        times = setting.pruned if pruned else setting.times
+        times = setting.times
         typical = plan is not None and not self.lookups_only
-        expected = self._expected(times, rows, drafting)
+        expected = self._expected(rows, drafting)
         times.observe(rows, seconds - drafting, drafting if typical else None, forwards)
-        setting.times.pace = setting.pruned.pace = times.pace  # both share the machine's pace
         setting.rate.add(tokens, seconds)
         self._steps[(drafted, rows)] += 1
         if rows == 1:
@@ -236,11 +215,8 @@ class StepPolicy:
             self._charge(tokens, live, seconds, expected)
         if plan is None:
             return
-        if drafted:
-            relative_to = plan.expected - self._live if plan.expected else live
-            setting.acceptance[pruned].add(tokens - live, relative_to, ALPHA / 4)
         self.history.append({
-            "draft_tokens": drafted, "step_tokens": rows, "pruned": pruned,
+            "draft_tokens": drafted, "step_tokens": rows,
             "expected_tokens": plan.expected or None, "tokens": tokens,
             "expected_seconds": expected, "seconds": seconds, "batch_size": live,
         })  # fmt: skip
@@ -260,11 +236,12 @@ class StepPolicy:
                 usual = max(expected or plain, plain)
                 budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
 
-    def _expected(self, times: StepTimes, rows: int, drafting: float) -> float | None:
+    def _expected(self, rows: int, drafting: float) -> float | None:
         """Seconds that a step should take, by those before it; None while they do not tell."""
+        times = self.setting.times
         if rows > 1 and times.line is not None:
             return times.seconds(rows)
-        forward = self.setting.times.plain_seconds() if rows == 1 else times.mean(rows)
+        forward = times.plain_seconds() if rows == 1 else times.mean(rows)
         return None if forward is None else forward + drafting
 
     def _width_of(self, tree: Tree) -> int:

@@ -12,10 +12,8 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.drafter import MakeTree
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
-from hf_spec.drafting.tempering import Tempering
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
-from hf_spec.policy.saved import saved_for
 
 
 def tree_source(
@@ -32,7 +30,7 @@ def tree_source(
 
     Raises:
         ValueError: if trees are deeper than the adapter predicts or have a rank beyond the
-            vocabulary, or if what ``hf-spec tune`` has saved cannot be read.
+            vocabulary.
     """
     depth = drafted_depth(options, distances)
     if options.tree != ADAPTIVE:
@@ -42,17 +40,9 @@ def tree_source(
     if options.num_draft_tokens != AUTO:
         exactly: Any = options.num_draft_tokens
         return AdaptiveTrees(depth, bool(probes), exactly)
-
-    def calibrations() -> tuple[Calibration, Calibration]:
-        saved = saved_for(adapter, model, options)
-        greedy = Calibration(depth) if saved is None else saved.calibration(depth)
-        return greedy, Calibration(depth)
-
     key = adapter.config.type_name, adapter.name, depth
-    return AdaptiveTrees(
-        depth, bool(probes), calibrations=recall(model, (Calibration, key), calibrations),
-        tempering=recall(model, (Tempering, key), Tempering),
-    )  # fmt: skip
+    pair = recall(model, (Calibration, key), lambda: (Calibration(depth), Calibration(depth)))
+    return AdaptiveTrees(depth, bool(probes), calibrations=pair)
 
 
 def drafted_depth(options: DraftOptions, distances: int) -> int:
@@ -93,11 +83,11 @@ def check_states(states: TreeStates, where: str, model: Any, distances: int) -> 
     if states.max_probes > distances:
         raise ValueError(
             f"{where} has states up to {states.max_probes} predicted tokens, the adapter drafts "
-            f"{distances} tokens: run hf-spec tune again, or give another tree."
+            f"{distances} tokens. Give another tree."
         )
     vocab = model.config.get_text_config(decoder=True).vocab_size
     if states.max_rank >= vocab:
         raise ValueError(
             f"{where} has a draft token of rank {states.max_rank}: ranks count from 0, and the "
-            f"model has {vocab} tokens. Give another tree, or run hf-spec tune."
+            f"model has {vocab} tokens. Give another tree."
         )

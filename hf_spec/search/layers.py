@@ -20,13 +20,13 @@ import optuna
 
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.contenders import Contender, ours
+from hf_spec.bench.environment import device_of
 from hf_spec.bench.prompts import Prompt, encode_prompts
 from hf_spec.bench.results import BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_choices, check_same_settings, first_line
 from hf_spec.core.memory import forget
-from hf_spec.policy.saved import device_of
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import num_layers
 

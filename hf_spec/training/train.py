@@ -17,14 +17,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.bench.environment import package_version
+from hf_spec.bench.environment import device_name, package_version
 from hf_spec.core.checks import check_count, check_range, nearest
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically, writing
 from hf_spec.hub.card import TRAINING
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, methods
-from hf_spec.policy.devices import device_name
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import bit_sums, save_model
 from hf_spec.training.evaluation import EvalDecoding

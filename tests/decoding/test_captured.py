@@ -15,7 +15,7 @@ import torch
 from conftest import Tiny, check_same, prompt, ragged
 from recurrent_models import recurrent
 from replay import RECORDED, Replay
-from running import drafting
+from running import drafting, without_pruning
 from test_compiled import adapt, compiled, generate, has_hooks, reads_numbers, strategy
 from test_method_contract import CASES, FIRST, adapted
 from test_method_contract import strategy as variant_of
@@ -52,27 +52,20 @@ def check(model: Any, spec: dict[str, Any], **settings: Any) -> Any:
 # -- the same tokens ---------------------------------------------------------------------------
 
 
-def without_pruning(name: str, variant: str) -> dict[str, Any]:
-    spec = variant_of(name, variant)
-    if spec["assistant_kwargs"].get("prune"):
-        spec["assistant_kwargs"]["prune"] = "auto"
-    return spec
-
-
 @pytest.mark.parametrize(("name", "variant"), CASES, ids=["-".join(case) for case in CASES])
 def test_every_method(tiny: Tiny, name: str, variant: str) -> None:
     """A ragged batch of the first variant, a row alone of the others."""
     model = tiny("llama")
     given = ragged() if (name, variant) in FIRST else {"inputs": prompt()}
     with adapted(model, name, variant):
-        check(model, without_pruning(name, variant), **given, max_new_tokens=12)
+        check(model, without_pruning(variant_of(name, variant)), **given, max_new_tokens=12)
 
 
 @pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
 def test_sampling(tiny: Tiny, name: str, variant: str) -> None:
     model = tiny("llama")
     with adapted(model, name, variant):
-        spec = without_pruning(name, variant)
+        spec = without_pruning(variant_of(name, variant))
         check(model, spec, inputs=prompt(), max_new_tokens=12, **SAMPLED)
 
 

@@ -81,15 +81,6 @@ def test_compiled_steps(shallow: Tiny) -> None:
     assert torch.equal(ours.sequences, want)
 
 
-def test_strict_steps(shallow: Tiny) -> None:
-    model = shallow(layers=2)
-    add_adapter(model, "bita")
-    want = generate(model, ONE).sequences
-    with torch.device("meta"):
-        ours = generate(model, ONE, **strategy("bita", exact="strict"))
-    assert torch.equal(ours.sequences, want)
-
-
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_other_rules(shallow: Tiny, acceptance: str) -> None:
     model, found = shallow(layers=2), []

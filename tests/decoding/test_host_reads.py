@@ -71,8 +71,6 @@ def test_one_read_per_compiled_step(
     as_if(True, monkeypatch)
     model = adapt(shallow(layers=1 + (name == "propd")), name)  # which looks at an earlier layer
     options: dict[str, Any] = {"drafting": "always"}
-    if name == "propd":
-        options["prune"] = False
     kwargs = {"assistant_strategy": name, "assistant_kwargs": options, "eos_token_id": None}
     kwargs |= {"assistant_model": shallow(layers=1)} if name == "draft_model" else {}
     kwargs |= CAPTURED

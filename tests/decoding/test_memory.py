@@ -11,7 +11,7 @@ import torch
 from allocations import allocations
 from conftest import PAD, VOCAB, Tiny, prompt, ragged
 from recurrent_models import KINDS, shared_recurrent
-from running import CAPTURED, as_if, drafting
+from running import CAPTURED, as_if, drafting, without_pruning
 from test_method_contract import FIRST, adapted, strategy
 from torch import Tensor
 from transformers import (
@@ -79,8 +79,7 @@ def test_nothing_is_left_of_a_call(
         check_freed(model, {"input_ids": prompt(100)}, **spec, do_sample=False)
         as_if(True, monkeypatch)  # a host that reads waits, so that drafts are prefetched
         check_freed(model, ragged(LONG), **spec, do_sample=True)
-        spec["assistant_kwargs"].pop("prune", None)  # compiled steps cannot
-        check_freed(model, ragged(LONG), **spec, do_sample=False, **CAPTURED)
+        check_freed(model, ragged(LONG), **without_pruning(spec), do_sample=False, **CAPTURED)
 
 
 def test_nothing_is_left_of_a_call_that_chooses(tiny: Tiny) -> None:

@@ -37,7 +37,6 @@ LATER = {
     AHEAD: (1, "trees that were not grown ahead; see NOT_AHEAD"),
     "core/pruning keep_likely: read": (1, "the deeper layers' number of nodes"),
     "drafting/lookup _appended: read": (1, "looked-up tokens may be equal to drafted ones"),
-    "drafting/tempering learn: read": (1, "in one of 4 steps that sample, later of 16"),
     "methods/propd/online_tree _count: read": (1, "in one of 16 steps"),
     "methods/layer_skip/drafter _chain: read": (
         8, "the last token's probability decides whether there is another forward (algorithm 3)"

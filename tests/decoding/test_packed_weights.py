@@ -18,7 +18,6 @@ from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.model import packed_weights as packing
 from hf_spec.model.graphs import Graphs
-from modeling_patches import bitwise
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
 
@@ -32,21 +31,6 @@ class Unpacked(packing._Copy):
 
     def __init__(self, *weights: torch.Tensor):
         self.weights = [weight.detach() for weight in weights]
-
-
-class Stock(Unpacked):
-    """Its products have the bits of those of single tokens."""
-
-    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return bitwise.one_by_one(bitwise.LINEAR, inputs, self.weights[0], bias)
-
-
-class Other(Unpacked):
-    """Its products are rounded once."""
-
-    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        exact = torch.nn.functional.linear(inputs.double(), self.weights[0].double(), bias)
-        return exact.to(inputs.dtype)
 
 
 @pytest.fixture
@@ -148,9 +132,7 @@ def test_queries_keys_and_values_are_one_product(
     assert parts is not None
     joint = [group for group in parts.groups if len(group) > 1]
     assert len(joint) == (0 if architecture == "gpt2" else len(decoder_layers(model)))
-    alone = packing.packed_weights(model, together=False)
-    assert alone is not None and all(len(group) == 1 for group in alone.groups)
-    assert alone.num_bytes == parts.num_bytes and packing.packed_weights(model) is parts
+    assert packing.packed_weights(model) is parts
     if not joint:
         return
     plain = generate(model, prompt()).sequences
@@ -266,8 +248,7 @@ def test_refused(fresh: Tiny) -> None:
 
 
 def test_by_itself(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 and bfloat16, with room, in steps that have no weights of their own; in float32
-    not in strict ones."""
+    """In float32 and bfloat16, with room, in steps that have no weights of their own."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     inputs, spec = prompt(), {"assistant_strategy": "prompt_lookup"}
     always = {"drafting": "always"}
@@ -279,14 +260,13 @@ def test_by_itself(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPat
 
     assert packs()
     assert not packs(assistant_kwargs={**always, "pack_weights": False})
-    assert not packs(assistant_kwargs={**always, "exact": "strict"})
     assert packs(**CAPTURED)
     with monkeypatch.context() as patch:
         patch.setattr(Graphs, "_compile", None)  # code would take a C++ compiler
         config = CompileConfig(mode=None, options={"freezing": True})
         assert not packs(cache_implementation="static", compile_config=config)
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_Copy", Stock)
+        patch.setattr(packing, "_Copy", Unpacked)
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             patch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: True)
             found = packing.packed_weights(shallow().to(dtype), unasked=True)
@@ -299,23 +279,6 @@ def test_by_itself(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPat
         assert packs(assistant_kwargs=PACKED)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert not packs()
-
-
-@pytest.mark.parametrize("copy", [Stock, Other])
-def test_strict_takes_copies_with_the_same_bits(
-    shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch, copy: Any
-) -> None:
-    monkeypatch.setattr(packing, "_Copy", copy)
-    bitwise.product.cache_clear()  # what the trials of other tests found
-    model, config = shallow(), {"output_logits": True}
-    plain = generate(model, prompt(), **config)
-    spec = {"assistant_strategy": "prompt_lookup", **config}
-    found = generate(model, prompt(), **spec, assistant_kwargs={**PACKED, "exact": "strict"})
-    assert torch.equal(found.sequences, plain.sequences)
-    assert all(map(torch.equal, found.logits, plain.logits))
-    ways = set(found.spec_stats.details["strict"]["products"].values())
-    assert ways == {"arranged"} if copy is Stock else ways and "arranged" not in ways
-    bitwise.product.cache_clear()
 
 
 def test_16_bit_needs_instructions(

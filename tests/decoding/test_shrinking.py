@@ -170,8 +170,8 @@ def test_eos_and_processors(fresh: Tiny, name: str, variant: str) -> None:
 def same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many candidates and probes in every step, whatever steps take."""
 
-    def best(self: Any, likely: Any, parents: Any, group: int, prunes: Any) -> Plan:
-        return Plan(min(8, likely.shape[1] - 1), 4 if group else 0, bool(prunes))
+    def best(self: Any, likely: Any, parents: Any, group: int) -> Plan:
+        return Plan(min(8, likely.shape[1] - 1), 4 if group else 0)
 
     monkeypatch.setattr(StepPolicy, "_best", best)
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
-from hf_spec.drafting.tempering import Tempering
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.policy.step_policy import StepPolicy
 
@@ -97,20 +96,17 @@ def test_drafts_after_steps_that_did_not_draft(
     assert found.tolist() == plain and len(steps) > 9
 
 
-def test_tempering_learns_from_samples(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a draft vocabulary, whose tokens are found by their ids."""
+def test_samples_with_a_draft_vocabulary(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise of its tokens is found by their ids."""
     model.delete_adapter("default")
     model = adapted(model, draft_vocab_size=40)
     settings = {**SAMPLED, "max_new_tokens": 60}
     torch.manual_seed(5)
     plain = model.generate(prompt(), **settings).tolist()
     torch.manual_seed(5)
-    # What is learned is kept where the policy decides, which draft everything does for it here.
     draft_everything(monkeypatch)
     spec = {"assistant_strategy": "eagle3", "assistant_kwargs": {"num_draft_tokens": 8}}
     assert model.generate(prompt(), **settings, **spec).tolist() == plain
-    found = [one for one in memory(model)["learned"].values() if isinstance(one, Tempering)]
-    assert any(one.updates for one in found)
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")

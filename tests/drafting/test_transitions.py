@@ -8,7 +8,7 @@ import torch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.grow import grow
-from hf_spec.drafting.predictions import Tempered
+from hf_spec.drafting.noise import TRUST
 from hf_spec.drafting.transitions import Conditional, Transitions, fresh, shapes, with_confidence
 
 DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11
@@ -39,12 +39,11 @@ def made(
 @pytest.mark.parametrize("kind", KINDS)
 def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool) -> None:
     head, logits, states, root = made(kind, sure)
-    tempered, noise = None, torch.zeros_like(logits)
+    noise = None
     if sampled:
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
-        tempered = Tempered(torch.tensor(0.7), noise)
     count = len(IDS) ** DISTANCES
-    predictions = Conditional(logits, count, (DISTANCES, 2), head, states, IDS, tempered)
+    predictions = Conditional(logits, count, (DISTANCES, 2), head, states, IDS, noise)
     tree = Tree.unpacked(grow(predictions, root, 40, DISTANCES))
     for row, known in enumerate((DISTANCES, 2)):
         paths = {}
@@ -52,8 +51,8 @@ def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool)
             for path in product(IDS.tolist(), repeat=length):
                 before = torch.tensor([[int(root[row]), *path[:-1]]])
                 given = head.along(logits[row, None, :length], before, states[row, None, :length])
-                if sampled:
-                    given = 0.7 * given + noise[row, None, :length]
+                if noise is not None:
+                    given = TRUST * (given + noise[row, None, :length])
                 own = given[0].log_softmax(-1)
                 if sure and not sampled:  # samples are what they are
                     confidence = head.confidence(before, states[row, None, :length])

@@ -362,7 +362,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     for name in ("create_repo", "create_branch", "create_commit"):
         monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", record(name))
     # Of an earlier adapter; what it has measured and its pickles are removed.
-    there = ["training.json", "learned.json", "results.json", "old.bin", "NOTES.md", "README.md"]
+    there = ["training.json", "search.json", "results.json", "old.bin", "NOTES.md", "README.md"]
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: there)
     return calls
 
@@ -380,7 +380,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     assert hub[0][1] == {"repo_id": "org/skip", "private": True, "exist_ok": True}
     assert hub[1][1] == {"repo_id": "org/skip", "branch": "v2", "exist_ok": True}
     assert hub[2][1]["revision"] == "v2"
-    assert hub[2][1]["deleted"] == {"training.json", "learned.json", "old.bin"}
+    assert hub[2][1]["deleted"] == {"training.json", "search.json", "old.bin"}
     files = hub[2][1]["files"]
     assert set(files) == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",

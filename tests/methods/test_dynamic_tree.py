@@ -1,8 +1,7 @@
 """PPD's dynamic sparse tree: exact optima by brute force, the chain of states by simulation, the
-choice of a size by step times, and decoding with the tree that is saved beside an adapter."""
+choice of a size by step times, and decoding with the tree that an adapter's config has."""
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -16,20 +15,22 @@ from conftest import VOCAB, Tiny, prompt
 from running import drafting
 
 import hf_spec
+from hf_spec.adapters.active import require_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.ppd.dynamic_tree import (
     RANKS,
+    best_size,
     best_trees,
     chain,
+    forward_seconds,
     likeliest_paths,
     long_run,
-    make_tree,
+    make_dynamic_tree,
     measure_accuracies,
     reach_and_ends,
 )
 from hf_spec.methods.registry import get_method
-from hf_spec.policy.saved import device_of, write_entry
 
 #: (distances, ranks); the second has ranks out of order, a third distance better than the second.
 TABLES = [
@@ -183,70 +184,64 @@ def test_answers_that_are_too_short(fresh: Tiny) -> None:
         measure_accuracies(drafter, [([5, 6], [7, 8])])
 
 
-def test_the_size_goes_by_step_times(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_goes_by_step_times() -> None:
     """Where step tokens are free the largest tree is as good as any; where they cost as much as a
     step, none pays."""
-    drafter = drafter_of(adapted(fresh("llama")))
     table = np.array([[0.5 * 0.8**d * 0.4**r for r in range(RANKS)] for d in range(3)])
-    monkeypatch.setattr("hf_spec.methods.ppd.dynamic_tree.measure_accuracies", lambda *_: table)
-    free = make_tree(drafter, [], lambda n: 1.0, 24)
-    cheap = make_tree(drafter, [], lambda n: 1.0 + 0.02 * n, 24)
-    dear = make_tree(drafter, [], lambda n: 1.0 * n, 24)
+    free = best_size(table, 1, lambda n: 1.0, 24)[1]
+    states, cheap = best_size(table, 1, lambda n: 1.0 + 0.02 * n, 24)
+    dear = best_size(table, 1, lambda n: 1.0 * n, 24)[1]
     assert 24 >= free["size"] > cheap["size"] > dear["size"] == 2
     assert free["tau"] == pytest.approx(free["speedup"]) and free["tau"] > cheap["tau"]
-    states = TreeStates(
-        tuple(
-            TreeState(TokenTree.in_order(one["paths"]), tuple(one["probes"]))
-            for one in cheap["states"]
-        )
-    )
-    assert states == best_trees(table, cheap["size"])
-    json.dumps(cheap)
+    assert states == best_trees(table, int(cheap["size"]))
+
+
+def test_seconds_of_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of several, which never fall with the number of tokens."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
+    spent = {1: [9.0, 1.0], 2: [3.0], 4: [2.0, 4.0], 6: [5.0]}
+
+    def forward(input_ids: torch.Tensor, use_cache: bool) -> None:
+        times = spent[input_ids.shape[1]]
+        clock["now"] += times.pop(0) if len(times) > 1 else times[0]
+
+    forward.device = torch.device("cpu")  # type: ignore[attr-defined]
+    seconds = forward_seconds(forward, range(6))
+    assert [seconds(n) for n in range(1, 7)] == [1.0, 3.0, 3.0, 3.0, 4.0, 5.0]
 
 
 NEW = {"max_new_tokens": 24, "do_sample": False}
+DYNAMIC = drafting("ppd", tree="dynamic")
 
 
-@pytest.fixture
-def folder(fresh: Tiny, tmp_path: Path) -> Path:
-    """An adapter with a tree that ``make_tree`` has made for this device."""
+@pytest.mark.parametrize("num_ept", [1, 2])
+def test_made_used_and_saved(fresh: Tiny, tmp_path: Path, num_ept: int) -> None:
+    model = adapted(fresh("llama"), num_prompt_tokens=2, num_ept=num_ept)
+    model.generation_config.assistant_strategy = "ppd"
+    model.generation_config.assistant_kwargs = {"tree": "dynamic"}  # which is about to be made
+    prompts = [prompt(seed=seed)[0].tolist() for seed in range(2)]
+    expected = make_dynamic_tree(model, prompts, max_size=12, max_new_tokens=30)
+    assert 1 + num_ept <= expected["size"] <= 12 and expected["tau"] >= 1
+    plain = fresh("llama").generate(prompt(), **NEW)
+    assert torch.equal(model.generate(prompt(), **NEW, **DYNAMIC), plain)
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+    model.save_pretrained(tmp_path)
+    other = fresh("llama")
+    other.load_adapter(tmp_path)
+    trees = [require_active(one, "PPD", "ppd").config.dynamic_tree for one in (model, other)]
+    assert trees[0] == trees[1] and len(trees[0]) == 3
+    assert torch.equal(other.generate(prompt(), **NEW, **DYNAMIC), plain)
+
+
+def test_what_makes_no_tree(fresh: Tiny) -> None:
+    with pytest.raises(ValueError, match="needs an active adapter of type PPD"):
+        make_dynamic_tree(fresh("llama"), [[5, 6]])
     model = adapted(fresh("llama"))
-    tree = make_tree(drafter_of(model), texts_of(model, 2), lambda n: 1.0 + 0.01 * n, 16)
-    model.save_pretrained(tmp_path / "a")
-    save(tmp_path / "a", tree, **device_of(model))
-    return tmp_path / "a"
-
-
-def save(folder: Path, tree: Any, **conditions: Any) -> None:
-    learned = {"prediction_value": 1.0, "settings": [], "calibration": {}}
-    write_entry(folder / "learned.json", {**conditions, **learned, "tree": tree})
-
-
-def loaded(fresh: Tiny, folder: Path) -> Any:
-    model = fresh("llama")
-    model.load_adapter(folder)
-    return model
-
-
-def test_the_tree_of_this_device_comes_first(fresh: Tiny, folder: Path) -> None:
-    """Another device's is taken where there is none."""
-    data = json.loads((folder / "learned.json").read_text())
-    (entry,) = data["entries"]
-    options = get_method("ppd").parse_options({"tree": "dynamic"})
-
-    def states() -> TreeStates:
-        return get_method("ppd").make_drafter(loaded(fresh, folder), options).source._states
-
-    here = states()
-    chain = [
-        {"paths": [[0]] * (k > 0), "probes": [3, *[1] * (k > 0)]} for k in range(len(here.states))
-    ]
-    other = {**entry, "device": "Some GPU", "tree": {"states": chain}}
-    for entries in ([other, entry], [entry, other]):
-        (folder / "learned.json").write_text(json.dumps({**data, "entries": entries}))
-        assert states() == here
-    (folder / "learned.json").write_text(json.dumps({**data, "entries": [other]}))
-    assert [one.tree.num_draft_tokens for one in states().states] == [0, 1, 1, 1]
+    with pytest.raises(ValueError, match="max_size=1: must be a whole number from 2"):
+        make_dynamic_tree(model, [[5, 6]], max_size=1)
+    with pytest.raises(ValueError, match="answers end after a few tokens: give other prompts"):
+        make_dynamic_tree(model, [[5, 6]], max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -254,24 +249,28 @@ def test_the_tree_of_this_device_comes_first(fresh: Tiny, folder: Path) -> None:
     [
         ([{"paths": [], "probes": [1]}, {"paths": [[VOCAB]], "probes": [1, 1]}], "of rank 61: "),
         ([{"paths": [], "probes": [0]}] * 5, "up to 4 predicted tokens, the adapter drafts 3"),
-        ([{"paths": [[0]], "probes": [0, 0]}], "its tree is broken .state 0 has draft tokens"),
-        ([{"paths": []}], "its tree is broken .'probes'.: delete the file and run hf-spec tune"),
-        (7, "its tree is broken"),
     ],
 )
-def test_wrong_trees(fresh: Tiny, folder: Path, states: Any, message: str) -> None:
-    model = loaded(fresh, folder)
-    save(folder, {"states": states}, **device_of(model))
-    data = json.loads((folder / "learned.json").read_text())
-    data["entries"] = data["entries"][-1:]
-    (folder / "learned.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=message) as caught:
-        model.generate(prompt(), **NEW, **drafting("ppd", tree="dynamic"))
-    assert str(folder / "learned.json") in str(caught.value)
+def test_trees_that_do_not_fit(fresh: Tiny, states: Any, message: str) -> None:
+    model = adapted(fresh("llama"), dynamic_tree=states)
+    with pytest.raises(ValueError, match=f"dynamic_tree has .*{message}"):
+        model.generate(prompt(), **NEW, **DYNAMIC)
 
 
-def test_no_tree(fresh: Tiny, folder: Path) -> None:
-    model = loaded(fresh, folder)
-    (folder / "learned.json").unlink()
-    with pytest.raises(ValueError, match="no learned.json with a tree where .* Run hf-spec tune"):
-        model.generate(prompt(), **NEW, **drafting("ppd", tree="dynamic"))
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([{"paths": [[0]], "probes": [0, 0]}], "state 0 has draft tokens at depth 1"),
+        ([{"paths": []}], "'probes'"),
+        ([], "0 states"),
+        (7, "not iterable"),
+    ],
+)
+def test_broken_trees(states: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"dynamic_tree is none .*{message}.* make_dynamic_tree"):
+        hf_spec.PPDConfig(dynamic_tree=states)
+
+
+def test_no_tree(fresh: Tiny) -> None:
+    with pytest.raises(ValueError, match="has no dynamic tree. Make it with .*make_dynamic_tree"):
+        adapted(fresh("llama")).generate(prompt(), **NEW, **DYNAMIC)

@@ -469,7 +469,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "lookup"),
     [
-        ({"do_sample": True, "temperature": 0.8, "top_k": 12}, False),
+        ({"do_sample": True, "temperature": 1.5, "top_k": 12}, False),
         ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, True),
         (CAPTURED, True),
     ],

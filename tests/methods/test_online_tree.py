@@ -97,8 +97,8 @@ def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     source, drafter = OnlineTrees(hits), None  # which is not asked
     source._predicted = made, roots
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
-    source.observe(drafter, came, 8)
-    source.observe(drafter, came, 8)  # nothing was predicted since
+    source.observe(came, 8)
+    source.observe(came, 8)  # nothing was predicted since
     expected = []
     for row, tokens in enumerate(came):
         before = [int(roots[row]), *tokens]
@@ -181,5 +181,4 @@ def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
     (learned,) = (one for one in known if isinstance(one, Learned))
     assert (hits.alpha, hits.ranks) == (0.25, ranks)
     for setting in learned.settings.values():
-        for times in (setting.times, setting.pruned):
-            assert (times.alpha, times.decay) == (0.5, 0.125)
+        assert (setting.times.alpha, setting.times.decay) == (0.5, 0.125)

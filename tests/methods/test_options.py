@@ -72,7 +72,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layer_skip", {"skip_attention": 3}, "skip_attention=3: must be a list of layers"),
     ("layer_skip", {"skip_mlp": [1, -1]}, r"skip_mlp=\[1, -1\]: must name each layer once"),
     # propd
-    ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
+    ("propd", {"prune": "auto"}, "prune='auto': must be True or False"),
+    ("propd", {"prune_top_k": 9}, "prune_top_k=9 with prune=False.*Give prune=True"),
+    ("propd", {"drafter": "medusa"}, "drafter='medusa' with prune=False.*Give prune=True"),
     ("propd", {"time_alpha": 0.0}, "time_alpha=0.0: must be a number in .0.0, 1.0"),
     ("propd", {"time_lambda": -1}, "time_lambda=-1: must be a number in .0.0, 1.0"),
     ("propd", {"tree": "online", "hit_alpha": 2}, "hit_alpha=2: must be a number in .0.0, 1.0"),
@@ -171,8 +173,10 @@ def test_options_that_ask_for_the_same_have_one_key() -> None:
     assert changed(parse({"tree": ((0,), (1,)), "max_depth": None})) == {"tree": [[0], [1]]}
     keys = {key_of(parse(one)) for one in ({}, {"lookup": False}, {"tree": "chain"})}
     assert len(keys) == 3
-    around = get_method("propd").parse_options({"drafter": "bita", "drafter_kwargs": {}})
-    assert changed(around) == {"drafter": "bita"}
+    around = get_method("propd").parse_options(
+        {"drafter": "bita", "prune": True, "drafter_kwargs": {}}
+    )
+    assert changed(around) == {"drafter": "bita", "prune": True}
 
 
 @pytest.mark.parametrize("name", methods())

@@ -21,7 +21,6 @@ from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.adapter import early_states
 from hf_spec.methods.propd.drafter import EarlyPruning
 from hf_spec.methods.registry import get_method
-from hf_spec.policy.budget import Budget
 
 NEW = 16
 
@@ -129,7 +128,7 @@ def naive_likely(
 def test_likely_candidates_one_at_a_time(fresh: Tiny, top_k: int) -> None:
     model = fresh()
     weights = trained_like(model)
-    pruning = EarlyPruning(model, weights, 1, top_k, True)
+    pruning = EarlyPruning(model, weights, 1, top_k)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(4, len(TREE), 32, generator=generator)
     tokens = torch.randint(VOCAB, (4, len(TREE)), generator=generator)
@@ -205,8 +204,8 @@ def test_every_tree_drafter(fresh: Tiny, drafter: str) -> None:
     stats = hf_spec.last_stats(model)
     assert stats.num_pruned_tokens > 0, "looked-up candidates are pruned, too"
     assert drafter == "prompt_lookup" or stats.num_drafted_tokens / stats.num_row_steps > without
-    assert run(model, **propd(drafter=drafter, prune=False)) == plain
-    assert hf_spec.last_stats(model).num_pruned_tokens == 0
+    assert run(model, **drafting("propd")) == plain
+    assert hf_spec.last_stats(model).num_pruned_tokens == 0, "unless it is asked for"
 
 
 def test_exits_before_the_layer_are_refused(fresh: Tiny) -> None:
@@ -216,34 +215,3 @@ def test_exits_before_the_layer_are_refused(fresh: Tiny) -> None:
     model.set_adapter(["drafter", "propd"])
     with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*after layer 2"):
         run(model, **propd(drafter="ppd"))
-
-
-@pytest.mark.parametrize(
-    ("chosen", "tried", "options"),
-    [
-        ("auto", {True, False}, {"tree": "sparse"}),
-        ("auto", {True, False}, {"lookup": True}),
-        ("always", {True}, {}),
-    ],
-)
-def test_auto_tries_steps_with_and_without(
-    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, chosen: str,
-    tried: set[bool], options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Unless nothing may depend on time: then every step prunes."""
-    never = property(lambda budget: False, lambda budget, value: None)
-    monkeypatch.setattr(Budget, "paused", never)  # whatever steps take
-    model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
-    plain = model.generate(prompt(), **settings)
-    trained_like(model)
-    kinds, dropped = set(), 0
-    for _ in range(2):
-        out = model.generate(
-            prompt(), **settings, **propd(prune="auto", drafting=chosen, **options)
-        )
-        assert torch.equal(out, plain)
-        stats = hf_spec.last_stats(model)
-        steps = stats.details["policy"]["history"]
-        kinds |= {one["pruned"] for one in steps if one["draft_tokens"]}
-        dropped += stats.num_pruned_tokens
-    assert kinds == tried and dropped > 0

@@ -265,7 +265,7 @@ def test_roots_of_rows_that_stopped_short_of_their_bonus_token() -> None:
     logits, _, bonus, _ = example(2, 3, 20, False)
     source, last = AdaptiveTrees(3, probes=False), [7, int(bonus[1])]
     packed = grow(predict(logits, 8), bonus, 8, 3)
-    source._prefetched = Proposal(packed, [0.0] * 3, None)
+    source._prefetched = Proposal(packed, [0.0] * 3)
     state: Any = SimpleNamespace(
         prefetched=packed.numpy(), active=[False, True], timed=True, root=torch.tensor(last),
         tokens=[[5, last[0]], [6, last[1]]],

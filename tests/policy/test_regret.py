@@ -25,10 +25,9 @@ DEPTH = 6
 
 
 class NoProbes:
-    """A drafter without probes that cannot prune."""
+    """A drafter without probes."""
 
     group, distances = ProbeGroup.causal(0), 0
-    pruning = None
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,8 +35,7 @@ from hf_spec.drafting.calibration import Array, Calibration, walk
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.policy import step_policy
-from hf_spec.policy.learned import ALTERNATING, WARM_UP, Average, Learned
+from hf_spec.policy.learned import WARM_UP, Average, Learned
 from hf_spec.policy.plans import SIZES
 from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.step_times import StepTimes
@@ -101,9 +99,8 @@ def random_table(rng: np.random.Generator) -> Array:
 class Probing:
     """A drafter with so many probes of a node, that notes which nodes have them."""
 
-    def __init__(self, num_probes: int = 0, prunes: bool | None = False):
+    def __init__(self, num_probes: int = 0):
         self.group, self.distances = ProbeGroup.causal(num_probes), num_probes
-        self.pruning = None if prunes is False else SimpleNamespace(always=bool(prunes))
         self.probed: list[list[int]] = []
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
@@ -119,9 +116,7 @@ def knowing(seconds: Seconds, rate: float | None = None, **fields: Any) -> Learn
     """What is learned of steps that take so long, with nothing left to try."""
     one = Learned(**fields)
     setting = one.setting(HERE)
-    setting.times, setting.pruned = (
-        StepTimes.guessed({rows: seconds(rows) for rows in (1, 5, 20)}) for _ in range(2)
-    )
+    setting.times = StepTimes.guessed({rows: seconds(rows) for rows in (1, 5, 20)})
     setting.tries.clear()
     if rate is not None:
         setting.rate = Average(rate, 1.0)
@@ -208,7 +203,6 @@ def simulate(
     drafting: float = 0.02,
     noise: float = 0.1,
     seed: int = 0,
-    pruning: tuple[Seconds, float] | None = None,
     calibration: Calibration | None = None,
     enabled: bool = True,
     setting: tuple[int, int, str] | None = None,
@@ -217,7 +211,6 @@ def simulate(
 
     Args:
         table: promised chances of each rank, by distance; ``real``: those that come.
-        pruning: seconds of pruned steps, and the chance that one accepts candidates at all.
         calibration: corrects what is promised, and learns.
 
     Returns:
@@ -230,7 +223,7 @@ def simulate(
     products = [np.prod([truth[d, rank] for d, rank in enumerate(path)])
                 for path in likeliest_paths(table, 40)[0]]  # fmt: skip
     average = np.cumsum([1.0, *products])
-    drafter: Any = Probing(group, None if pruning else False)
+    drafter: Any = Probing(group)
     policy = StepPolicy(stats, learned, setting or (batch, *HERE[1:]), enabled)
     rows, known = [found(table)] * batch, True
     offered, nothing = (Tree.of_rows(one, "cpu") for one in (rows, [Row.root()] * batch))
@@ -246,17 +239,15 @@ def simulate(
             stats.draft_seconds += drafting
             whole = offered if known else nothing
             tree = policy.choose(whole, drafter, [True] * batch, [9] * batch)
-        whole_step = pruning[0] if pruning and policy.prunes else seconds
-        spent = whole_step(tree.num_nodes) + drafting * drafts
+        spent = seconds(tree.num_nodes) + drafting * drafts
         counts, ended, parents = [], 0, tree.drafted.parents.tolist()
         for row in range(batch):
             came = [int((rng.random() >= distance).sum()) for distance in real]
             child = {(above, token): n for n, (above, token) in
                      enumerate(zip(parents[row], tree.tokens[row].tolist())) if n}  # fmt: skip
             node = depth = 0
-            if not (pruning and policy.prunes and rng.random() >= pruning[1]):
-                while depth < len(came) and (node, came[depth]) in child:
-                    node, depth = child[node, came[depth]], depth + 1
+            while depth < len(came) and (node, came[depth]) in child:
+                node, depth = child[node, came[depth]], depth + 1
             counts.append(depth + 1)
             ended = node
             if calibration is not None and drafts:
@@ -266,8 +257,7 @@ def simulate(
         stall = 10.0 if rng.random() < 0.01 else 1.0
         policy.observe(tree, counts, spent * rng.lognormvariate(0.0, noise) * stall)
         sizes.append(tree.num_tokens - 1)
-        by_chance = pruning is not None or calibration is not None
-        tokens += sum(counts) if by_chance else batch * average[sizes[-1]]
+        tokens += sum(counts) if calibration is not None else batch * average[sizes[-1]]
         total += spent
     return sizes, tokens, total, policy
 
@@ -321,28 +311,6 @@ def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
         tokens, spent = tokens + came, spent + took
     # Over 16 seeds 0.98, 0.97 and 0.92 of it, with a spread of 0.02 between eights of them.
     assert tokens / spent > 0.88 * best_speed(CHANCES, line(later))
-
-
-@pytest.mark.parametrize(("better", "chances"), [(True, True), (False, True), (True, False)])
-def test_pruning_where_it_pays(better: bool, chances: bool, monkeypatch: Any) -> None:
-    """Both ways are tried; also where nothing says how likely candidates are."""
-    if not chances:
-        choose = StepPolicy.choose
-
-        def blind(self: Any, tree: Tree, *args: Any) -> Tree:
-            return choose(self, tree.changed(host=None), *args)
-
-        monkeypatch.setattr(StepPolicy, "choose", blind)
-    monkeypatch.setattr(step_policy, "HISTORY", 500)
-    # Pruning saves much and loses nothing, or hardly anything and two tokens of five.
-    pruning, chosen = ((line(0.005), 1.0) if better else (line(0.048), 0.6)), []
-    for seed in range(4):
-        args = Learned(), CHANCES[:, :3], line(0.05), 500
-        _, _, _, policy = simulate(*args, pruning=pruning, seed=seed, enabled=False)
-        kinds = [one["pruned"] for one in policy.history if one["draft_tokens"]]
-        assert set(kinds[: 4 * ALTERNATING]) == {True, False}
-        chosen += kinds[100:]
-    assert chosen.count(better) > 0.65 * len(chosen)
 
 
 # -- single steps ------------------------------------------------------------------------------

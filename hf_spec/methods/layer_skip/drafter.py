@@ -24,10 +24,10 @@ from hf_spec.core.verify import HostResult, sample
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.forward_drafter import Growth
 from hf_spec.drafting.grow import Children, Frontier, grow
+from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tempering import Tempering
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions, ThresholdExit
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import MergedCopies
@@ -58,7 +58,6 @@ class LayerSkipDrafter(Drafter):
         self._growth: Growth | None = None  # of this step, if it drafts trees
         self._lengths: list[int] | None = None  # of this step's chains
         self.policy_chooses = options.draft_exit == POLICY
-        self.tempering = Tempering()
 
     @property
     def kind_of_forward(self) -> Hashable:
@@ -68,7 +67,6 @@ class LayerSkipDrafter(Drafter):
         if state.do_sample:  # other drafts are right
             key = *self._key, "sampled"
             self.exit = recall(self.model, key, lambda: ThresholdExit(self.options))
-            self.tempering = recall(self.model, (Tempering, *key), Tempering)
         graphs = state.target.graphs
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
@@ -78,7 +76,7 @@ class LayerSkipDrafter(Drafter):
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit != POLICY or not state.timed or samples:
             return self._chain(state, depth, samples)
-        growth = self._growth = Growth(self.exit, self.tempering, state)
+        growth = self._growth = Growth(self.exit, state)
         stage = Stage(growth, self, state)
         grown = grow(stage, state.root, max(RANKS * depth, 1), depth, growth.trust, expanded=1)
         state.cache.rollback()
@@ -174,7 +172,6 @@ class Stage:
             for lookup, token in zip(self._lookups, numbers):
                 lookup.follow(int(token))
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
-            self.growth.likeliest.append(frontier.tokens[:, 0])
         paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
         if self.growth.cost is None:
@@ -184,7 +181,7 @@ class Stage:
         if not worth and (depth or not drafter.exit.due()):
             return None
         logits, scores = drafter.run(state, self._tokens, state.active)
-        logits, scores = self._as_sampled(logits, scores)
+        logits, scores = self._as_sampled(logits, scores, depth)
         tops = scores.topk(min(RANKS, scores.shape[1]))
         # Tokens that processors rule out are never accepted, nor those of finished sequences.
         out = (tops.values == -torch.inf) | ~sent(list(state.active), scores.device)[:, None]
@@ -192,17 +189,14 @@ class Stage:
         self._best = probs[:, 0]
         return Children(tops.indices[:, None], probs.masked_fill(out, 0).log()[:, None])
 
-    def _as_sampled(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _as_sampled(self, logits: Tensor, scores: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Logits and scores given what the tokens will be sampled with, if they are sampled."""
         noise = self.state.noise
         if noise is None:
             return logits, scores
-        learned, samples = self.growth.tempering, self.growth.samples
-        ahead = noise.ahead(1, first=len(samples))[:, 0].to(logits.device)
-        samples.append((logits, ahead))
-        added = learned.share * ahead
-        scores = noise.temperature * scores  # as logits are
-        return learned.sharpness * logits + added, learned.sharpness * scores + added
+        ahead = noise.ahead(1, first=depth)[:, 0].to(logits.device)
+        # Scores are divided by the temperature, logits are not.
+        return as_sampled(logits, ahead), as_sampled(noise.temperature * scores, ahead)
 
 
 class _Followed:

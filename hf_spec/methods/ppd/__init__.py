@@ -3,8 +3,8 @@
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.ppd.adapter import FILES, PPDAdapter, PPDConfig, convert, loss, wants
 from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
-from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, make_tree
-from hf_spec.methods.registry import Method, Published, TunedTree
+from hf_spec.methods.ppd.dynamic_tree import make_dynamic_tree as make_dynamic_tree
+from hf_spec.methods.registry import Method, Published
 
 METHOD = Method(
     name="ppd",
@@ -19,5 +19,4 @@ METHOD = Method(
     trained=TRAINED,
     num_anchors=32,
     published=Published(wants, convert, FILES),
-    tuned_tree=TunedTree(DYNAMIC, make_tree),
 )

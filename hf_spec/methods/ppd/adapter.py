@@ -29,6 +29,7 @@ from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.losses import future_losses, own_logits, wanted_mean
+from hf_spec.methods.ppd.dynamic_tree import states_of
 from hf_spec.model.hidden_states import Head, model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import future_labels, probe_sequences
@@ -91,8 +92,16 @@ class PPDConfig(FrontConfig):
         1, "Last layers whose hidden states are averaged (multi-exit ensemble)."
     )
 
+    dynamic_tree: list[dict[str, Any]] | None = setting(
+        None,
+        "The dynamic sparse tree (recorded): of each state, ``paths`` of ranks and the number of "
+        "``probes`` under each node.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dynamic_tree is not None:
+            states_of(self.dynamic_tree)
         check_count("num_prompt_tokens", self.num_prompt_tokens, high=MAX_FUTURE)
         check_count("num_ept", self.num_ept, high=MAX_PROBES // self.num_prompt_tokens)
         most = MAX_FRONT // self.num_prompt_tokens

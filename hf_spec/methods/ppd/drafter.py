@@ -32,8 +32,8 @@ class PPDOptions(DraftOptions):
     Attributes:
         tree: ``static``: ten draft tokens, all prompt tokens under each node (section 5.3).
             ``chain``: the likeliest ones only. ``dynamic``: the dynamic sparse tree of section
-            5.4, which ``hf-spec tune`` has made. All values in :class:`DraftOptions` are allowed,
-            too.
+            5.4, which :func:`make_dynamic_tree` has made. All values in :class:`DraftOptions` are
+            allowed, too.
     """
 
     def __post_init__(self) -> None:

@@ -1,13 +1,14 @@
 """PPD's dynamic sparse tree (``tree="dynamic"``): sections 5.4 and 5.6 of the thesis.
 
 The prompt tokens under the last accepted node predict the next step's draft tokens. Their number is
-the sequence's *state*, and each state has its own tree of draft tokens and prompt tokens. ``hf-spec
-tune`` makes the trees:
+the sequence's *state*, and each state has its own tree of draft tokens and prompt tokens.
+:func:`make_dynamic_tree` makes the trees:
 
 1. :func:`measure_accuracies`: how often the token of each rank is right at each distance;
 2. :func:`best_trees`: the best trees of at most n step tokens (Props. 5.6.1 to 5.6.3), and the
    tokens they emit per step in the long run (:func:`chain`, Prop. 5.6.4);
-3. :func:`make_tree`: the n of the largest throughput under the step times of the device (5.6.3).
+3. :func:`best_size`: the n of the largest throughput on the device (5.6.3), by
+   :func:`forward_seconds`.
 
 A node with k prompt tokens leads to state k if it is the last accepted one. The thesis weights a
 prompt token by the probability that its node is accepted (Prop. 5.6.3). The right weight is the
@@ -18,19 +19,27 @@ are never read; these probabilities are the chain's transitions.
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Sequence
+from itertools import chain as joined
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.active import ActiveAdapter, require_active
+from hf_spec.core.checks import check_count
+from hf_spec.core.limits import MAX_ROWS
+from hf_spec.core.stats import synchronize
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.calibration import Array
+from hf_spec.drafting.options import ADAPTIVE
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
-from hf_spec.policy.saved import LEARNED_FILE, read_entries, same_device
+from hf_spec.methods.registry import get_method
 from hf_spec.policy.tree_source import check_states
+from modeling_patches.modules import unwrapped
 
 #: Value of the option ``tree``.
 DYNAMIC = "dynamic"
@@ -43,6 +52,8 @@ RESTART = 1e-7
 ROUNDS = 30
 #: The smallest tree whose throughput is this close to the best is taken: the rest is timing noise.
 TOLERANCE = 0.01
+#: Forwards of each size that are timed.
+TURNS = 5
 
 RankPath = tuple[int, ...]
 #: Token ids of a prompt and of the model's greedy answer.
@@ -241,68 +252,112 @@ def _gains(worth: Array) -> Array:
 # -- the tree of a device ------------------------------------------------------------------------
 
 
-def make_tree(
-    drafter: TreeDrafter, texts: Sequence[Text], seconds: Callable[[int], float], max_size: int
-) -> dict[str, Any]:
-    """Measure, and choose the dynamic tree of the largest throughput; see :class:`TunedTree`.
+def best_size(
+    accuracies: Array, num_ept: int, seconds: Callable[[int], float], max_size: int
+) -> tuple[TreeStates, dict[str, float]]:
+    """The dynamic tree of the largest throughput (section 5.6.3), and what is expected of it.
+
+    Args:
+        accuracies: ``(m, ranks)`` for m prompt tokens.
+        num_ept: EPTs per prompt token.
+        seconds: of a step, by its number of step tokens.
+        max_size: most step tokens.
+    """
+    found = {}
+    for size in range(1 + num_ept, max(max_size, 1 + num_ept) + 1):
+        states = best_trees(accuracies, size, num_ept)
+        moves, tokens = chain(states, accuracies)
+        each = np.array([seconds(state.num_rows(num_ept)) for state in states.states])
+        tau, spent = (long_run(moves, values)[0] for values in (tokens, each))
+        found[size] = states, {"size": size, "tau": tau, "speedup": tau * seconds(1) / spent}
+    enough = (1 - TOLERANCE) * max(one["speedup"] for _, one in found.values())
+    return next(one for one in found.values() if one[1]["speedup"] >= enough)
+
+
+def forward_seconds(model: Any, tokens: Sequence[int]) -> Callable[[int], float]:
+    """Seconds of a forward by its number of tokens, of which these are the most: the fastest of
+    `TURNS` forwards, between powers of two on lines."""
+    sizes = [*(2**n for n in range((len(tokens) - 1).bit_length())), len(tokens)]
+    inputs = [torch.tensor([tokens[:size]], device=model.device) for size in sizes]
+    fastest = np.full(len(sizes), np.inf)
+    for _ in range(TURNS):
+        for place, ids in enumerate(inputs):
+            synchronize(ids.device)
+            start = time.perf_counter()
+            model(input_ids=ids, use_cache=False)
+            synchronize(ids.device)
+            fastest[place] = min(fastest[place], time.perf_counter() - start)
+    fastest = np.maximum.accumulate(fastest)
+    return lambda size: float(np.interp(size, sizes, fastest))
+
+
+@torch.no_grad()
+def make_dynamic_tree(
+    model: Any, prompts: Sequence[Sequence[int]], max_size: int = 64, max_new_tokens: int = 128
+) -> dict[str, float]:
+    """Make the dynamic sparse tree of the active PPD adapter, for the device of the model.
+
+    ``tree="dynamic"`` then names it, and saving the adapter saves it, in its config.
+
+    Args:
+        prompts: token ids of prompts that training has not seen; the model answers them.
+        max_size: most step tokens of the tree: the root, draft tokens and EPTs.
+        max_new_tokens: of each answer.
 
     Returns:
-        JSON types for :func:`dynamic_source`: the trees as ``states``; their ``size``, ``tau`` and
-        ``speedup`` over plain steps; ``accuracies``.
+        ``size``, the tree's step tokens; ``tau``, the tokens that a step is expected to emit; and
+        ``speedup``, over plain steps, as far as forwards decide it.
 
     Raises:
-        ValueError: the answers are too short.
+        ValueError: the model has no active PPD adapter, or the answers are too short.
     """
+    check_count("max_size", max_size, low=2, high=MAX_ROWS)
+    check_count("max_new_tokens", max_new_tokens)
+    method, model = get_method("ppd"), unwrapped(model)
+    drafter: Any = method.make_drafter(model, method.parse_options({}))
+    texts: list[Text] = []
+    for prompt in prompts:
+        ids = torch.tensor([[*prompt]], device=model.device)
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+            do_sample=False, assistant_strategy="ppd", assistant_kwargs={"tree": ADAPTIVE},
+            return_dict_in_generate=False,
+        )  # fmt: skip
+        texts.append((ids[0].tolist(), output[0, ids.shape[1] :].tolist()))
     accuracies = measure_accuracies(drafter, texts)
-    found = {}
-    for size in range(1 + drafter.per_distance, max(max_size, 1 + drafter.per_distance) + 1):
-        states = best_trees(accuracies, size, drafter.per_distance)
-        moves, tokens = chain(states, accuracies)
-        each = [seconds(state.num_rows(drafter.per_distance)) for state in states.states]
-        tau, spent = (long_run(moves, np.array(values))[0] for values in (tokens, each))
-        found[size] = states, tau, tau * seconds(1) / spent
-    enough = (1 - TOLERANCE) * max(speedup for *_, speedup in found.values())
-    size = min(size for size, (*_, speedup) in found.items() if speedup >= enough)
-    states, tau, speedup = found[size]
-    return {
-        "size": size,
-        "tau": tau,
-        "speedup": speedup,
-        "states": [
-            {"paths": list(map(list, one.tree.paths)), "probes": list(one.probes)}
-            for one in states.states
-        ],
-        "accuracies": accuracies.tolist(),
-    }
+    tokens = list(islice(cycle(joined(*joined(*texts))), max_size))
+    states, expected = best_size(
+        accuracies, drafter.per_distance, forward_seconds(model, tokens), max_size
+    )
+    require_active(model, "PPD", "ppd").config.dynamic_tree = [
+        {"paths": list(map(list, one.tree.paths)), "probes": list(one.probes)}
+        for one in states.states
+    ]
+    return expected
 
 
-def dynamic_source(model: Any, adapter: ActiveAdapter) -> TreeSource:
-    """The dynamic tree saved beside a PPD adapter, if possible for the model's device.
-
-    Accuracies do not depend on the device, so that another one's tree is a good one, too.
-
-    Raises:
-        ValueError: there is none, or it does not fit the adapter or the model.
-    """
-    path = adapter.file_beside(LEARNED_FILE)
-    entries = [one for one in read_entries(path) if one.get("tree")] if path else []
-    if path is None or not entries:
-        raise ValueError(
-            f"tree={DYNAMIC!r}: there is no {LEARNED_FILE} with a tree where the adapter "
-            f"{adapter.name!r} was loaded from. Run hf-spec tune on its folder and load it again, "
-            "or name another tree."
-        )
-    entry = max(entries, key=lambda one: same_device(one, model))
+def states_of(saved: Any) -> TreeStates:
+    """A dynamic tree as an adapter's config has it; a ValueError if it is none."""
     try:
-        states = TreeStates(
+        return TreeStates(
             tuple(
-                TreeState(TokenTree.in_order(one["paths"]), tuple(one["probes"]))
-                for one in entry["tree"]["states"]
+                TreeState(TokenTree.in_order(one["paths"]), tuple(one["probes"])) for one in saved
             )
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{str(path)!r}: its tree is broken ({error}): delete the file and run hf-spec tune."
+            f"dynamic_tree is none ({error}). Leave it out; make_dynamic_tree makes it."
         ) from error
-    check_states(states, str(path), model, adapter.config.num_prompt_tokens)
+
+
+def dynamic_source(model: Any, adapter: ActiveAdapter) -> TreeSource:
+    """The dynamic tree of a PPD adapter; a ValueError if it has none, or one that does not fit the
+    adapter or the model."""
+    if (saved := adapter.config.dynamic_tree) is None:
+        raise ValueError(
+            f"tree={DYNAMIC!r}: the adapter {adapter.name!r} has no dynamic tree. Make it with "
+            "hf_spec.methods.ppd.make_dynamic_tree(model, prompts), or name another tree."
+        )
+    states = states_of(saved)
+    check_states(states, "dynamic_tree", model, adapter.config.num_prompt_tokens)
     return TreeSource(states)

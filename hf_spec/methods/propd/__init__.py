@@ -7,7 +7,7 @@ from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="propd",
-    summary="heads predict the next tokens; unlikely ones are dropped after the first layers",
+    summary="heads predict the next tokens; an early head can drop unlikely ones",
     options=ProPDOptions,
     drafter=ProPDDrafter,
     make=make_drafter,

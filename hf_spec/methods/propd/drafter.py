@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
@@ -46,9 +46,8 @@ class ProPDOptions(DraftOptions):
         drafter: ``heads``, the adapter's own; or another strategy with one forward per step, whose
             trees are pruned. Its adapter must be active, too.
         drafter_kwargs: options of that strategy.
-        prune: whether to drop unlikely draft tokens after the adapter's ``prune_layer``. ``auto``
-            tries steps with and without pruning, and continues with those that emit more tokens per
-            second; where nothing may depend on time, it always prunes.
+        prune: whether to drop unlikely draft tokens after the adapter's ``prune_layer`` (section
+            4.1).
         prune_top_k: k, from 1: draft tokens that are not among the k likeliest tokens after their
             parent are dropped; None for the adapter's value. In a batch all rows keep equally many:
             as many as are among them in all rows together.
@@ -61,7 +60,7 @@ class ProPDOptions(DraftOptions):
 
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
-    prune: bool | str = "auto"
+    prune: bool = False
     prune_top_k: int | None = None
     time_alpha: float = TIME_ALPHA
     time_lambda: float = DECAY
@@ -70,8 +69,7 @@ class ProPDOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.prune, bool) and self.prune != "auto":
-            raise ValueError(f"prune={self.prune!r}: must be 'auto', True or False.")
+        check_switches(self, "prune")
         if self.prune_top_k is not None:
             check_count("prune_top_k", self.prune_top_k)
         for name in ("time_alpha", "hit_alpha"):
@@ -89,6 +87,11 @@ class ProPDOptions(DraftOptions):
                 f"drafter_kwargs={self.drafter_kwargs!r} with the adapter's own heads: their "
                 "options are propd's own (tree, max_depth)."
             )
+        if not self.prune:
+            refuse(
+                self, ("drafter", "prune_top_k"),
+                "with prune=False, which prunes nothing. Give prune=True, or leave it out.",
+            )  # fmt: skip
 
 
 def drafting_method(options: ProPDOptions) -> Method:
@@ -126,12 +129,10 @@ class EarlyPruning:
     """Drops draft tokens that are unlikely by the early head, which reads the states behind so many
     layers, and their subtrees; see :class:`hf_spec.core.pruning.Pruning`."""
 
-    def __init__(
-        self, model: Any, weights: Mapping[str, Tensor], layer: int, top_k: int, always: bool
-    ):
+    def __init__(self, model: Any, weights: Mapping[str, Tensor], layer: int, top_k: int):
         dtype = placement(model).dtype  # of hidden states
         names = (MATRIX, BIAS, GAIN)
-        self.model, self.layer, self.top_k, self.always = model, layer, top_k, always
+        self.model, self.layer, self.top_k = model, layer, top_k
         self.weights = {name: weights[name].detach().to(dtype) for name in names}
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
@@ -172,7 +173,7 @@ class ProPDDrafter(HeadDrafter):
 
 
 def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> Drafter:
-    """The drafter of the heads, or of another strategy, with early pruning."""
+    """The drafter of the heads, or of another strategy; with early pruning if it is asked for."""
     weights, config = adapter.weights(), adapter.config
     drafter: Drafter
     if options.drafter == HEADS:
@@ -191,8 +192,7 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> D
     if options.prune:
         _check_exits(drafter, config.prune_layer)
         top_k = options.prune_top_k or config.prune_top_k
-        always = options.prune != "auto"
-        drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k, always)
+        drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k)
     return drafter
 
 
@@ -203,6 +203,6 @@ def _check_exits(drafter: Drafter, layer: int) -> None:
     if layers - exits < layer:
         raise ValueError(
             f"the drafter's adapter averages the last {exits} of {layers} layers, and "
-            f"draft tokens are pruned after layer {layer}: give prune=False, or train an "
-            "early head for fewer layers."
+            f"draft tokens are pruned after layer {layer}: leave prune=True out, or train "
+            "an early head for fewer layers."
         )

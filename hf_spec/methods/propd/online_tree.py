@@ -120,10 +120,8 @@ class OnlineTrees(AdaptiveTrees):
         return Ranked(made, self.hits.chances)
 
     @locked
-    def observe(
-        self, drafter: TreeDrafter, emitted: Sequence[Sequence[int]], num_drafted: int
-    ) -> None:
-        super().observe(drafter, emitted, num_drafted)
+    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
+        super().observe(emitted, num_drafted)
         if self._predicted is None:
             return
         (made, root), self._predicted = self._predicted, None
