@@ -320,6 +320,7 @@ def test_flash_is_switched_to_sdpa_for_the_call(
     model = fresh("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     called: list[str] = []
+    monkeypatch.setattr(attention_masks, "is_users_attention", lambda name: False)
     monkeypatch.setattr(attention_masks, "grouped_sdpa", lambda *args: called.append("ours"))
     monkeypatch.setitem(
         AttentionInterface._global_mapping, "flash_attention_2", lambda *args: called.append("own")

@@ -94,7 +94,7 @@ def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     seen: list[tuple[int, int]] = []
     hits: Any = HitRates(4)
     hits.observe = lambda distance, rank: seen.append((distance, rank))
-    source, drafter = OnlineTrees(hits), None  # which is not asked
+    source = OnlineTrees(hits)
     source._predicted = made, roots
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
     source.observe(came, 8)
