@@ -2,8 +2,7 @@
 
 Transformers itself prefills a new prompt (or a continued ``DynamicCache``), exactly as in plain
 generation; the result is packed into a ``TreeCache``. A continued ``TreeCache`` gets its new tokens
-in chunks through the tree forward; their number may differ between rows. An empty cache gets a
-short prompt the same way if the strategy has probes, which run under the prompt's last token.
+in chunks through the tree forward; their number may differ between rows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.decoding.parts import Part, in_order, like_lengths
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.appending import Prefilled, append
+from hf_spec.model.appending import Prefilled
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
@@ -37,14 +36,6 @@ from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
 from modeling_patches.positions import needs_positions
 from modeling_patches.weights import device_of
-
-#: Longest new prompt, in columns, that is forwarded together with probes. That takes an explicit
-#: mask, which does not skip masked scores as causal attention does. Up to this length it costs no
-#: more than the step that it saves (docs/inside/exactness.md).
-RIDING = 512
-
-#: Attention implementations that an explicit mask of a prompt's size does not slow down.
-TAKES_MASKS = ("eager", "sdpa")
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -82,7 +73,7 @@ def prefill(
     """Run the prompt and return a tree forward that continues it.
 
     Args:
-        drafter: the drafter whose probes run.
+        drafter: the drafter whose probes later forwards run.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
         strict: whether later forwards equal plain steps bit for bit; the prompt, without a
@@ -97,7 +88,6 @@ def prefill(
     later = LaterInputs.of(model, input_ids, model_kwargs)
 
     probe_inputs = None if drafter is None else drafter.probe_inputs
-    group = (drafter.group or None) if drafter is not None else None
 
     def make_target(cache: TreeCache, lengths: Tensor, later: LaterInputs) -> Target:
         """A tree forward after prompts of these lengths."""
@@ -117,8 +107,6 @@ def prefill(
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    takes_probes = sequences.width <= RIDING and attention in TAKES_MASKS and not rows_stay
     columns = budget + (sequences.width if mask is None else mask.shape[1])
     gaps = check_gaps(model, real, isinstance(given, TreeCache), columns)
     of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
@@ -131,15 +119,7 @@ def prefill(
         else:
             cache.states.rehouse(handover.allocate)
         cache.states.limit = max(map(sum, zip(cache.host_lengths, map(len, rows)))) + budget
-        found = extend(make_target(cache, cache.lengths + counts, later), rows, group)
-    elif group is not None and not strict and takes_probes and of_tokens():
-        rows = [list(row) for row in sequences.tokens]
-        lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
-        cache = handover.empty(len(given.layers), len(rows), lengths.device)
-        cache.states.limit = max(map(len, rows)) + budget
-        cache.states.reserve(cache.states.ahead(max(map(len, rows)) + len(group)))
-        found = append(make_target(cache, lengths, later), rows, group, RIDING)
-        handover.adopt(cache, real)
+        found = extend(make_target(cache, cache.lengths + counts, later), rows)
     else:
         if given is not None:
             check_packable(given)
