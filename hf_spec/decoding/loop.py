@@ -89,7 +89,6 @@ def decode(
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
                 drafter, drafter.reads, graphs, strategy.strict, strategy.packed,
-                strategy.rows_stay,
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths

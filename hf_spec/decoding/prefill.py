@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers import DynamicCache, GenerationConfig
 
-from hf_spec.cache.convert import Source, check_packable
+from hf_spec.cache.convert import check_packable
 from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.continued import check_gaps, extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
-from hf_spec.decoding.parts import Part, in_order, like_lengths
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled
 from hf_spec.model.compiled import CompiledTarget
@@ -31,11 +30,8 @@ from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.strict import StrictTarget
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import followers
 from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
-from modeling_patches.positions import needs_positions
-from modeling_patches.weights import device_of
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -68,7 +64,6 @@ def prefill(
     graphs: Graphs | None = None,
     strict: bool = False,
     packed: PackedWeights | None = None,
-    rows_stay: bool = False,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
@@ -79,8 +74,6 @@ def prefill(
         strict: whether later forwards equal plain steps bit for bit; the prompt, without a
             ``TreeCache``, then runs as in plain generation.
         packed: weights for all forwards, but for the prompt of strict ones.
-        rows_stay: whether a prompt runs as in plain generation, with all rows in one forward, as
-            hooks may count on it.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -109,7 +102,6 @@ def prefill(
     real = None if mask is None else mask.bool()
     columns = budget + (sequences.width if mask is None else mask.shape[1])
     gaps = check_gaps(model, real, isinstance(given, TreeCache), columns)
-    of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
         first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
@@ -128,41 +120,25 @@ def prefill(
         chunks, cut = [], None if strict else _last
         if reads.nodes:
             chunks = captured(model, changes, reads.layers, cut, reads.tokens == "last")
-        parts = [Part(None, input_ids, model_kwargs, real)]
         used = None if strict else packed
         if used is not None:
             used.add_to(changes)
-            # Weights are packed on CPUs, where padding takes as long as tokens do.
-            if real is not None and not rows_stay and of_tokens():
-                groups = like_lengths([len(row) for row in sequences.tokens])
-                if len(groups) > 1:
-                    parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
         # Otherwise the model runs as it is, compiled if it is compiled.
         if reads.nodes or used is not None:
             run = partial(changes.run, run)
-        sources, ends, states = [], [], []
-        rows = [[] for _ in sequences.tokens]
-        for part in parts:
-            outputs = run(part.input_ids, config, part.model_kwargs, is_first_iteration=True)
-            source = with_layers(outputs.get(CACHE))
-            check_packable(source)
-            sources.append(Source(source, part.real, part.rows))
-            ends.append(outputs.logits[:, -1])
-            hidden, following = _read(reads, chunks, part.input_ids, part.real)
-            states += [] if hidden is None else [hidden]
-            for row, tokens in zip(part.rows or range(len(rows)), following):
-                rows[row] = tokens
-            chunks.clear()
-        logits = in_order(parts, ends)
+        outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
+        source = with_layers(outputs.get(CACHE))
+        check_packable(source)
+        logits = outputs.logits[:, -1]
+        hidden, following = _read(reads, chunks, input_ids, real)
+        chunks.clear()
         front = 0 if probe_inputs is None else probe_inputs.num_front
-        cache = handover.take_over(sources, real, budget, front, logits)
-        if len(parts) == 1:
-            later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
+        cache = handover.take_over(source, real, budget, front, logits)
+        later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(first.once(later) + gaps)
         cache.generated = first.changed(later)
-        target = make_target(cache, cache.lengths, later)
-        found = Prefilled(target, logits, in_order(parts, states) if states else None, rows)
+        found = Prefilled(make_target(cache, cache.lengths, later), logits, hidden, following)
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]
     cache.padding = padding_before(columns, cache.host_lengths)
@@ -173,36 +149,6 @@ def prefill(
 def _last(hidden: Tensor) -> Tensor:
     # Transformers cuts it out: PyTorch's product of a part copies the whole weight in 16 bits.
     return hidden[:, -1:]
-
-
-def _of_tokens(
-    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover,
-    first: PromptInputs,
-) -> bool:  # fmt: skip
-    """Whether a prompt is complete, consists of tokens at the usual positions and runs in one
-    forward, so that its rows give the same alone."""
-    given, sequences = handover.given, handover.sequences
-    if first.others or not isinstance(given, DynamicCache) or not given.layers or handover.rules:
-        return False
-    if given.get_seq_length():
-        return False
-    check_packable(given)
-    positions, mask = first.positions, model_kwargs.get("attention_mask")
-    if positions is not None:
-        real = torch.ones_like(positions[..., :1, :]) if mask is None else mask
-        if not bool(((positions == real.cumsum(-1) - 1) | (real == 0)).all()):
-            return False
-    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
-    devices = {device_of(part) for part in embeddings if part is not None}
-    return (
-        sequences.width > 0
-        and model_kwargs.get("inputs_embeds") is None
-        and config.prefill_chunk_size is None
-        and type(model)._prefill is GenerationMixin._prefill
-        and not followers(model)
-        and not needs_positions(model)
-        and len(devices) == 1  # what is on the host else stands where the prompt's logits are
-    )
 
 
 def _check_state_stays(
@@ -234,7 +180,8 @@ def _read(
     reads: Reads, chunks: list[Tensor], input_ids: Tensor, real: Tensor | None
 ) -> tuple[Tensor | None, list[list[int]]]:
     """``hidden`` and ``following`` of :class:`Prefilled`, of the states ``(batch, columns,
-    features)`` that Transformers' forwards of a prompt have left; real: see :class:`Part`."""
+    features)`` that Transformers' forwards of a prompt have left; ``real``: ``(batch, columns)``
+    bool, False for padding."""
     none: list[list[int]] = [[] for _ in range(len(input_ids))]
     if not chunks:
         return None, none

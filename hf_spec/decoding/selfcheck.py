@@ -94,7 +94,6 @@ def check_tree_forward(
     if key in checked:
         return
     reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
-    whole = running.rows_stay
     trials = [(Trial(model, padded, rows=rows), drafter, reads)]
     if not checked and forgets_at(model) is None:
         # Trials that cross the end of a context, where rotary frequencies may change.
@@ -104,7 +103,7 @@ def check_tree_forward(
     hooks = f" with hooks ({', '.join(sorted(running.hooks))})" if running.hooks else ""
     for trial, tried, read in trials:
         try:
-            problem, error = trial.run(tried, read, whole)
+            problem, error = trial.run(tried, read)
         except torch.OutOfMemoryError:
             raise
         except Exception as raised:
@@ -187,15 +186,12 @@ class Trial:
             self.model, self.prompt, self.config, inputs, handover, drafter, reads, **options
         ).target
 
-    def run(
-        self, drafter: Drafter | None, reads: bool, rows_stay: bool = False
-    ) -> tuple[str, float]:
+    def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
         """What is wrong if the error, which is the largest relative one, is too large.
 
         Args:
             drafter: see :func:`check_tree_forward`.
             reads: whether final states must be the inputs of the output embeddings.
-            rows_stay: see :func:`prefill`.
         """
         model, rows, device = self.model, len(self.nodes), self.nodes.device
         (root, first, *_), (_, second, third, again) = self._plain()
@@ -203,7 +199,7 @@ class Trial:
         errors = []
         with as_before(model):
             reads_last = Reads("last" if reads else None)
-            target = self.target(drafter, reads_last, rows_stay=rows_stay)
+            target = self.target(drafter, reads_last)
             if drafter is not None and drafter.drafting is not None:
                 for node in range(2):
                     chain = Tree.chain(self.nodes[:, : node + 1])
