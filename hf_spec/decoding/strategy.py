@@ -89,7 +89,7 @@ class Strategy:
         adapter = _adapter(method, model)
         kind = method.name, key_of(options), adapter and adapter.name
         graphs = graphs_for(model, config, drafter, kind)
-        packed, changes, size = _packed(model, options, graphs), Changes(), 0
+        packed, changes, size = _packed(model, options), Changes(), 0
         if packed is not None:
             unasked = options.pack_weights == AUTO
             beside = [packed_weights(module, unasked) for module in drafter.beside]
@@ -143,21 +143,15 @@ def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
     return None
 
 
-def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedWeights | None:
+def _packed(model: Any, options: DraftOptions) -> PackedWeights | None:
     """The packed weights that a call's forwards use; None if they use the model's own."""
     if not options.pack_weights:
         return None
     strict = options.exact == STRICT  # which tries each weight's product
-    frozen = graphs is not None and graphs.frozen
     if options.pack_weights == AUTO:
         # Those of float32 hardly ever have the bits of the model's own.
-        unfit = frozen or (strict and placement(model).dtype == torch.float32)
+        unfit = strict and placement(model).dtype == torch.float32
         return None if unfit else packed_weights(model, unasked=True, together=not strict)
-    if frozen:
-        raise ValueError(
-            "pack_weights=True with Inductor's option freezing, which packs the weights of each "
-            "graph. Leave one of the two out."
-        )
     found = packed_weights(model, together=not strict)
     if found is None:
         raise ValueError(

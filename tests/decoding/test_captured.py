@@ -255,7 +255,7 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     with pytest.raises(ValueError, match="this backend compiles nothing and has no options"):
-        config = CompileConfig(backend="cudagraphs", options={"freezing": True})
+        config = CompileConfig(backend="cudagraphs", options={"max_autotune": True})
         generate(
             model, prompt(), **strategy("prompt_lookup"), **{**RECORDED, "compile_config": config}
         )
