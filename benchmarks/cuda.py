@@ -41,7 +41,7 @@ from hf_spec.bench.contenders import ours, parse_names
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.report import new_table
 from hf_spec.bench.results import PHASES
-from hf_spec.cache.convert import Source, take_over
+from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.cli.options import whole_numbers
 from hf_spec.core.checks import first_line
@@ -161,7 +161,7 @@ class Bench:
         batch, context = self.ids.shape
         most = max(self.args.tokens)
         cache = TreeCache(len(past.layers), batch, self.device)
-        take_over(cache, [Source(past)], most)
+        take_over(cache, past, most)
         last = torch.full((batch,), context + most, device=self.device)
         for way in (EAGER, COMPILED):
             graphs = Graphs(self.model, self.compiling, "L(n)") if way == COMPILED else None

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_spec.cache.buffers import ALIGNMENT
-from hf_spec.cache.convert import Source, take_over
+from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
 
@@ -166,7 +166,7 @@ def pack(source: DynamicCache, mask: Tensor | None, capacity: int) -> TreeCache:
     rows = next(len(tensor) for tensor in keys if tensor is not None)
     cache = TreeCache(len(source.layers), rows, "cpu")
     cache.states.reserve(capacity)
-    take_over(cache, [Source(source, mask)], more=0)
+    take_over(cache, source, mask, more=0)
     cache.states.limit = None
     return cache
 

@@ -25,13 +25,15 @@ from modeling_patches.modules import unwrapped
 def inject_beside(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Adding an adapter of another type: hf_spec's are not there meanwhile, as PEFT freezes a base
     with the first adapter only."""
-    modules = unwrapped(model)._modules
-    ours = modules.pop(CONTAINER, None)
+    base = unwrapped(model)
+    ours = getattr(base, CONTAINER, None)
+    if ours is not None:
+        delattr(base, CONTAINER)
     try:
         original(self, model, *args, **kwargs)
     finally:
         if ours is not None:
-            modules[CONTAINER] = ours
+            setattr(base, CONTAINER, ours)
 
 
 @around(PeftModel, "add_adapter")

@@ -184,15 +184,11 @@ class Session:
         counts = contender.stock and not contender.compiled
         hook = model.register_forward_hook(count) if counts else None
         try:
-            # Transformers' own compiled calls fail with Inductor's freezing, which may be set in
-            # the environment.
-            frozen = not contender.stock and torch._inductor.config.freezing
-            with torch._inductor.config.patch(freezing=frozen):
-                synchronize(model.device)
-                start = time.perf_counter()
-                sequences = model.generate(**inputs, **kwargs)
-                synchronize(model.device)
-                seconds = time.perf_counter() - start
+            synchronize(model.device)
+            start = time.perf_counter()
+            sequences = model.generate(**inputs, **kwargs)
+            synchronize(model.device)
+            seconds = time.perf_counter() - start
         finally:
             if hook is not None:
                 hook.remove()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,71 +14,50 @@ from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.support import LAYERS
 
 
-class Source(NamedTuple):
-    """The states of a prefill.
-
-    Attributes:
-        cache: a cache of full-attention or sliding-window layers.
-        mask: ``(rows, seq)`` bool, True for real tokens; None if all are. Padding is dropped,
-            wherever it is.
-        rows: rows of the new cache that these are, if not all, without recurrent states.
-    """
-
-    cache: DynamicCache
-    mask: Tensor | None = None
-    rows: Sequence[int] | None = None
-
-
 def take_over(
-    cache: TreeCache, sources: Sequence[Source], more: int | None = None, front: int = 0,
-    seq: int | None = None,
+    cache: TreeCache, source: DynamicCache, mask: Tensor | None = None, more: int | None = None,
+    front: int = 0, seq: int | None = None,
 ) -> None:  # fmt: skip
-    """Take over the states of prefills, which are emptied layer by layer: never are both whole.
+    """Take over the states of a prefill, which is emptied layer by layer: never are both whole.
 
     Args:
         cache: a new cache.
+        source: a cache of full-attention or sliding-window layers.
+        mask: ``(batch, seq)`` bool, True for real tokens; None if all are. Padding is dropped,
+            wherever it is.
         more: most tokens that may follow in a row; None if that is not known.
         front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
-        seq: tokens in each row, padding included, if no layer of a source has keys.
+        seq: tokens in each row, padding included, if no layer of ``source`` has keys.
     """
-    lengths, windowed = cache.host_lengths, False
-    found: list[tuple[Source, int, Tensor | None]] = []
-    for source in sources:
-        first = [tensor for layer in source.cache.layers for tensor in _held(layer).values()]
-        count = source.cache.get_seq_length() if first or seq is None else seq
-        windowed = windowed or any(tensor.shape[2] < count for tensor in first)
-        order, rows = None, range(len(lengths)) if source.rows is None else source.rows
-        own = [count] * len(rows)
-        if source.mask is not None:
-            mask = source.mask.bool()
-            own = mask.sum(-1).tolist()
-            # Real tokens first, in order: slot j of a row gets its j-th real token.
-            order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(own)]
-        lengths = list((dict(enumerate(lengths)) | dict(zip(rows, own))).values())
-        found.append((source, count, order))
-        del first
+    held = {
+        (index, name): tensor
+        for index, layer in enumerate(source.layers)
+        for name, tensor in _held(layer).items()
+    }
+    count = source.get_seq_length() if held or seq is None else seq
+    order, lengths = None, [count] * cache.batch_size
+    if mask is not None:
+        mask = mask.bool()
+        lengths = mask.sum(-1).tolist()
+        # Real tokens first, in order: slot j of a row gets its j-th real token.
+        order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
+    windowed = any(tensor.shape[2] < count for tensor in held.values())
     cache.set_lengths(lengths, lengths if windowed else None)
     states = cache.states
     states.front, states.limit = aligned(front), None if more is None else cache.max_length + more
     states.reserve(states.ahead(cache.max_length))
-    kinds = {
-        (index, name): signature(tensor)
-        for index, layer in enumerate(sources[0].cache.layers)
-        for name, tensor in _held(layer).items()
-    }
-    left = Counter(index for index, _ in kinds)
+    left = Counter(index for index, _ in held)
+    kinds = {key: signature(tensor) for key, tensor in held.items()}
+    held.clear()
     for members in states.allocate(kinds):
         for index, name in members:
-            for source, count, order in found:
-                held = _held(source.cache.layers[index])[name]
-                _copy_in(getattr(cache.layers[index], name), held, order, count, source.rows)
+            layer = source.layers[index]
+            _copy_in(getattr(cache.layers[index], name), _held(layer)[name], order, count)
             left[index] -= 1
             if not left[index]:
-                del held
-                for source in sources:
-                    _free(source.cache.layers[index])
+                _free(layer)
     if cache.recurrent is not None:
-        cache.recurrent.take_over(sources[0].cache.layers, cache.host_lengths)
+        cache.recurrent.take_over(source.layers, cache.host_lengths)
 
 
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
@@ -180,10 +158,8 @@ def _free(layer: Any) -> None:
         setattr(layer, name, None)
 
 
-def _copy_in(
-    target: Tensor, source: Tensor, order: Tensor | None, seq: int, rows: Sequence[int] | None
-) -> None:
-    """Copy and pack states ``(rows, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
+def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> None:
+    """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
 
     Slots that a sliding layer dropped stay zero: they are outside every later query's window.
     """
@@ -193,8 +169,4 @@ def _copy_in(
         source = source.take_along_dim(slots.clamp(min=0), 2)
         if dropped:
             source = source * (slots >= 0)
-    own = target[:, :, first : first + source.shape[2]]
-    if rows is None:
-        own.copy_(source)
-    else:
-        own[torch.tensor(rows, device=own.device)] = source
+    target[:, :, first : first + source.shape[2]].copy_(source)

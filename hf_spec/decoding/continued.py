@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from hf_spec.core.probes import ProbeGroup
 from hf_spec.decoding.handover import Handover
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.appending import Prefilled, append
@@ -135,13 +134,13 @@ def padding_before(columns: int, lengths: Iterable[int]) -> list[int]:
     return [max(columns - length, 0) for length in lengths]
 
 
-def extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> Prefilled:
+def extend(target: Target, rows: list[list[int]]) -> Prefilled:
     """Append each row's new tokens to a continued TreeCache."""
     cache = target.cache
     if followers(target.model):
         target.reach = Reach(target.model, [1] * len(rows))
         target.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
-    return append(target, rows, group)
+    return append(target, rows)
 
 
 def reach_of(target: Target, width: int) -> Reach | None:

@@ -5,17 +5,15 @@ This module knows who owns the cache and which tokens it holds, but not how step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.buffers import Allocate
-from hf_spec.cache.convert import Source, take_over, unpack_into
+from hf_spec.cache.convert import take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.sequences import Sequences
 from modeling_patches.recurrences import Rule
@@ -67,36 +65,24 @@ class Handover:
         self._done = False
 
     def take_over(
-        self, sources: Sequence[Source], mask: Tensor | None, more: int, front: int, logits: Tensor
+        self, source: DynamicCache, mask: Tensor | None, more: int, front: int, logits: Tensor
     ) -> TreeCache:
-        """Create the call's cache from the states that the prompt's forwards left.
+        """Create the call's cache from the states that the prompt's forward left.
 
         Args:
             mask: ``(batch, slots)`` bool, real slots; None if all are.
-            sources, more, front: as for :func:`hf_spec.cache.convert.take_over`.
+            source, more, front: as for :func:`hf_spec.cache.convert.take_over`.
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
-        cache = self.empty(len(sources[0].cache.layers), len(logits), logits.device)
-        if len(sources) == 1:
-            # Adopted before it takes over anything, as this empties what may be the caller's.
-            self.adopt(cache, mask)
-        take_over(cache, sources, more, front, self.sequences.width)
-        if len(sources) > 1:
-            self.adopt(cache, mask)
-        if self._target is None:  # nobody needs what is left, such as recurrent states
-            for source in sources:
-                source.cache.layers.clear()
-        return cache
-
-    def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
-        """Create an empty cache, which is not yet the call's."""
-        return TreeCache(layers, rows, device, self.allocate, self.rules)
-
-    def adopt(self, cache: TreeCache, mask: Tensor | None) -> None:
-        """Use a cache that begins with the prompt as the call's cache; mask: as above."""
+        cache = TreeCache(len(source.layers), len(logits), logits.device, self.allocate, self.rules)
+        # The call's before it takes over anything, as this empties what may be the caller's.
         self.cache, self._mask, self._before = cache, mask, None
         if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
+        take_over(cache, source, mask, more, front, self.sequences.width)
+        if self._target is None:  # nobody needs what is left, such as recurrent states
+            source.layers.clear()
+        return cache
 
     def begin(self, cache: TreeCache) -> None:
         """Note that the call's cache holds the prompt, to which it may be cut later."""

@@ -84,7 +84,7 @@ def decode(
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
-                drafter, drafter.reads, graphs, strategy.packed, strategy.rows_stay,
+                drafter, drafter.reads, graphs, strategy.packed,
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths

@@ -2,8 +2,7 @@
 
 Transformers itself prefills a new prompt (or a continued ``DynamicCache``), exactly as in plain
 generation; the result is packed into a ``TreeCache``. A continued ``TreeCache`` gets its new tokens
-in chunks through the tree forward; their number may differ between rows. An empty cache gets a
-short prompt the same way if the strategy has probes, which run under the prompt's last token.
+in chunks through the tree forward; their number may differ between rows.
 """
 
 from __future__ import annotations
@@ -13,36 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers import DynamicCache, GenerationConfig
 
-from hf_spec.cache.convert import Source, check_packable
+from hf_spec.cache.convert import check_packable
 from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.continued import check_gaps, extend, new_tokens, padding_before, reach_of
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
-from hf_spec.decoding.parts import Part, in_order, like_lengths
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.appending import Prefilled, append
+from hf_spec.model.appending import Prefilled
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
 from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import followers
 from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
-from modeling_patches.positions import needs_positions
-from modeling_patches.weights import device_of
-
-#: Longest new prompt, in columns, that is forwarded together with probes. That takes an explicit
-#: mask, which does not skip masked scores as causal attention does. Up to this length it costs no
-#: more than the step that it saves (docs/inside/exactness.md).
-RIDING = 512
-
-#: Attention implementations that an explicit mask of a prompt's size does not slow down.
-TAKES_MASKS = ("eager", "sdpa")
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -74,17 +61,14 @@ def prefill(
     reads: Reads,
     graphs: Graphs | None = None,
     packed: PackedWeights | None = None,
-    rows_stay: bool = False,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
     Args:
-        drafter: the drafter whose probes run.
+        drafter: the drafter whose probes later forwards run.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
         packed: weights for all forwards.
-        rows_stay: whether a prompt runs as in plain generation, with all rows in one forward, as
-            hooks may count on it.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -92,7 +76,6 @@ def prefill(
     later = LaterInputs.of(model, input_ids, model_kwargs)
 
     probe_inputs = None if drafter is None else drafter.probe_inputs
-    group = (drafter.group or None) if drafter is not None else None
 
     def make_target(cache: TreeCache, lengths: Tensor, later: LaterInputs) -> Target:
         """A tree forward after prompts of these lengths."""
@@ -110,11 +93,8 @@ def prefill(
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    takes_probes = sequences.width <= RIDING and attention in TAKES_MASKS and not rows_stay
     columns = budget + (sequences.width if mask is None else mask.shape[1])
     gaps = check_gaps(model, real, isinstance(given, TreeCache), columns)
-    of_tokens = partial(_of_tokens, model, config, model_kwargs, handover, first)
     if isinstance(given, TreeCache):
         cache, rows = given, new_tokens(handover, mask, config, model)
         first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
@@ -124,15 +104,7 @@ def prefill(
         else:
             cache.states.rehouse(handover.allocate)
         cache.states.limit = max(map(sum, zip(cache.host_lengths, map(len, rows)))) + budget
-        found = extend(make_target(cache, cache.lengths + counts, later), rows, group)
-    elif group is not None and takes_probes and of_tokens():
-        rows = [list(row) for row in sequences.tokens]
-        lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
-        cache = handover.empty(len(given.layers), len(rows), lengths.device)
-        cache.states.limit = max(map(len, rows)) + budget
-        cache.states.reserve(cache.states.ahead(max(map(len, rows)) + len(group)))
-        found = append(make_target(cache, lengths, later), rows, group, RIDING)
-        handover.adopt(cache, real)
+        found = extend(make_target(cache, cache.lengths + counts, later), rows)
     else:
         if given is not None:
             check_packable(given)
@@ -141,40 +113,24 @@ def prefill(
         chunks = []
         if reads.nodes:
             chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
-        parts = [Part(None, input_ids, model_kwargs, real)]
         if packed is not None:
             packed.add_to(changes)
-            # Weights are packed on CPUs, where padding takes as long as tokens do.
-            if real is not None and not rows_stay and of_tokens():
-                groups = like_lengths([len(row) for row in sequences.tokens])
-                if len(groups) > 1:
-                    parts = [Part.of(rows, input_ids, model_kwargs, real) for rows in groups]
         # Otherwise the model runs as it is, compiled if it is compiled.
         if reads.nodes or packed is not None:
             run = partial(changes.run, run)
-        sources, ends, states = [], [], []
-        rows = [[] for _ in sequences.tokens]
-        for part in parts:
-            outputs = run(part.input_ids, config, part.model_kwargs, is_first_iteration=True)
-            source = with_layers(outputs.get(CACHE))
-            check_packable(source)
-            sources.append(Source(source, part.real, part.rows))
-            ends.append(outputs.logits[:, -1])
-            hidden, following = _read(reads, chunks, part.input_ids, part.real)
-            states += [] if hidden is None else [hidden]
-            for row, tokens in zip(part.rows or range(len(rows)), following):
-                rows[row] = tokens
-            chunks.clear()
-        logits = in_order(parts, ends)
+        outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
+        source = with_layers(outputs.get(CACHE))
+        check_packable(source)
+        logits = outputs.logits[:, -1]
+        hidden, following = _read(reads, chunks, input_ids, real)
+        chunks.clear()
         front = 0 if probe_inputs is None else probe_inputs.num_front
-        cache = handover.take_over(sources, real, budget, front, logits)
-        if len(parts) == 1:
-            later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
+        cache = handover.take_over(source, real, budget, front, logits)
+        later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(first.once(later) + gaps)
         cache.generated = first.changed(later)
-        target = make_target(cache, cache.lengths, later)
-        found = Prefilled(target, logits, in_order(parts, states) if states else None, rows)
+        found = Prefilled(make_target(cache, cache.lengths, later), logits, hidden, following)
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]
     cache.padding = padding_before(columns, cache.host_lengths)
@@ -185,36 +141,6 @@ def prefill(
 def _last(hidden: Tensor) -> Tensor:
     # Transformers cuts it out: PyTorch's product of a part copies the whole weight in 16 bits.
     return hidden[:, -1:]
-
-
-def _of_tokens(
-    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover,
-    first: PromptInputs,
-) -> bool:  # fmt: skip
-    """Whether a prompt is complete, consists of tokens at the usual positions and runs in one
-    forward, so that its rows give the same alone."""
-    given, sequences = handover.given, handover.sequences
-    if first.others or not isinstance(given, DynamicCache) or not given.layers or handover.rules:
-        return False
-    if given.get_seq_length():
-        return False
-    check_packable(given)
-    positions, mask = first.positions, model_kwargs.get("attention_mask")
-    if positions is not None:
-        real = torch.ones_like(positions[..., :1, :]) if mask is None else mask
-        if not bool(((positions == real.cumsum(-1) - 1) | (real == 0)).all()):
-            return False
-    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
-    devices = {device_of(part) for part in embeddings if part is not None}
-    return (
-        sequences.width > 0
-        and model_kwargs.get("inputs_embeds") is None
-        and config.prefill_chunk_size is None
-        and type(model)._prefill is GenerationMixin._prefill
-        and not followers(model)
-        and not needs_positions(model)
-        and len(devices) == 1  # what is on the host else stands where the prompt's logits are
-    )
 
 
 def _check_state_stays(
@@ -246,7 +172,8 @@ def _read(
     reads: Reads, chunks: list[Tensor], input_ids: Tensor, real: Tensor | None
 ) -> tuple[Tensor | None, list[list[int]]]:
     """``hidden`` and ``following`` of :class:`Prefilled`, of the states ``(batch, columns,
-    features)`` that Transformers' forwards of a prompt have left; real: see :class:`Part`."""
+    features)`` that Transformers' forwards of a prompt have left; ``real``: ``(batch, columns)``
+    bool, False for padding."""
     none: list[list[int]] = [[] for _ in range(len(input_ids))]
     if not chunks:
         return None, none

@@ -94,7 +94,6 @@ def check_tree_forward(
     if key in checked:
         return
     reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
-    whole = running.rows_stay
     trials = [(Trial(model, padded, rows=rows), drafter, reads)]
     if not checked and forgets_at(model) is None:
         # Trials that cross the end of a context, where rotary frequencies may change.
@@ -104,7 +103,7 @@ def check_tree_forward(
     hooks = f" with hooks ({', '.join(sorted(running.hooks))})" if running.hooks else ""
     for trial, tried, read in trials:
         try:
-            problem, error = trial.run(tried, read, whole)
+            problem, error = trial.run(tried, read)
         except torch.OutOfMemoryError:
             raise
         except Exception as raised:
@@ -164,25 +163,21 @@ class Trial:
             **taken(self.model, position_ids=positions, logits_to_keep=1),
         }  # fmt: skip
 
-    def _target(self, drafter: Drafter | None, reads: Reads, rows_stay: bool) -> Target:
+    def _target(self, drafter: Drafter | None, reads: Reads) -> Target:
         """The tree forward that continues the prompts; see :func:`prefill`."""
         inputs = self._inputs()
         sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
         handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
         return prefill(
-            self.model, self.prompt, self.config, inputs, handover, drafter, reads,
-            rows_stay=rows_stay,
-        ).target  # fmt: skip
+            self.model, self.prompt, self.config, inputs, handover, drafter, reads
+        ).target
 
-    def run(
-        self, drafter: Drafter | None, reads: bool, rows_stay: bool = False
-    ) -> tuple[str, float]:
+    def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
         """What is wrong if the error, which is the largest relative one, is too large.
 
         Args:
             drafter: see :func:`check_tree_forward`.
             reads: whether final states must be the inputs of the output embeddings.
-            rows_stay: see :func:`prefill`.
         """
         model, rows, device = self.model, len(self.nodes), self.nodes.device
         (root, first, *_), (_, second, third, again) = self._plain()
@@ -190,7 +185,7 @@ class Trial:
         errors = []
         with as_before(model):
             reads_last = Reads("last" if reads else None)
-            target = self._target(drafter, reads_last, rows_stay)
+            target = self._target(drafter, reads_last)
             if drafter is not None and drafter.drafting is not None:
                 for node in range(2):
                     chain = Tree.chain(self.nodes[:, : node + 1])

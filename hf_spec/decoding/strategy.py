@@ -85,7 +85,7 @@ class Strategy:
         adapter = _adapter(method, model)
         kind = method.name, key_of(options), adapter and adapter.name
         graphs = graphs_for(model, config, drafter, kind)
-        packed, changes, size = _packed(model, options, graphs), Changes(), 0
+        packed, changes, size = _packed(model, options), Changes(), 0
         if packed is not None:
             unasked = options.pack_weights == AUTO
             beside = [packed_weights(module, unasked) for module in drafter.beside]
@@ -127,18 +127,12 @@ def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
     return None
 
 
-def _packed(model: Any, options: DraftOptions, graphs: Graphs | None) -> PackedWeights | None:
+def _packed(model: Any, options: DraftOptions) -> PackedWeights | None:
     """The packed weights that a call's forwards use; None if they use the model's own."""
     if not options.pack_weights:
         return None
-    frozen = graphs is not None and graphs.frozen
     if options.pack_weights == AUTO:
-        return None if frozen else packed_weights(model, unasked=True)
-    if frozen:
-        raise ValueError(
-            "pack_weights=True with Inductor's option freezing, which packs the weights of each "
-            "graph. Leave one of the two out."
-        )
+        return packed_weights(model, unasked=True)
     found = packed_weights(model)
     if found is None:
         raise ValueError(

@@ -19,8 +19,7 @@ class ForwardNeeds:
 
     Attributes:
         probe_inputs: the learned inputs of its probes, if it has any.
-        group: the probes of a node, which the prompt's last token gets, too; empty if there are
-            none.
+        group: the probes of a node; empty if there are none.
         distances: tokens after the next one that they predict.
         drafting: changes to the model while it drafts; None if drafting does not run it.
         beside: modules beside the model that drafting runs, such as an assistant.

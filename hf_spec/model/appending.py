@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
@@ -31,14 +30,12 @@ class Prefilled:
         hidden: what the drafter reads of the prompt, see :meth:`Drafter.advance`; None if nothing.
         following: of each row, the prompt's tokens after the first one whose state is read; none
             where only the last one's is read.
-        num_probes: probes of the last token.
     """
 
     target: Target
     logits: Tensor
     hidden: Tensor | None
     following: list[list[int]]
-    num_probes: int = 0
 
     def committed(self, result: StepResult) -> StepResult:
         """The prompt as a result, given that of a step whose tree was the prompt's last token."""
@@ -47,7 +44,7 @@ class Prefilled:
         rows = [row + [0] * (most + 1 - len(row)) for row in self.following]
         tokens = sent(rows, device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
         path = torch.arange(most + 1, device=device).expand(len(rows), -1)
-        probes = torch.full_like(counts, self.num_probes)
+        probes = torch.zeros_like(counts)
         return StepResult(path, counts, tokens, probes, counts - 1, result.bonus)
 
 
@@ -56,21 +53,14 @@ def chunk_size(cache: TreeCache) -> int:
     return CHUNK if cache.recurrent is None else RECURRENT_CHUNK
 
 
-def append(
-    target: Target, rows: list[list[int]], group: ProbeGroup | None = None,
-    at_once: int | None = None,
-) -> Prefilled:  # fmt: skip
+def append(target: Target, rows: list[list[int]]) -> Prefilled:
     """Forward and keep new tokens after each row; their number may differ between rows.
-
-    Args:
-        group: probes that run under the last token of each row.
-        at_once: most tokens per row in one forward.
 
     Returns:
         The outputs at the last tokens of the rows that have new tokens.
     """
     cache, device, reads = target.cache, target.cache.lengths.device, target.reads
-    at_once = at_once or chunk_size(cache)
+    at_once = chunk_size(cache)
     logits: dict[int, Tensor] = {}
     hidden: dict[int, Tensor] = {}
     chunks: list[Tensor] = []
@@ -78,32 +68,23 @@ def append(
         parts = [row[start : start + at_once] for row in rows]
         size = max(map(len, parts))  # shorter rows are padded
         tokens = sent([part + [0] * (size - len(part)) for part in parts], device)
-        tree = Tree.chain(tokens)
         ended = [
             row for row, part in enumerate(parts) if part and start + len(part) == len(rows[row])
         ]
         last = sent([max(len(part) - 1, 0) for part in parts], device)
-        if group is not None and ended:
-            counts = [[0] * len(part) for part in parts]
-            for row in ended:
-                counts[row][-1] = len(group)
-            tree = tree.attach_probes(group, counts)
-        output = target(tree, logits_at=last[:, None])
+        output = target(Tree.chain(tokens), logits_at=last[:, None])
         cache.commit([len(part) for part in parts])
         logits |= {row: output.logits[row, 0] for row in ended}
         states = output.hidden
         if states is None:
             continue
         if reads.tokens == "committed":
-            chunks.append(states[:, :size])
+            chunks.append(states)
         elif reads.tokens == "last":
             hidden |= {row: states[row, last[row]] for row in ended}
-        elif tree.num_probes:
-            hidden |= {row: states[row, size:] for row in ended}
-    count = 0 if group is None else len(group)
     stacked = torch.stack([logits[row] for row in sorted(logits)])
     if chunks:
         following = [row[1:] for row in rows]
-        return Prefilled(target, stacked, torch.cat(chunks, dim=1), following, count)
+        return Prefilled(target, stacked, torch.cat(chunks, dim=1), following)
     kept = torch.stack([hidden[row] for row in sorted(hidden)]) if hidden else None
-    return Prefilled(target, stacked, kept, [[] for _ in rows], count)
+    return Prefilled(target, stacked, kept, [[] for _ in rows])

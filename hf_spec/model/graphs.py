@@ -3,11 +3,9 @@
 A function is captured by running it on tensors without data (`torch.fx`). All Python code, hooks
 and context variables included, runs at capture; only tensor operations remain. ``torch.compile``
 compiles these without guards: what guards would check is part of the key under which the code is
-kept (:meth:`Graphs.get`), and the model's tensors are checked once per call. With Inductor's option
-``freezing``, code contains the values of weights, arranged as its products read them fastest; the
-check is then one of values. With the backend ``cudagraphs`` nothing is compiled: the function's own
-kernels are recorded (:mod:`.captures`), for these places in memory. Before code is used, its
-results are compared with the function's.
+kept (:meth:`Graphs.get`), and the model's tensors are checked once per call. With the backend
+``cudagraphs`` nothing is compiled: the function's own kernels are recorded (:mod:`.captures`), for
+these places in memory. Before code is used, its results are compared with the function's.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from hf_spec.model.captures import (
 )
 from hf_spec.model.repeats import compile_once
 from hf_spec.model.rounding import difference, tolerance
-from modeling_patches.contents import contents
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.weights import placement
 
@@ -51,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 #: Number of recorded functions kept per model, whose results and inputs take memory.
 MOST = 128
-#: Number of cache buffers kept per model.
-SPARE = 512
+#: Bytes of cache buffers that are kept for a model, where graphs are for places in memory.
+SPARE = 2**30
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
 SMALL = 256
 
@@ -107,7 +104,8 @@ class Graphs:
         kind: what functions depend on besides the model and their own keys.
 
     Raises:
-        ValueError: if the backend is ``cudagraphs`` and the device has none, or options are given.
+        ValueError: if the backend is ``cudagraphs`` and the device has none, or options are given;
+            if Inductor's ``freezing`` is on.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -117,19 +115,22 @@ class Graphs:
         self.records = config.backend == CUDA_GRAPHS
         if self.records:
             check_recording(self._device, self._options)
+        elif config.backend == "inductor" and (
+            self._options.get("freezing") or torch._inductor.config.freezing
+        ):
+            raise ValueError(
+                "Inductor's freezing is on (options of the CompileConfig, or "
+                "TORCHINDUCTOR_FREEZING=1): kept code would hold the values of weights, and of the "
+                "first call's cache. Turn it off, or give disable_compile=True."
+            )
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
             self._kept.trim()
-        #: Whether code contains the values of weights.
-        self.frozen = config.backend == "inductor" and bool(
-            self._options.get("freezing", torch._inductor.config.freezing)
-        )
-        self._identity = _content if self.frozen else memory_of
         tensors = _plain(chain(model.parameters(), model.buffers()))
-        self._tensors = frozenset(map(self._identity, tensors))
+        self._tensors = frozenset(map(memory_of, tensors))
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
-        self._kind = kind, running.state, config.backend, options, self.frozen
+        self._kind = kind, running.state, config.backend, options
         #: Whether inputs and results are in memory that every run of any code overwrites, as those
         #: of CUDA graphs.
         self.shares_memory = self.records or self._device.type != "cpu"
@@ -168,9 +169,8 @@ class Graphs:
                 return expected
             began = time.monotonic()
             try:
-                with torch._inductor.config.patch(freezing=self.frozen):
-                    graph = self._compile(function, inputs, static)
-                    found = self._call(graph, inputs, cut)[: len(expected)]
+                graph = self._compile(function, inputs, static)
+                found = self._call(graph, inputs, cut)[: len(expected)]
                 problem = difference(graph.tolerance, expected, found)
             except torch.OutOfMemoryError as error:
                 if not self.records:
@@ -199,13 +199,13 @@ class Graphs:
     @property
     def in_parts(self) -> bool:
         """Whether code for a model's layers is made once, not as part of one code for all."""
-        # With the weights inside, no layer equals another; CUDA graphs save most as one.
-        return self._backend in ("eager", "inductor") and not (self.frozen or self.shares_memory)
+        # CUDA graphs save most as one.
+        return self._backend in ("eager", "inductor") and not self.shares_memory
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
         different tensors."""
-        self._tensors |= frozenset(map(self._identity, tensors))
+        self._tensors |= frozenset(map(memory_of, tensors))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values: an earlier call's if possible, as CUDA graphs depend on memory
@@ -218,13 +218,18 @@ class Graphs:
         return zeros(shape, dtype, device)
 
     def spare(self, buffers: Sequence[Tensor]) -> None:
-        """Keep these buffers for later calls, and drop those of other sizes."""
-        shapes = {buffer.shape for buffer in buffers}
+        """Keep these buffers for later calls, and those of earlier ones as long as all take no more
+        than twice as much as these, or :data:`SPARE`: calls of other lengths use others."""
+        if not buffers:
+            return
         with _COMPILING:
             for device in {buffer.device for buffer in buffers}:
                 take_turns(device)
-            like = [one for one in self._kept.spare if not shapes or one.shape in shapes]
-            self._kept.spare = [*like, *buffers][-SPARE:]
+            self._kept.spare += buffers
+            room = 2 * sum(buffer.nbytes for buffer in buffers)
+            room = max(room, SPARE) if self.shares_memory else room
+            while sum(buffer.nbytes for buffer in self._kept.spare) > room:
+                del self._kept.spare[0]
 
     def details(self) -> dict[str, Any]:
         """Graphs compiled by this call, graphs kept for the model, and why some steps were not
@@ -277,7 +282,7 @@ class Graphs:
 
     def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:
         """Of what a function reads besides its inputs: the model's tensors, and the others."""
-        tensors = [(self._identity(one), one) for one in constants]
+        tensors = [(memory_of(one), one) for one in constants]
         others = [one for identity, one in tensors if identity not in self._tensors]
         for one in others:
             if one.is_floating_point() and one.numel() > SMALL:
@@ -290,8 +295,7 @@ class Graphs:
     def _whole(self, captured: torch.fx.GraphModule, static: Sequence[Tensor]) -> Function:
         if self._backend == "eager":  # runs the captured graph as it is
             return captured
-        # Freezing takes the values of what is static for constants.
-        for tensor in () if self.frozen else static:
+        for tensor in static:
             torch._dynamo.mark_static_address(tensor, guard=False)
         options = {**self._options, "guard_filter_fn": lambda guards: [False] * len(guards)}
         return torch.compile(
@@ -350,11 +354,6 @@ def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor
-
-
-def _content(tensor: Tensor) -> Hashable:
-    """What changes with a tensor's values."""
-    return memory_of(tensor), contents([tensor])
 
 
 def _obstacle(model: Any, hooks: Collection[str], records: bool) -> str | None:

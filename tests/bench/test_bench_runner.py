@@ -340,21 +340,3 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
         f"{name} ran with its update beside the weights: the weights are quantized"
         for name in ("plain@tuned", "space")
     ]
-
-
-@pytest.mark.parametrize("set_outside", [False, True])
-def test_weights_in_graphs_are_for_strategies_alone(set_outside, tokenizer, prompts):
-    """Transformers' own compiled calls fail with them."""
-    model, seen = make_model(), {}
-    generate = model.generate
-
-    def noting(**kwargs):
-        frozen = torch._inductor.config.freezing
-        seen.setdefault(kwargs.get("assistant_strategy"), set()).add(frozen)
-        return generate(**kwargs)
-
-    model.generate = noting
-    with torch._inductor.config.patch(freezing=set_outside):
-        run(model, tokenizer, prompts[:1], ["prompt_lookup"], max_new_tokens=NEW)
-        assert torch._inductor.config.freezing == set_outside
-    assert seen == {None: {False}, "prompt_lookup": {set_outside}}

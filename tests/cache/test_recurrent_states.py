@@ -15,7 +15,7 @@ from recurrent_models import shared_recurrent
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.cache.convert import Source, take_over, unpack_into
+from hf_spec.cache.convert import take_over, unpack_into
 from hf_spec.cache.recurrent import stock_states
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
@@ -44,7 +44,7 @@ class Row:
             self.model(ids, attention_mask=mask, position_ids=positions, **{CACHE: source})
         rules = recurrent_rules(self.model)
         self.cache = TreeCache(len(source.layers), len(ids), ids.device, rules=rules)
-        take_over(self.cache, [Source(source, mask)])
+        take_over(self.cache, source, mask)
         self.tokens = [row[real].tolist() for row, real in zip(ids, mask)]
 
     @torch.no_grad()

@@ -136,6 +136,21 @@ def test_threads(shallow: Tiny) -> None:
     assert all(torch.equal(one, plain[place % 4]) for place, one in enumerate(found))
 
 
+def test_calls_of_other_lengths_keep_their_records(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose buffers have other sizes; but for those that are too large."""
+    monkeypatch.setattr("hf_spec.cache.buffers.SMALLEST", 16)
+    model, made = shallow(), []
+    for room in (2**30, 2**30, 0, 0):
+        monkeypatch.setattr("hf_spec.model.graphs.SPARE", room)
+        for length in (8, 70):
+            output = generate(model, prompt(length), **strategy("prompt_lookup"), **RECORDED)
+            made.append(compiled(output)["made"])
+    assert made[0] and made[1] and made[2:4] == [0, 0]
+    assert made[6] == 0 < made[7], "twice as much as the last call used are kept"
+
+
 # -- what cannot be recorded -------------------------------------------------------------------
 
 
@@ -248,7 +263,7 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     with pytest.raises(ValueError, match="this backend compiles nothing and has no options"):
-        config = CompileConfig(backend="cudagraphs", options={"freezing": True})
+        config = CompileConfig(backend="cudagraphs", options={"max_autotune": True})
         generate(
             model, prompt(), **strategy("prompt_lookup"), **{**RECORDED, "compile_config": config}
         )

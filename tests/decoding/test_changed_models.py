@@ -138,7 +138,7 @@ def test_hooks_on_all_tokens(fresh: Tiny, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_hooks_with_a_value_per_row(fresh: Tiny, method: str) -> None:
-    """Rows stay in their places when others end, and prompts are not cut into parts."""
+    """Rows stay in their places when others end."""
     model = ready(fresh, method)
     model.model.layers[1].register_forward_hook(steered(by_row))
     for given in ({"input_ids": prompt(batch=3)}, ragged((40, 5, 9))):

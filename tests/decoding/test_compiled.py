@@ -393,48 +393,17 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
     assert graphs.details()["refused"] and graphs.get("far", [states]) is None
 
 
-@torch.no_grad()
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("given", ["in options", "in the environment"])
-def test_frozen_weights(given: str, shallow: Any) -> None:
-    """Code with the weights inside is made anew when the numbers in them change."""
-    model, asked = shallow(), given == "in options"
-    config = CompileConfig(mode=None, options={"freezing": True} if asked else None)
-    head = model.lm_head
-    inputs = torch.randn(3, head.in_features, device=head.weight.device)
-    made, seen = [], []
-
-    def negate() -> None:
-        head.weight.data.neg_()
-
-    def halve() -> None:
-        head.weight.mul_(0.5)
-
-    for change in (None, None, negate, None, halve):
-        if change is not None:
-            change()
-        with torch._inductor.config.patch(freezing=not asked):
-            graphs = Graphs(model, config, "a test")
-            (found,) = graphs.run(
-                "head", lambda x: (head(x),), [inputs], lambda: (head(inputs),), lambda found: found
-            )
-        torch.testing.assert_close(found, head(inputs))
-        made.append(graphs.made)
-        seen.append(found)
-    assert made == [1, 0, 1, 0, 1]
-    assert torch.equal(seen[2], -seen[0])
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_code_with_the_weights_inside_reads_later_caches(shallow: Any) -> None:
-    """What earlier calls have cached is none of its constants."""
-    model, config = shallow(), CompileConfig(mode=None, options={"freezing": True})
+def test_frozen_weights_are_refused(given: str, shallow: Any) -> None:
+    """Code is kept, and would hold what weights and caches were."""
+    asked = given == "in options"
+    config = CompileConfig(options={"freezing": True} if asked else None)
     kwargs = {"cache_implementation": "static", "compile_config": config}
-    for inputs in (prompt(9), prompt(31), prompt(17)):
-        plain = generate(model, inputs).sequences
-        output = generate(model, inputs, **strategy("prompt_lookup", max_nodes=4), **kwargs)
-        assert torch.equal(output.sequences, plain)
-    assert compiled(output)["kept"] == 1 and not compiled(output)["refused"]
+    with (
+        torch._inductor.config.patch(freezing=not asked),
+        pytest.raises(ValueError, match="freezing is on .*TORCHINDUCTOR_FREEZING.*disable_compile"),
+    ):
+        generate(shallow(), prompt(), **strategy("prompt_lookup"), **kwargs)
 
 
 # -- few graphs --------------------------------------------------------------------------------

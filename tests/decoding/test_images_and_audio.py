@@ -130,7 +130,7 @@ def tokens(model_type: str, call: dict[str, Any], **options: Any) -> list[list[i
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen3_5", "smolvlm"])
 def test_text_alone(kind: str) -> None:
-    """Also with probes under the prompt, as none of its inputs is its own."""
+    """Also with probes."""
     model = built(kind)
     for call in (ragged(), {"input_ids": ragged()["input_ids"][:1]}):
         wanted = tokens(kind, call)

@@ -11,13 +11,11 @@ from adapter_oracle import lent
 from conftest import Tiny, prompt, ragged
 from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, generate, strategy
-from transformers import CompileConfig
 
 from hf_spec import LayerSkipConfig
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.model import packed_weights as packing
-from hf_spec.model.graphs import Graphs
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
 
@@ -241,10 +239,6 @@ def test_refused(fresh: Tiny) -> None:
         generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True})
     with pytest.raises(ValueError, match="pack_weights='yes'"):
         generate(model, inputs, **spec, assistant_kwargs={"pack_weights": "yes"})
-    config = CompileConfig(mode=None, options={"freezing": True})
-    compiled = {"cache_implementation": "static", "compile_config": config}
-    with pytest.raises(ValueError, match="pack_weights=True with Inductor's option freezing"):
-        generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True}, **compiled)
 
 
 def test_by_itself(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +255,6 @@ def test_by_itself(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPat
     assert packs()
     assert not packs(assistant_kwargs={**always, "pack_weights": False})
     assert packs(**CAPTURED)
-    with monkeypatch.context() as patch:
-        patch.setattr(Graphs, "_compile", None)  # code would take a C++ compiler
-        config = CompileConfig(mode=None, options={"freezing": True})
-        assert not packs(cache_implementation="static", compile_config=config)
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_Copy", Unpacked)
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):

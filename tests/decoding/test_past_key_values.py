@@ -5,23 +5,27 @@ import io
 import os
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import lent
 from conftest import CLOSE, EOS, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
 from covering import EVERY_CASE
 from running import CAPTURED, drafting
-from test_prompt_probes import forwards
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.methods.registry import get_method
 from modeling_patches.cache_name import CACHE
+from modeling_patches.modules import decoder_layers
 
 Spec = dict[str, Any]
 
@@ -37,6 +41,27 @@ def kinds_in_turn(first: int) -> pytest.MarkDecorator:
     if os.environ.get(EVERY_CASE):
         cases = [*product(KINDS, names)]
     return pytest.mark.parametrize(("architecture", "spec"), cases, indirect=["spec"])
+
+
+@contextmanager
+def forwards(model: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """Columns of each forward, and columns that logits were made of."""
+    columns: list[int] = []
+    logits: list[int] = []
+    hooks = [
+        decoder_layers(model)[0].register_forward_pre_hook(
+            lambda m, args, kwargs: columns.append([*args, *kwargs.values()][0].shape[1]),
+            with_kwargs=True,
+        ),
+        model.get_output_embeddings().register_forward_pre_hook(
+            lambda m, args: logits.append(args[0].shape[1])
+        ),
+    ]
+    try:
+        yield columns, logits
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def turn(seed: int, length: int = 6, rows: int = 1) -> torch.Tensor:
@@ -202,9 +227,38 @@ def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
     spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
     cache = model.generate(prompt(), **GREEDY, **spec)[CACHE]
     again = torch.cat([prompt()[:, :9], prompt()[:, :3] + 1], 1)
-    with forwards(model) as (rows, logits):
+    with forwards(model) as (columns, logits):
         model.generate(again, **GREEDY, **spec, **{CACHE: cache})
-    assert rows[0] == 3 and logits[0] == 1
+    assert columns[0] == 3 and logits[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "chunk"),
+    [("medusa", "llama", 4), ("bita", "gemma3", 4), ("space", "bloom", 4), ("bita", "llama", 256)],
+)
+def test_rows_with_other_numbers_of_new_tokens(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, architecture: str, chunk: int
+) -> None:
+    """They end in other chunks; the first row parts with the cache early, the others go on."""
+    monkeypatch.setattr("hf_spec.model.appending.CHUNK", chunk)
+    model, config = tiny(architecture), get_method(name).adapter_config
+    assert config is not None
+    with lent(model, config(), random=True):
+        spec = {**GREEDY, **drafting(name), "return_dict_in_generate": True}
+        cache = model.generate(**ragged((12, 5, 9)), **spec)[CACHE]
+        known = [cache.tokens[0][:6], *cache.tokens[1:]]
+        rows = [row + prompt(size, seed=5)[0].tolist() for row, size in zip(known, (13, 3, 5))]
+        width = max(map(len, rows))
+        given = {
+            "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+            "attention_mask": torch.tensor(
+                [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+            ),
+        }
+        with forwards(model) as (columns, logits):
+            out = model.generate(**given, **spec, **{CACHE: cache})
+        assert columns[0] == min(13, chunk) and logits[0] == 1
+    assert out.sequences.tolist() == plainly(model, **given, **GREEDY).tolist()
 
 
 class QuantizedLayer(DynamicLayer):

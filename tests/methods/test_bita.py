@@ -105,7 +105,7 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
         )  # fmt: skip
     plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
     assert out.tolist() == plain.tolist()
-    known = naive(model, prompt()[0], weights, "deep").argmax(-1).tolist()
+    known: list[int] = []  # the first step has none
     for (tokens, candidates, rows), (after, *_) in zip(steps, [*steps[1:], (out[0].tolist(),)]):
         room = out.shape[1] - len(tokens) - 1  # of the budget
         assert candidates == known[:room] and rows == 1 + len(candidates) + 3

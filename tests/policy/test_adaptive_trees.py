@@ -333,4 +333,5 @@ def test_rows_of_a_step(fresh: Tiny, options: dict[str, Any], nodes: int) -> Non
     )  # fmt: skip
     handle.remove()
     assert out.tolist() == expected.tolist()
-    assert rows[:2] == [12 + 3, nodes + 3 * nodes]  # the prompt with its probes, and a step
+    # The prompt, its first token with probes, and a step.
+    assert rows[:3] == [12, 1 + 3, nodes + 3 * nodes]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.cache.convert import Source, take_over
+from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
@@ -76,7 +76,7 @@ class DraftModelDrafter(AssistantDrafter):
         self._logits = assistant(**given).logits[:, -1].clone()
         cache = TreeCache(len(source.layers), len(rows), device, rules=recurrent_rules(assistant))
         ends = list(map(sum, zip(lengths, state.remaining)))
-        take_over(cache, [Source(source, mask)], max(state.remaining), seq=width)
+        take_over(cache, source, mask, max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.
         context = getattr(text, "max_position_embeddings", None) or max(ends)
         last = sent([min(end, context) - 1 for end in ends], device)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.buffers import aligned
-from hf_spec.cache.convert import Source, take_over
+from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.transfer import sent, waits
@@ -161,7 +161,7 @@ class SharedKVDrafter(AssistantDrafter):
         inputs = {"input_ids": known, "use_cache": True, "logits_to_keep": 1, CACHE: source}
         changes.run(model, **taken(model, **inputs))
         cache = TreeCache(len(source.layers), 1, known.device)
-        take_over(cache, [Source(source)], more=0)
+        take_over(cache, source, more=0)
         own = copy.copy(self)
         own._hidden, own._seen = states[0][:, -1], own._see(cache, torch.zeros_like(known[:, :1]))
         return own.chain_after(input_ids[:, -1:])
