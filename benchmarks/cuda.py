@@ -161,7 +161,7 @@ class Bench:
         batch, context = self.ids.shape
         most = max(self.args.tokens)
         cache = TreeCache(len(past.layers), batch, self.device)
-        take_over(cache, past, most)
+        take_over(cache, past, more=most)
         last = torch.full((batch,), context + most, device=self.device)
         for way in (EAGER, COMPILED):
             graphs = Graphs(self.model, self.compiling, "L(n)") if way == COMPILED else None

@@ -169,12 +169,13 @@ def _mapped(change: Any, values: Any) -> Any:
 
 
 def _place() -> str:
-    """The file and function of ours that the innermost frame belongs to."""
+    """The file and function of ours that the innermost frame belongs to, but for those that pass
+    on calls of modules, as they do once a call has installed them."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         path = Path(frame.f_code.co_filename)
         for root in _OURS:
-            if path.is_relative_to(root):
+            if path.is_relative_to(root) and path.name != "per_call.py":
                 within = root if root.name == "hf_spec" else root.parent
                 return f"{path.relative_to(within).with_suffix('')} {frame.f_code.co_name}"
     return "elsewhere"

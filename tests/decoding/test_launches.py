@@ -124,4 +124,4 @@ def test_few_launches(
     torch.manual_seed(0)
     steps = launches(monkeypatch, model, **kwargs)
     typical = sorted(steps, key=Counter.total)[len(steps) // 2]
-    assert len(steps) > 8 and 0 < typical.total() <= MOST[name, setting][compiled], typical
+    assert len(steps) >= 8 and 0 < typical.total() <= MOST[name, setting][compiled], typical
