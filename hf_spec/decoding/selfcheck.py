@@ -62,6 +62,10 @@ _NO_TREE = (
     "does not take explicit masks and positions as tree attention needs them. Generate without "
     "assistant_strategy, or try attn_implementation='eager'"
 )
+_NO_HOOKS = (
+    "computes other logits over a tree's tokens than token by token. Remove the hooks if they tell "
+    "tokens of a forward apart, or generate without assistant_strategy"
+)
 _NO_STATES = (
     "makes its logits of more than its decoder's final states, which heads and probes are read "
     "from. Choose prompt_lookup, layer_skip, or none"
@@ -112,6 +116,8 @@ def check_tree_forward(
                 f"{type(raised).__name__}: {raised} Choose another strategy, or none."
             ) from raised
         if not error <= tolerance(trial.dtypes):  # NaN included
+            if running.hooks and problem == _NO_TREE:
+                problem = _NO_HOOKS
             if model.training:
                 problem = f"is in training mode, in which dropout may differ, or {problem}"
             raise ValueError(

@@ -119,7 +119,7 @@ def test_a_hook_that_is_switched_on(fresh: Tiny) -> None:
                 steering.vector.copy_(value)
             else:
                 setattr(steering, attribute, value)
-            with pytest.raises(ValueError, match="does not take explicit masks"):
+            with pytest.raises(ValueError, match="than token by token. Remove the hooks"):
                 model.generate(prompt(), **GREEDY, **LOOKUP)
 
 
