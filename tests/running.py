@@ -75,11 +75,8 @@ def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_spec.policy.plans import Plan
     from hf_spec.policy.step_policy import StepPolicy
 
-    def drafts(policy: StepPolicy, lookup: bool = False) -> bool:
-        policy.lookups_only = False
-        return True
-
-    monkeypatch.setattr(StepPolicy, "drafts", drafts)
+    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: True)
+    monkeypatch.setattr(StepPolicy, "paused", False)
     monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
     monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
 

@@ -27,6 +27,7 @@ from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
+from hf_spec.policy.plans import step_shapes
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
@@ -98,7 +99,7 @@ def decode(
 
         context, device = max(prompt).bit_length(), str(model.device)
         setting = len(prompt), context, device
-        policy = StepPolicy(stats, strategy.learned, setting, strategy.timed, target.width)
+        policy = StepPolicy(stats, strategy.learned, setting, strategy.timed)
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, watch, handover)
         steps.first(prefilled)
@@ -106,7 +107,7 @@ def decode(
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):
-            shapes = policy.shapes.all(len(drafter.group), strategy.lookup)
+            shapes = step_shapes(len(drafter.group), strategy.lookup)
             match = acceptance.matches(Tree.roots(state.root))
             strategy.draft_changes.run(warm, state, drafter, shapes, match)
         shrinks = (

@@ -65,7 +65,7 @@ class Steps:
         with self.watch.phase("draft"):
             # Near the end, trees are grown once it is known how deep they may be.
             room = state.max_depth - tree.max_depth - 1
-            ahead = policy.prefetches and room >= drafter.distances
+            ahead = not policy.paused and room >= drafter.distances
             run = self.strategy.draft_changes.run
             started = run(drafter.prefetch, state) if ahead else None
         with self.watch.phase("verify"):
@@ -86,7 +86,7 @@ class Steps:
     def _draft(self) -> Tree:
         """The draft trees, before the policy chooses among their nodes."""
         state, lookups = self.state, self.state.lookup()
-        if self.policy.lookups_only:
+        if self.policy.paused:
             return Tree.of_rows(lookups, state.root.device)
         strategy = self.strategy
         tree = strategy.draft_changes.run(strategy.drafter.propose, state)

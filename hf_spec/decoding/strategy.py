@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers import GenerationConfig
@@ -102,9 +101,7 @@ class Strategy:
         """What earlier calls have learned."""
         # Sampled text is harder to predict, and choosing its tokens takes longer.
         key = Learned, self.kind, self.graphs is not None, self.samples
-        names = [name for name in ("time_alpha", "time_lambda") if hasattr(self.options, name)]
-        given = {name: getattr(self.options, name) for name in names}
-        return recall(self.model, key, partial(Learned, **given))
+        return recall(self.model, key, Learned)
 
 
 def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:

@@ -46,9 +46,6 @@ class CompiledTarget(Target):
     def details(self) -> dict[str, Any]:
         return {"compiled": self.graphs.details()}
 
-    def width(self, tokens: int, probes: int) -> int:
-        return bucket(tokens) + bucket(probes)
-
     def step(
         self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
     ) -> Output:

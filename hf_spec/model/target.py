@@ -208,10 +208,6 @@ class Target:
         """Whether hidden states of a tree are returned."""
         return self.reads.nodes or tree.group is not None
 
-    def width(self, tokens: int, probes: int) -> int:
-        """Nodes per batch row, padding included, of a forward with so many tokens and probes."""
-        return tokens + probes
-
     @property
     def prepared(self) -> int:
         """Grows in steps that prepare later ones, and so take longer."""

@@ -26,8 +26,9 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
 
-#: Number of draft tokens grown for the policy to choose from: at first, and at most.
-FEWEST, MOST = 16, 64
+#: Number of draft tokens grown for the policy to choose from: mostly, and after a step that has
+#: taken so many.
+FEWEST, MOST = 15, 63
 
 
 class Proposal(NamedTuple):
@@ -97,8 +98,7 @@ class AdaptiveTrees(TreeSource):
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)
             return Proposal(grow(predictions, state.root, count, depth, trust), trust)
-        # Few sizes; draft tokens that no row can use are removed later.
-        count = self._exactly(state) or (FEWEST if count <= FEWEST else MOST)
+        # Draft tokens that no row can use are removed later.
         return Proposal(_compiled(graphs, drafter, state, known, count, depth, trust, noise), trust)
 
     def _noise(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
@@ -145,8 +145,7 @@ class AdaptiveTrees(TreeSource):
     def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         if self._proposed is None:
             return
-        most = self._most  # doubled if all were taken, reduced if most were unused
-        self._most = min(2 * most, MOST) if num_drafted >= most else max(most - 1, FEWEST)
+        self._most = MOST if num_drafted >= FEWEST else FEWEST
         if self.calibration is not None:
             self.calibration.learn(*self._proposed, emitted)
         self._proposed = None

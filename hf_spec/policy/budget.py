@@ -39,7 +39,7 @@ class Budget:
         lost: plain steps lost against plain decoding; negative for a profit.
         tokens: emitted tokens per row since drafting was last in profit.
         rows: batch rows of the latest step that drafted.
-        paused: whether steps are plain until enough of the budget is left.
+        paused: whether the strategy drafts nothing until enough of the budget is left.
     """
 
     lost: float = 0.0

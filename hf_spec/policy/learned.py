@@ -6,12 +6,10 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from hf_spec.core.memory import locked
-from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.policy.budget import Budget, Retry
-from hf_spec.policy.step_times import DECAY, TIME_ALPHA, StepTimes
+from hf_spec.policy.step_times import StepTimes
 
-#: Steps of each of the two sizes that a setting starts with. Fitting a line takes two sizes, and
-#: the first step of a size is a warm-up.
+#: Steps of each of the two sizes that a setting starts with: the first one of a size is a warm-up.
 WARM_UP = 2
 #: Weight of one step in averages.
 ALPHA = 1 / 32
@@ -40,30 +38,19 @@ class Setting:
     Attributes:
         times: step times; those of pruned steps by step tokens before pruning.
         rate: tokens of all rows per second.
-        tries: draft tokens, and nodes with probes, that the next steps must have.
-        retries: when to try again what did not pay: ``plain`` steps, other ``sizes``, ``probes``
-            in steps without predictions.
+        tries: draft tokens that the next steps must have.
+        retries: when to try again what did not pay: ``plain`` steps, ``probes`` in steps without
+            predictions.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
     rate: Average = field(default_factory=Average)
-    tries: deque[tuple[int, int]] = field(default_factory=deque)
+    tries: deque[int] = field(default_factory=deque)
     retries: defaultdict[str, Retry] = field(default_factory=lambda: defaultdict(Retry))
 
     def times_plain(self) -> bool:
         """Whether the next step is plain for its time, without which nothing can be judged."""
         return self.times.mean(1) is None or self.retries["plain"].due()
-
-    def probes_root(self, tokens: int, value: float) -> bool:
-        """Whether a step without predictions has probes (``tokens`` step tokens with them), so that
-        the next one has predictions, worth ``value`` tokens."""
-        plain, rate, line = self.times.plain_seconds(), self.rate.value, self.times.line
-        if line is None or plain is None or rate is None:
-            return True
-        if value > rate * (self.times.curve(tokens)[-1] - plain):
-            self.retries.pop("probes", None)
-            return True
-        return self.retries["probes"].due()
 
 
 @dataclass
@@ -71,24 +58,13 @@ class Learned:
     """What was learned about a strategy, with its options and adapter, on a model.
 
     Attributes:
-        lookup_budget: of lookups alone while the rest is paused.
         settings: by batch size, context length and device.
         prediction_value: tokens that it is worth to have predictions in the next step.
-        time_alpha, time_lambda: of all step times (:class:`StepTimes`).
     """
 
     budget: Budget = field(default_factory=Budget)
-    lookup_budget: Budget = field(default_factory=Budget)
     settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
     prediction_value: float = 1.0
-    time_alpha: float = TIME_ALPHA
-    time_lambda: float = DECAY
-
-    def first_sizes(self, batch_size: int) -> list[tuple[int, int]]:
-        """Draft tokens, and nodes with probes, of two steps whose times give a line. Larger batches
-        have fewer, as a step of many tokens may cost several plain ones."""
-        wide = max(DEFAULT_DRAFT_TOKENS // batch_size, 2)
-        return [(wide, wide // 2), (wide // 2, 1)]
 
     @locked
     def setting(self, key: tuple[int, int, str]) -> Setting:
@@ -98,11 +74,9 @@ class Learned:
             near = [one for one in self.settings if one[2] == key[2]]
             if near:
                 best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
-                ratio, known = key[0] / best[0], self.settings[best]
-                new = Setting(known.times.elsewhere(min(ratio, 1.0), ratio))
-            if new.times.line is None:
-                new.tries.extend(self.first_sizes(key[0]) * WARM_UP)
+                new = Setting(self.settings[best].times.elsewhere(key[0] / best[0]))
+            if len(new.times.means) < 2:
+                # Larger batches have fewer, as a step of many tokens may cost several plain ones.
+                new.tries.extend([7, 3] * WARM_UP if key[0] == 1 else [3, 1] * WARM_UP)
             self.settings[key] = new
-        found = self.settings[key]
-        found.times.alpha, found.times.decay = self.time_alpha, self.time_lambda
-        return found
+        return self.settings[key]

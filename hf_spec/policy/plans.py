@@ -1,20 +1,18 @@
-"""The plans that a step may follow, and where probes are worth most. Knows only numbers."""
+"""What a policy may choose in a step, and where probes are worth most. Knows only numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from hf_spec.core.buckets import bucket
 from hf_spec.drafting.calibration import Array
 
-#: Numbers of draft tokens that a step may have. There are few, so that steps repeat, above all
-#: compiled ones.
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: The same if shapes are padded to powers of two.
-FIXED = (1, 3, 7, 15, 31, 63)
-#: Step tokens per batch row of the widest step in that case.
+#: Numbers of draft tokens that a step may have. There are few, so that steps repeat: with the root,
+#: they are powers of two, to which compiled steps are padded anyway.
+SIZES = (0, 1, 3, 7, 15, 31, 63)
+#: Most step tokens per batch row of a step with probes.
 WIDEST = 64
 
 
@@ -33,51 +31,43 @@ class Plan:
     expected: float = 0.0
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The sizes to choose from.
+def width(tokens: int, probes: int) -> int:
+    """The size of a step by which its time is known: nodes with tokens and probes, per row."""
+    return bucket(tokens) + bucket(probes)
 
-    Attributes:
-        width: number of step tokens of a forward with given numbers of nodes and probes; more than
-            their sum if shapes are padded.
+
+def plans(most: int, group: int) -> list[tuple[int, int]]:
+    """Draft tokens, and nodes with probes, of the steps to choose from.
+
+    Args:
+        most: draft tokens that there are; the largest size takes them all.
+        group: probes under a node that has them.
     """
+    found = []
+    for size in (*(size for size in SIZES[:-1] if size < most), min(most, SIZES[-1])):
+        nodes = bucket(1 + size)
+        counts = {0}
+        if group and not size:
+            counts = {0, 1}
+        elif group:  # as many probes as nodes, or twice as many
+            some = {min(max(n // group, 1), size + 1) for n in (nodes, 2 * nodes)}
+            counts = {n for n in some if width(1 + size, n * group) <= WIDEST} or counts
+        found += [(size, n) for n in sorted(counts)]
+    return found
 
-    width: Callable[[int, int], int]
 
-    @property
-    def padded(self) -> bool:
-        return self.width(3, 0) > 3
+def step_shapes(group: int, lookup: bool) -> list[tuple[int, int]]:
+    """Nodes, and nodes with probes, of all steps that may be chosen where shapes recur.
 
-    def sizes(self, most: int) -> list[int]:
-        """Numbers of draft tokens, the last being all ``most`` of them."""
-        if self.padded:
-            most = min(most, FIXED[-1])
-        return [size for size in (FIXED if self.padded else SIZES) if size < most] + [most]
-
-    def probed(self, size: int, group: int) -> list[int]:
-        """Numbers of nodes with ``group`` probes each, in a step with ``size`` draft tokens."""
-        if not group:
-            return [0]
-        if not self.padded:
-            return [0, *(count for count in SIZES if count <= size), size + 1]
-        # As many probes as nodes, or twice as many.
-        nodes = self.width(1 + size, 0)
-        counts = [min(max(n // group, 1), size + 1) for n in (nodes, 2 * nodes)]
-        fit = [count for count in counts if self.width(1 + size, count * group) <= WIDEST]
-        return sorted(set(fit)) or [0]
-
-    def all(self, group: int, lookup: bool) -> list[tuple[int, int]]:
-        """Nodes, and nodes with probes, of all steps that may be chosen if shapes are padded.
-
-        Args:
-            group: probes under a node that has them.
-            lookup: whether lookups may be drafted alone, without probes.
-        """
-        found = [(1, 0), *([(1, 1)] if group else [])]
-        for size in FIXED:
-            counts = self.probed(size, group) + ([0] if group and lookup else [])
-            found += [(1 + size, count) for count in counts]
-        return found
+    Args:
+        group: probes under a node that has them.
+        lookup: whether lookups may be drafted alone, without probes.
+    """
+    found = []
+    for size in SIZES:
+        counts = {n for drafted, n in plans(size, group) if drafted == size}
+        found += [(1 + size, n) for n in sorted(counts | {0} if lookup else counts)]
+    return found
 
 
 def best_ends(probs: Array, parents: Array, count: int) -> Array:

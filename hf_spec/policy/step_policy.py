@@ -20,10 +20,9 @@ the measurements.
 
 from __future__ import annotations
 
-import operator
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,8 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.policy.learned import ALPHA, Learned
-from hf_spec.policy.plans import Plan, Shapes, best_ends, ends
-from hf_spec.policy.step_times import TICK, ratio
+from hf_spec.policy.plans import SIZES, Plan, best_ends, ends, plans, width
+from hf_spec.policy.step_times import CLIP, TICK, ratio
 
 #: Number of recent decisions kept for reports.
 HISTORY = 128
@@ -49,21 +48,17 @@ class StepPolicy:
         learned: what was learned about the strategy on the model; updated.
         setting: see :attr:`Learned.settings`.
         enabled: if False, every step drafts.
-        width: see :class:`Shapes`.
 
     Attributes:
-        lookups_only: whether drafting steps use only lookups, as everything else is paused.
         history: the latest decisions.
     """
 
     def __init__(
         self, stats: SpecStats, learned: Learned, setting: tuple[int, int, str],
-        enabled: bool = True, width: Callable[[int, int], int] = operator.add,
+        enabled: bool = True,
     ):  # fmt: skip
         self.stats, self.learned, self.enabled = stats, learned, enabled
-        self.shapes = Shapes(width)
         self._key, self.setting = setting, learned.setting(setting)
-        self.lookups_only = False
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._plan: Plan | None = None
         self._live = 1
@@ -76,7 +71,6 @@ class StepPolicy:
     def begin(self) -> None:
         """Called when another text begins."""
         self.learned.budget.begin()
-        self.learned.lookup_budget.begin()
 
     def move(self, setting: tuple[int, int, str]) -> None:
         """Switch to another setting, such as a smaller batch."""
@@ -86,22 +80,18 @@ class StepPolicy:
 
     @locked
     def drafts(self, lookup: bool = False) -> bool:
-        """Whether the step that begins now drafts; ``lookup`` tells if it may draft lookups alone
-        (:attr:`lookups_only`)."""
+        """Whether the step that begins now drafts: lookups alone (``lookup``: if there are any)
+        while the strategy is :attr:`paused`."""
         self._plan = None
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
-        paused = not self.prefetches
-        self.lookups_only = paused and lookup and not self.learned.lookup_budget.paused
-        plain = paused and not self.lookups_only
-        plain = plain or (self.enabled and self.setting.times_plain())
+        plain = self.enabled and self.setting.times_plain() or self.paused and not lookup
         self.stats.num_fallback_steps += plain
         return not plain
 
     @property
-    def prefetches(self) -> bool:
-        """Whether the next step may draft more than lookups, as far as is known before this one
-        is over."""
-        return not (self.enabled and self.learned.budget.paused)
+    def paused(self) -> bool:
+        """Whether the strategy's own draft tokens and probes have not paid of late."""
+        return self.enabled and self.learned.budget.paused
 
     @locked
     def draft_cost(self) -> float | None:
@@ -109,10 +99,10 @@ class StepPolicy:
         another draft token in the step, would otherwise yield. None while unknown, or if nothing
         may depend on time."""
         times, rate = self.setting.times, self.setting.rate.value
-        seconds, line = times.drafted_seconds, times.line
-        if not self.enabled or rate is None or seconds is None or line is None:
+        seconds = times.drafted_seconds
+        if not self.enabled or rate is None or seconds is None or len(times.means) < 2:
             return None
-        return rate * (seconds + line[1])
+        return rate * (seconds + times.slope)
 
     @locked
     def choose(
@@ -134,7 +124,7 @@ class StepPolicy:
             return tree
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)
-        group = 0 if self.lookups_only else len(drafter.group)
+        group = 0 if self.paused else len(drafter.group)
         self._plan = plan = self._best(probs, host.parents, group)
         tree = tree.likeliest(plan.drafted)
         if not plan.probed:
@@ -146,50 +136,39 @@ class StepPolicy:
     def _best(self, probs: Array, parents: Array, group: int) -> Plan:
         """The plan of the largest value; ``probs`` are of paths, likeliest first, ``group`` is the
         number of probes under a node that has them."""
-        setting, shapes, live = self.setting, self.shapes, float(self._live)
+        setting, learned, live = self.setting, self.learned, float(self._live)
         sums = probs.sum(0)
         most, sums[0] = int(np.flatnonzero(sums > 0).max(initial=0)), live
         expected: list[float] = sums.cumsum().tolist()
-        value_of_predictions = self.learned.prediction_value
-        if not most:
-            gain, width = value_of_predictions * live, shapes.width(1, group)
-            return Plan(0, int(group and setting.probes_root(width, gain)), live)
-        times = setting.times
-        line = times.line
-        if not setting.tries and (line is None or setting.retries["sizes"].due()):
-            setting.tries.extend(self.learned.first_sizes(self._key[0]))
-        if setting.tries:
-            size, probed = setting.tries.popleft()
-            size = min(size - shapes.padded, most)
-            if shapes.padded or not group:
-                probed = shapes.probed(size, group)[0]
-            return Plan(size, min(probed, size + 1), expected[size])
-        assert line is not None
-        plain = times.plain_seconds()
-        rate = setting.rate.value or live / max(plain or line[0], TICK)
-        # What the time of a step would otherwise yield, in tokens, by its step tokens.
-        costs = [rate * spent for spent in times.curve(shapes.width(1 + most, (1 + most) * group))]
-        best, value = Plan(), -np.inf
-        for size in shapes.sizes(most):
-            at_probes = [0.0]  # rows that are expected to end at one of the n best nodes
-            if group:
-                ended = np.sort(ends(probs[:, : size + 1], parents), axis=1)[:, ::-1]
-                at_probes += ended.sum(0).cumsum().tolist()
-            for n in shapes.probed(size, group):
-                cost = costs[shapes.width(1 + size, n * group)]
-                found = expected[size] + value_of_predictions * at_probes[n] - cost
-                if found > value:
-                    best, value = Plan(size, n, expected[size]), found
-        plain_value = -np.inf if plain is None else live - rate * plain
-        if group:
-            without = live * (1 + value_of_predictions) - costs[shapes.width(1, group)]
-            change = (max(value, plain_value) - without) / live - value_of_predictions
-            learned = value_of_predictions + ALPHA * change
-            self.learned.prediction_value = min(max(learned, 0.0), float(probs.shape[1]))
-        if value >= plain_value:
-            return best
-        self.stats.num_fallback_steps += 1
-        return Plan(expected=live)
+        choices = plans(most, group)
+        costs = setting.times.curve([width(1 + size, n * group) for size, n in choices])
+        if setting.tries or costs is None:
+            size = min(setting.tries.popleft() if setting.tries else SIZES[2], most)
+            probed = next(n for drafted, n in reversed(choices) if drafted <= size)
+            return Plan(size, probed, expected[size])
+        plain = setting.times.plain_seconds()
+        # What the time of a step would otherwise yield, in tokens.
+        costs *= setting.rate.value or live / max(plain or 0.0, TICK)
+        values = []
+        for (size, n), cost in zip(choices, costs.tolist()):
+            at_probes = 0.0  # rows that are expected to end at one of the n best nodes
+            if n:
+                ended = np.sort(ends(probs[:, : size + 1], parents), axis=1)[:, -n:]
+                at_probes = float(ended.sum())
+            values.append(expected[size] + learned.prediction_value * at_probes - cost)
+        best = int(np.argmax(values))
+        if group and most:
+            # Next to a step without predictions, which has them in the one after.
+            change = (values[best] - values[choices.index((0, 1))]) / live
+            value = learned.prediction_value + ALPHA * (change - learned.prediction_value)
+            learned.prediction_value = min(max(value, 0.0), float(probs.shape[1]))
+        size, n = choices[best]
+        if group and not most and not n:
+            n = int(setting.retries["probes"].due())
+        elif n:
+            setting.retries.pop("probes", None)
+        self.stats.num_fallback_steps += not best and most > 0
+        return Plan(size, n, expected[size])
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -199,12 +178,12 @@ class StepPolicy:
         are tokens per batch row, 0 for one that was already finished."""
         counts = [count for count in emitted if count]
         tokens, live = sum(counts), len(counts)
-        drafted, rows = tree.num_tokens - 1, self._width_of(tree)
+        drafted, rows = tree.num_tokens - 1, width(tree.num_tokens, tree.num_probes)
         setting, plan = self.setting, self._plan
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]
         times = setting.times
-        typical = plan is not None and not self.lookups_only
+        typical = plan is not None and not self.paused
         expected = self._expected(rows, drafting)
         times.observe(rows, seconds - drafting, drafting if typical else None, forwards)
         setting.rate.add(tokens, seconds)
@@ -222,36 +201,29 @@ class StepPolicy:
         })  # fmt: skip
 
     def _charge(self, tokens: int, live: int, seconds: float, expected: float | None) -> None:
-        """Charge a step to the budget of what it drafted; the others wait. Measured times, as
-        estimates drift apart if one kind of step pauses for long."""
-        plain = self.setting.times.plain_seconds()
-        charged = self.learned.lookup_budget if self.lookups_only else self.learned.budget
-        for budget in (self.learned.budget, self.learned.lookup_budget):
-            if self._plan is None or budget is not charged:
-                budget.wait()
-            elif plain:
-                # Nothing is cheaper than a plain step. A stall says nothing, nor does a warm-up:
-                # what differs from the expectation counts within bounds, alike in both directions,
-                # as noise would otherwise look like a cost.
-                usual = max(expected or plain, plain)
-                budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
+        """Charge a step to the budget if the strategy drafted; else it waits."""
+        plain, budget = self.setting.times.plain_seconds(), self.learned.budget
+        if self._plan is None or budget.paused:
+            budget.wait()
+        elif plain:
+            # Nothing is cheaper than a plain step. A stall says nothing, nor does a warm-up: what
+            # differs from the expectation counts within bounds, alike in both directions, as noise
+            # would otherwise look like a cost.
+            usual = max(expected or plain, plain)
+            budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
 
-    def _expected(self, rows: int, drafting: float) -> float | None:
+    def _expected(self, size: int, drafting: float) -> float | None:
         """Seconds that a step should take, by those before it; None while they do not tell."""
         times = self.setting.times
-        if rows > 1 and times.line is not None:
-            return times.seconds(rows)
-        forward = times.plain_seconds() if rows == 1 else times.mean(rows)
-        return None if forward is None else forward + drafting
-
-    def _width_of(self, tree: Tree) -> int:
-        return self.shapes.width(tree.num_tokens, tree.num_probes)
+        forward, usual = times.seconds(size), times.drafting_seconds
+        if forward is None:
+            return None
+        return forward + (drafting if usual is None else min(drafting, CLIP * usual))
 
     @locked
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``, as JSON types: the choices and their inputs."""
         times, history = self.setting.times, list(self.history)
-        line = times.line or (None, None)
         known = [one for one in history if one["expected_tokens"]]
         expected = sum(one["expected_tokens"] for one in known)
         errors = [
@@ -264,8 +236,6 @@ class StepPolicy:
                 "paused": self.enabled and self.learned.budget.paused,
                 "batch_size": self._key[0],
                 "plain_seconds": times.plain_seconds(),
-                "b0": line[0],
-                "b1": line[1],
                 "drafting_seconds": times.drafting_seconds,
                 "drafted_seconds": times.drafted_seconds,
                 "seconds": {str(rows): spent for rows, spent in times.means.items()},

@@ -26,7 +26,6 @@ from hf_spec.methods.propd.online_tree import (
     Ranked,
 )
 from hf_spec.policy.adaptive_trees import grow
-from hf_spec.policy.learned import Learned
 
 NEW = 40
 
@@ -169,16 +168,13 @@ def test_the_next_call_goes_on(fresh: Tiny) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 50, 1000])  # the vocabulary has fewer tokens
 def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
-    """They reach the hits and all step times, and the output stays."""
+    """They reach the hits, and the output stays."""
     model, inputs = adapted(fresh()), {"input_ids": prompt()}
     plain = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    options = {"hit_alpha": 0.25, "hit_ranks": ranks, "time_alpha": 0.5, "time_lambda": 0.125}
+    options = {"hit_alpha": 0.25, "hit_ranks": ranks}
     out = generate(model, inputs, **options)
     assert torch.equal(out.sequences, plain)
     assert len(out.spec_stats.details["online"]["hits"][0]) == ranks
     known = memory.memory(model)["learned"].values()
     (hits,) = (one for one in known if isinstance(one, HitRates))
-    (learned,) = (one for one in known if isinstance(one, Learned))
     assert (hits.alpha, hits.ranks) == (0.25, ranks)
-    for setting in learned.settings.values():
-        assert (setting.times.alpha, setting.times.decay) == (0.5, 0.125)

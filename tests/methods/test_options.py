@@ -75,8 +75,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("propd", {"prune": "auto"}, "prune='auto': must be True or False"),
     ("propd", {"prune_top_k": 9}, "prune_top_k=9 with prune=False.*Give prune=True"),
     ("propd", {"drafter": "medusa"}, "drafter='medusa' with prune=False.*Give prune=True"),
-    ("propd", {"time_alpha": 0.0}, "time_alpha=0.0: must be a number in .0.0, 1.0"),
-    ("propd", {"time_lambda": -1}, "time_lambda=-1: must be a number in .0.0, 1.0"),
     ("propd", {"tree": "online", "hit_alpha": 2}, "hit_alpha=2: must be a number in .0.0, 1.0"),
     ("propd", {"tree": "online", "hit_ranks": 0}, "hit_ranks=0: must be a whole number from 1"),
     ("propd", {"hit_ranks": 8}, "hit_ranks=8 is of tree='online'. Leave it out."),

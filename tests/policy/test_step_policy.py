@@ -36,7 +36,7 @@ from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy.learned import WARM_UP, Average, Learned
-from hf_spec.policy.plans import SIZES
+from hf_spec.policy.plans import SIZES, plans, step_shapes, width
 from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.step_times import StepTimes
 
@@ -51,11 +51,11 @@ def test_the_price_of_a_drafting_forward() -> None:
     stats, known = SpecStats(), Learned()
     policy = StepPolicy(stats, known, HERE)
     assert policy.draft_cost() is None  # nothing is known
-    for forwards in (1, 3, 2, 3, 3, 2):
+    for forwards in (1, 3, 1, 3, 3, 1):
         nodes = forwards + 1
         tree = Tree.of_rows([Row([*range(-1, forwards)], [0] * nodes, [1.0] * nodes)], "cpu")
         policy.setting.tries.clear()
-        policy.setting.tries.append((forwards, 0))
+        policy.setting.tries.append(forwards)
         policy.drafts()
         stats.draft_seconds += 0.25 * forwards
         stats.num_draft_forwards += forwards
@@ -134,58 +134,53 @@ def ends_of(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
 def worths(
     rows: Sequence[Row], seconds: Seconds, rate: float, worth: float, group: int
 ) -> dict[tuple[int, int], float]:
-    """E + h Q - rho T by candidates and nodes with probes, one plan at a time."""
-    most = max(len(row.parents) for row in rows) - 1
+    """E + h Q - rho T of each plan, by draft tokens and nodes with probes, one at a time."""
     values = {}
-    for n in {*(size for size in SIZES if size < most), most}:
+    for n, probed in plans(max(len(row.parents) for row in rows) - 1, group):
         tokens = sum(sum(row.probs[: n + 1]) for row in rows)
         ended = [
             sorted(ends_of(row.parents[: n + 1], row.probs[: n + 1]), reverse=True) for row in rows
         ]
-        for probed in range(n + 2) if group else [0]:
-            held = sum(sum(row[:probed]) for row in ended) if group else 0
-            spent = seconds(1 + n + probed * group)
-            values[n, probed] = tokens + worth * held - rate * spent
+        held = sum(sum(row[:probed]) for row in ended)
+        values[n, probed] = tokens + worth * held - rate * seconds(width(1 + n, probed * group))
     return values
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("group", [0, 1, 3])
 def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
-    """Against all sizes; with probes, sizes are weighed with those that pay at once."""
-    rng, kinds, shares = np.random.default_rng(0), set(), []
+    rng, kinds = np.random.default_rng(0), set()
     for _ in range(80):
         rows = [found(random_table(rng)) for _ in range(batch)]
-        seconds, plain = line(10 ** rng.uniform(-3, -0.5)), rng.uniform(0.5, 1)
+        slope, plain = 10 ** rng.uniform(-3, -0.5), rng.uniform(0.5, 1)
         rate, worth = batch * rng.uniform(0.5, 2.5), rng.uniform(0, 3)
-        learned = knowing(seconds, rate, prediction_value=worth)
+        learned = knowing(line(slope), rate, prediction_value=worth)
         learned.setting(HERE).times.sizes[1].mean = plain
         drafter = Probing(group)
         policy = StepPolicy(SpecStats(), learned, HERE)
         whole = Tree.of_rows(rows, "cpu")
         tree = policy.choose(whole, drafter, [True] * batch, [9] * batch)
+
+        def seconds(size: int, slope: float = slope, plain: float = plain) -> float:
+            """Between a plain step and the next known size, on a line."""
+            if size > 5:
+                return line(slope)(size)
+            return plain + (line(slope)(5) - plain) * (size - 1) / 4
+
         values = worths(rows, seconds, rate, worth, group)
-        value, best = batch - rate * plain, max(values.values())
         chosen = tree.num_tokens - 1
-        kinds.add(bool(chosen))
-        if not chosen:
-            # A plain step is taken only where it is worth more than what would be drafted.
-            assert not tree.num_probes and value > best - 0.03 * batch * (group > 0)
-            continue
         probed = max(map(len, drafter.probed)) if tree.num_probes else 0
-        assert values[chosen, probed] > value - 1e-9
+        kinds.add(bool(chosen))
+        assert values[chosen, probed] == pytest.approx(max(values.values()))
         for row, nodes in zip(rows, drafter.probed if tree.num_probes else []):
             ended = ends_of(row.parents[: chosen + 1], row.probs[: chosen + 1])
             likeliest = sorted(range(len(ended)), key=lambda node: -ended[node])
             assert nodes == sorted(likeliest[: len(nodes)])  # where the step may well end
-        shares.append((best - values[chosen, probed]) / batch)
         assert torch.equal(tree.drafted.tokens, whole.tokens[:, : chosen + 1])
         assert tree.host is not None and whole.host is not None
         for part, of in zip(tree.host, whole.host):
             assert (part == of[:, : chosen + 1]).all()
     assert kinds == {True, False}
-    # Tokens per row that are missing to the best plan.
-    assert max(shares) < (0.06 if group else 1e-9) and np.mean(shares) < 0.002
 
 
 # -- simulations -------------------------------------------------------------------------------
@@ -279,12 +274,12 @@ def best_speed(table: Array, seconds: Seconds, batch: int = 1, group: int = 0) -
 
 @pytest.mark.parametrize(("slope", "group", "batch"), [(0.001, 0, 1), (0.01, 3, 1), (0.05, 0, 4)])
 def test_the_speed_of_the_best_size_is_reached(slope: float, group: int, batch: int) -> None:
-    """All but a few per cent: noise hides what rows cost, and both sizes are tried now and then."""
+    """All but a few per cent, as noise hides what rows cost: over six seeds 0.95 to 0.99 of it."""
     args, more = (Learned(), CHANCES, line(slope)), {"group": group, "batch": batch}
     simulate(*args, 200, **more)
     _, tokens, spent, _ = simulate(*args, 600, **more, seed=50)
     share = tokens / spent / best_speed(CHANCES, line(slope), batch, group)
-    assert share > (0.96 if slope == 0.01 else 0.93)
+    assert share > 0.93
 
 
 def test_calibration_makes_promises_harmless() -> None:
@@ -381,9 +376,9 @@ def test_another_batch_size_starts_from_the_nearest() -> None:
     lent = learned.setting((6, 8, "cpu"))
     near = learned.settings[8, 8, "cpu"]
     assert not lent.tries
-    assert lent.times.line[1] == pytest.approx(near.times.line[1] * 6 / 8)
+    assert lent.times.seconds(8) == pytest.approx(near.times.seconds(6))
     elsewhere = learned.setting((6, 8, "gpu"))  # nothing is known of it
-    assert list(elsewhere.tries) == learned.first_sizes(6) * WARM_UP
+    assert list(elsewhere.tries) == [3, 1] * WARM_UP
     assert learned.setting((6, 8, "cpu")) is lent
 
 
@@ -441,7 +436,8 @@ def test_many_threads_share_what_is_learned() -> None:
     for one in threads:
         one.join()
     assert not failed and len(learned.settings) == 3
-    assert sum(one.times.steps for one in learned.settings.values()) == 8 * 3 * 40
+    counts = [one.count for of in learned.settings.values() for one in of.times.sizes.values()]
+    assert 0 < 8 * 3 * 40 - sum(counts) < 50  # the first step of a size is not counted
     json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
 
 
@@ -600,65 +596,47 @@ def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]
 @pytest.mark.parametrize("comes", [True, False])
 @pytest.mark.parametrize("looks_up", [True, False])
 def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> None:
-    """Nothing comes of the rest of the drafts, and look-ups have an account of their own."""
+    """Nothing comes of the rest of the drafts; look-ups know how likely they are."""
     policy, drafter = StepPolicy(SpecStats(), Learned(), HERE), Probing(2)
-    alone = Row([-1, 0, 1, 2], [0, 1, 2, 3], [1.0, 0.9, 0.8, 0.7])
-    kinds = []
+    likely = [1.0, 0.9, 0.8, 0.7] if comes else [1.0, 0.02, 0.01, 0.01]
+    alone, drafted = Row([-1, 0, 1, 2], [0, 1, 2, 3], likely), []
     for _ in range(600):
-        tree, emitted = Tree.of_rows([Row.root()], "cpu"), 1
+        tree, emitted, paused = Tree.of_rows([Row.root()], "cpu"), 1, policy.paused
         if policy.drafts(looks_up):
-            rows = [alone if policy.lookups_only else found(CHANCES)]
+            rows = [alone if paused else found(CHANCES)]
             tree = policy.choose(Tree.of_rows(rows, "cpu"), drafter, [True], [9])  # type: ignore
-            if policy.lookups_only:
+            if paused:
                 assert not tree.num_probes
                 emitted = tree.num_nodes if comes else 1
-        kinds.append(policy.lookups_only)
+        drafted.append(paused and tree.num_nodes > 1)
         policy.observe(tree, [emitted], line(0.05)(tree.num_nodes))
-    late = sum(kinds[300:]) / 300
-    # What they may lose in the end is what is forgotten: 14 plain steps of 1,024, each of which
-    # buys some seven steps here.
-    assert (late > 0.85) if looks_up and comes else (late < 0.2)
-    assert policy.learned.budget.paused or not kinds[-1]
+    late = sum(drafted[300:]) / 300
+    assert (late > 0.85) if looks_up and comes else (late < 0.05)
+    assert policy.learned.budget.lost > 0
 
 
-# -- padded shapes -----------------------------------------------------------------------------
+# -- sizes -------------------------------------------------------------------------------------
 
 
-def padded(nodes: int, probes: int) -> int:
-    return bucket(nodes) + bucket(probes)
-
-
-@pytest.mark.parametrize("group", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("group", [0, 1, 3, 4, 6, 80])
 def test_plans_fill_padded_shapes(group: int) -> None:
-    """What is chosen stands in `shapes`, which a warm-up goes through; no other shape comes."""
-    policy = StepPolicy(SpecStats(), Learned(), HERE, width=padded)
-    shapes = {(bucket(n), bucket(m * group)) for n, m in policy.shapes.all(group, False)}
-    assert all(nodes + probes <= 64 for nodes, probes in shapes)
+    """What is chosen stands in `step_shapes`, which a warm-up goes through; no other shape comes,
+    and of trees that are padded to the same size the largest is taken."""
+    policy = StepPolicy(SpecStats(), Learned(), HERE)
+    shapes = {(bucket(n), bucket(m * group)) for n, m in step_shapes(group, False)}
+    assert all(nodes + probes <= 64 or nodes == 1 for nodes, probes in shapes)
     rng = np.random.default_rng(group)
     drafter: Any = Probing(group)
     seen = set()
     for _ in range(400):
-        tree = Tree.of_rows([Row.root()], "cpu")
+        tree, most = Tree.of_rows([Row.root()], "cpu"), 1
         if policy.drafts():
             if rng.random() < 0.8:
                 row = found(random_table(rng), int(rng.integers(1, 70)))
-                tree = Tree.of_rows([row], "cpu")
+                tree, most = Tree.of_rows([row], "cpu"), len(row.tokens)
             tree = policy.choose(tree, drafter, [True], [99])
         seen.add((bucket(tree.num_tokens), bucket(tree.num_probes)))
-        spent = 1 + 0.02 * rng.uniform(0.1, 2) * padded(tree.num_tokens, tree.num_probes)
+        assert tree.num_tokens - 1 in SIZES or tree.num_tokens == most
+        spent = 1 + 0.02 * rng.uniform(0.1, 2) * width(tree.num_tokens, tree.num_probes)
         policy.observe(tree, [1 + int(rng.integers(tree.num_tokens))], spent)
     assert seen <= shapes and len(seen) > 2
-
-
-def test_a_tree_costs_its_bucket() -> None:
-    """Of trees that are padded to the same size the largest is taken."""
-    policy = StepPolicy(SpecStats(), Learned(), HERE, width=padded)
-    drafter: Any = Probing()
-    whole, sizes = Tree.of_rows([found(CHANCES)], "cpu"), []
-    for _ in range(200):
-        tree = Tree.of_rows([Row.root()], "cpu")
-        if policy.drafts():
-            tree = policy.choose(whole, drafter, [True], [99])
-        sizes.append(tree.num_nodes)
-        policy.observe(tree, [2], 1.0 + 0.02 * padded(tree.num_nodes, 0))
-    assert set(sizes) <= {1, 2, 4, 8, 16, 32, whole.num_nodes} and len(set(sizes[10:])) > 1

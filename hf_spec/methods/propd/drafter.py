@@ -27,7 +27,6 @@ from hf_spec.methods.propd.online_tree import (
 )
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
-from hf_spec.policy.step_times import DECAY, TIME_ALPHA
 from hf_spec.policy.tree_source import drafted_depth, tree_source
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
@@ -51,9 +50,6 @@ class ProPDOptions(DraftOptions):
         prune_top_k: k, from 1: draft tokens that are not among the k likeliest tokens after their
             parent are dropped; None for the adapter's value. In a batch all rows keep equally many:
             as many as are among them in all rows together.
-        time_alpha, time_lambda: of the estimated step times (section 4.2.1): least weight of a new
-            step in its size's mean, in (0, 1], and how fast sizes lose weight in the regression,
-            per step since they were last taken, from 0.
         hit_alpha, hit_ranks: with ``tree="online"`` (section 4.2.2): least weight of a new token in
             the accuracies, in (0, 1], and K, the number of ranks that have one.
     """
@@ -62,8 +58,6 @@ class ProPDOptions(DraftOptions):
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
     prune: bool = False
     prune_top_k: int | None = None
-    time_alpha: float = TIME_ALPHA
-    time_lambda: float = DECAY
     hit_alpha: float = HIT_ALPHA
     hit_ranks: int = RANKS
 
@@ -72,9 +66,7 @@ class ProPDOptions(DraftOptions):
         check_switches(self, "prune")
         if self.prune_top_k is not None:
             check_count("prune_top_k", self.prune_top_k)
-        for name in ("time_alpha", "hit_alpha"):
-            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
-        check_range("time_lambda", self.time_lambda, 0.0, 1.0)
+        check_range("hit_alpha", self.hit_alpha, 0.0, 1.0, open_low=True)
         check_count("hit_ranks", self.hit_ranks, high=MAX_DRAFT_TOKENS)
         if self.tree != ONLINE:
             refuse(self, ("hit_alpha", "hit_ranks"), f"is of tree={ONLINE!r}. Leave it out.")
