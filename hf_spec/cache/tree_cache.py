@@ -245,14 +245,14 @@ class TreeCache(StatefulCache):
         :meth:`tensors`, :attr:`lengths`, slots ``(batch, n)`` that the block writes, and tree, in
         place of its own. Attention sees all slots; ``in_place``: see
         :meth:`AttentionStates.traced_with`."""
-        assert self.block is not None
+        front = self.block is not None and self.block.front
         own = TreeCache(len(self.layers), self.batch_size, lengths.device)
         given = list(tensors)
         own.states = self.states.traced_with(own.layers, given, in_place)
         # The length with which the block fills the slots. The check of a new graph detects models
         # that compute with it.
         own.lengths, own.host_lengths = lengths, [self.capacity - slots.shape[1]] * self.batch_size
-        own.block = self.block._replace(slots=slots, end=self.capacity, tree=tree)
+        own.block = OpenBlock(0, slots, self.capacity, front, tree)
         if self.recurrent is not None:
             given = given[len(self.states.members) :]
             own.recurrent = self.recurrent.traced_with(given, tree.ancestors)

@@ -11,7 +11,7 @@ a rule that walks down the tree can be told to ask (``asks``) whether any row go
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +32,19 @@ class HostResult(NamedTuple):
     """A step's result on the host, per row.
 
     Attributes:
-        path: accepted nodes, the root first.
+        path: accepted nodes, the root first, as many as a stop left.
         tokens: emitted tokens, as many as accepted nodes.
         num_probes: probes of the last accepted node.
     """
 
-    path: list[list[int]]
+    path: Sequence[Sequence[int]]
     tokens: list[list[int]]
     num_probes: list[int]
+
+    @property
+    def counts(self) -> list[int]:
+        """Accepted nodes of each row."""
+        return list(map(len, self.path))
 
 
 class StepResult(NamedTuple):
@@ -53,6 +58,7 @@ class StepResult(NamedTuple):
         num_probes: ``(batch,)`` probes of the last accepted node.
         last: ``(batch,)`` last accepted node of each row.
         bonus: ``(batch,)`` last emitted token of each row; 0 if it could not be sampled.
+        host: the same on the host; None where it is not known there, as in recorded code.
     """
 
     path: Tensor
@@ -61,6 +67,17 @@ class StepResult(NamedTuple):
     num_probes: Tensor
     last: Tensor
     bonus: Tensor
+    host: HostResult | None = None
+
+    def on_device(self) -> tuple[Tensor, ...]:
+        """Its tensors; see :meth:`of`."""
+        return self[:6]
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> StepResult:
+        """Inverse of :meth:`on_device`."""
+        path, counts, tokens, num_probes, last, bonus = tensors
+        return StepResult(path, counts, tokens, num_probes, last, bonus)
 
     def to_host(self, more: Tensor | None = None) -> tuple[HostResult, Any]:
         """Copy the result to the host: the step's one transfer.

@@ -16,13 +16,8 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
 from hf_spec.cache.buffers import SMALLEST
 from hf_spec.core.checks import check_count
-from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import states_at
 from modeling_patches.weights import placement
 
 #: Value of ``cache_implementation``.
@@ -124,26 +119,3 @@ def warm_up(
         if length >= max_length:
             return made
         length *= 2
-
-
-def warm(
-    state: DecodeState, drafter: Drafter, shapes: Sequence[tuple[int, int]], match: bool
-) -> None:
-    """Run forwards of all these shapes, which are numbers of nodes and of nodes with probes, after
-    a prompt and discard the results; match: see :class:`Target`."""
-    for nodes, probed in shapes:
-        shape = TokenTree((-1, *[0] * (nodes - 1)))
-        tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
-        tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))
-        if probed:
-            tree = drafter.attach_probes(tree, [[drafter.distances] * probed] * state.batch_size)
-        output = state.target(tree, match=match)
-        state.cache.rollback()
-        if tree.num_probes and output.hidden is not None:
-            root = torch.zeros_like(state.root)
-            probes = torch.full_like(root, len(drafter.group))
-            tokens = state.root[:, None]
-            result = StepResult(root[:, None], root + 1, tokens, probes, root, state.root)
-            drafter.advance(result, states_at(output.hidden, tree.probes_of(root)))
-    drafter.start(state)
-    drafter.warm(state)

@@ -13,9 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hf_spec.core.buckets import bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
-from hf_spec.core.tree import Tree
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.compiling import warm
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import prompt_ids
 from hf_spec.decoding.outputs import SpecGenerateOutput
@@ -27,7 +25,6 @@ from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
-from hf_spec.policy.plans import step_shapes
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
@@ -104,12 +101,8 @@ def decode(
         steps = Steps(state, strategy, acceptance, policy, watch, handover)
         steps.first(prefilled)
         del prefilled  # hidden states of the whole prompt, perhaps, which the drafter has now
-        if any(state.active):
-            drafter.start(state)
         if getattr(config, "_warms_up", False):
-            shapes = step_shapes(len(drafter.group), strategy.lookup)
-            match = acceptance.matches(Tree.roots(state.root))
-            strategy.draft_changes.run(warm, state, drafter, shapes, match)
+            steps.warm()
         shrinks = (
             not strategy.rows_stay
             and not handover.wanted

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from hf_spec.core import verify
 from hf_spec.core.stats import Stopwatch
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -16,10 +19,10 @@ from hf_spec.decoding.continued import catch_up
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
-from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.appending import Prefilled, append, chunk_size
-from hf_spec.model.hidden_states import Reads, states_at
 from hf_spec.model.target import Output
+from hf_spec.policy.plans import step_shapes
 from hf_spec.policy.step_policy import StepPolicy
 
 
@@ -36,13 +39,16 @@ class Steps:
 
     def first(self, prompt: Prefilled) -> None:
         """Take the first token after each prompt: a step whose tree is just the root."""
-        state, tree = self.state, Tree.roots(self.state.root)
+        state, drafter, tree = self.state, self.strategy.drafter, Tree.roots(self.state.root)
+        drafter.start(state)
         with self.watch.phase("verify"):
             result = self.acceptance(tree, prompt.logits[:, None], state.active)
             state.root = result.bonus.to(state.root.device)
             host, _ = result.to_host()
         self._emit(tree, host, tree)
-        self.strategy.drafter.advance(prompt.committed(result), prompt.hidden)
+        with self.watch.phase("draft"):
+            changes = self.strategy.draft_changes
+            changes.run(drafter.advance, prompt.committed(result), prompt.hidden)
 
     def take(self) -> None:
         """One step of all rows."""
@@ -54,25 +60,20 @@ class Steps:
             with self.watch.phase("draft"):
                 limits = _depth_limits(state)
                 tree = policy.choose(self._draft(), drafter, state.active, limits).within(limits)
-        with self.watch.phase("forward"):
-            match = self.acceptance.matches(tree)
-            output = state.target(tree, pruning=drafter.pruning, match=match)
-        with self.watch.phase("verify"):
-            result = output.result or self.acceptance(output.tree, output.logits, state.active)
-            state.root = result.bonus.to(state.root.device)
-            state.moved = output.result is not None
-            drafter.advance(result, _read(drafter.reads, output, result))
-        with self.watch.phase("draft"):
-            # Near the end, trees are grown once it is known how deep they may be.
-            room = state.max_depth - tree.max_depth - 1
-            ahead = not policy.paused and room >= drafter.distances
-            run = self.strategy.draft_changes.run
-            started = run(drafter.prefetch, state) if ahead else None
-        with self.watch.phase("verify"):
-            host, state.prefetched = result.to_host(started)  # the step's one transfer
+        output, result, hidden, found = self._run(tree, self.acceptance)
+        grown = Grown(found[0]) if found and not policy.paused else None
+        with self.watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
+            host, numbers = result.to_host(grown and grown.packed)
+        state.grown = grown and Grown(grown.packed, numbers)
         host = self._emit(tree, host, output.tree)
-        moved = state.moved or _in_place(output.tree, host)
-        state.cache.commit(list(map(len, host.path)), result.path, output.tree.slots, moved)
+        moved = output.result is not None or _in_place(output.tree, host)
+        state.cache.commit(host.counts, result.path, output.tree.slots, moved)
+        with self.watch.phase("draft"):
+            result = result._replace(host=host)
+            if found:
+                drafter.received(found, result)
+            else:
+                self.strategy.draft_changes.run(drafter.advance, result, hidden)
         seconds = self.watch.step()
         drafter.observe(state, tree, host)
         if state.lookups is not None:
@@ -81,7 +82,50 @@ class Steps:
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
             streamer.see_step(output.tree, host)
         if state.target.prepared == prepared:  # steps that compile are not typical
-            policy.observe(tree, list(map(len, host.path)), seconds)
+            policy.observe(tree, host.counts, seconds)
+
+    def _run(
+        self, tree: Tree, accept: Callable[[Tree, Tensor, list[bool]], StepResult]
+    ) -> tuple[Output, StepResult, Tensor | None, Sequence[Tensor]]:
+        """What a step computes on the device: the forward, its result, the hidden states that the
+        drafter reads, and what its program has found, if steps are recorded or compiled."""
+        state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
+        match, grows = self.acceptance.matches(tree), not self.policy.paused
+        inside = match and graphs is not None and graphs.records
+        program = drafter.program(state, tree, grows) if inside else None
+        with self.watch.phase("forward"):
+            output = state.target(tree, pruning=drafter.pruning, match=match, after=program)
+        with self.watch.phase("verify"):
+            result = output.result or accept(output.tree, output.logits, state.active)
+            state.root = result.bonus.to(state.root.device)
+        if output.drafted:
+            return output, result, None, output.drafted
+        hidden, found = output.read(drafter.reads, result), output.drafted
+        if graphs is None:
+            return output, result, hidden, found
+        with self.watch.phase("draft"):
+            if program is not None:  # the code for all has just been made
+                found = program.run(result, hidden)
+            elif not inside and (program := drafter.program(state, tree, grows)) is not None:
+                changes = self.strategy.draft_changes
+                found = changes.run(program.run_by, graphs, result, hidden)
+        return output, result, hidden, found
+
+    def warm(self) -> None:
+        """Make the code for all steps that may be chosen, whose results are discarded."""
+        state, drafter = self.state, self.strategy.drafter
+        for nodes, probed in step_shapes(len(drafter.group), self.strategy.lookup):
+            shape = TokenTree((-1, *[0] * (nodes - 1)))
+            tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
+            tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))
+            if probed:
+                tree = drafter.attach_probes(
+                    tree, [[drafter.distances] * probed] * state.batch_size
+                )
+            root = state.root
+            self._run(tree, lambda tree, logits, _: verify.match(tree, verify.likeliest(logits)))
+            state.root = root
+            state.cache.rollback()
 
     def _draft(self) -> Tree:
         """The draft trees, before the policy chooses among their nodes."""
@@ -133,18 +177,6 @@ class Steps:
             [tokens[:count] for tokens, count in zip(host.tokens, counts)],
             [probes if count else 0 for probes, count in zip(host.num_probes, counts)],
         )
-
-
-def _read(reads: Reads, output: Output, result: StepResult) -> Tensor | None:
-    """What a drafter reads of a forward."""
-    hidden, tree = output.hidden, output.tree
-    if hidden is None or reads.tokens is None:
-        return None
-    if reads.tokens == "last":
-        return states_at(hidden, result.last[:, None])[:, 0]
-    if reads.tokens == "committed":
-        return states_at(hidden, result.path)
-    return states_at(hidden, tree.probes_of(result.last)) if tree.num_probes else None
 
 
 def _depth_limits(state: DecodeState) -> list[int]:

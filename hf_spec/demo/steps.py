@@ -96,7 +96,7 @@ class StepStreamer(BaseStreamer):
             TokenTree(tuple(tree.parents[0, :count].tolist())),
             tree.tokens[0, :count].tolist(),
             None if tree.host is None else tree.host.probs[0, :count].tolist(),
-            result.path[0],
+            list(result.path[0]),
             self.steps[-1],
         )
 

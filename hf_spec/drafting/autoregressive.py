@@ -19,12 +19,14 @@ from torch import Tensor
 
 from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent, waits
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.committed import DraftCache, ReadsCommitted, Rows
-from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
-from hf_spec.drafting.grow import Frontier, extended
+from hf_spec.core.verify import StepResult
+from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed, whole
+from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions, Growth
+from hf_spec.drafting.grow import Children, Frontier, extended, grow
 from hf_spec.drafting.state import DecodeState
+from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
 from modeling_patches.per_call import Changes
@@ -97,7 +99,22 @@ class DraftNetwork(ABC):
         """``(..., tokens)`` of states ``(..., hidden)``."""
 
 
-class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
+class _Traced:
+    """The levels of a drafter as a program grows them; see :class:`Expands`.
+
+    Args:
+        noise: ``(batch, depth, tokens)``, see :func:`as_sampled`.
+    """
+
+    def __init__(self, drafter: AutoregressiveDrafter, children: int, noise: Tensor | None = None):
+        self._drafter, self._children, self._noise = drafter, children, noise
+
+    def expand(self, frontier: Frontier) -> Children:
+        noise = None if self._noise is None else self._noise[:, frontier.depth, None]
+        return self._drafter.children(frontier, self._children, noise)
+
+
+class AutoregressiveDrafter(ForwardDrafter):
     """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
 
     Args:
@@ -121,7 +138,7 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         graphs = self._graphs = state.target.graphs if self.network.compiles else None
         if graphs is not None:
             graphs.hold(self.network.own)
-        self.cache = DraftCache(
+        self.cache: Any = DraftCache(
             self.network.num_layers, state.batch_size, state.root.device,
             None if graphs is None else graphs.allocate,
         )  # fmt: skip
@@ -129,52 +146,74 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         self.cache.states.limit = state.cache.states.limit
         self.cache.states.reserve(state.cache.capacity)
 
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        if self._root is not None:
-            index = sent(rows, self._root[0].device)
-            self._root = self._root[0][index], self._root[1][index]
-
-    def prefetch(self, state: DecodeState) -> Tensor | None:
-        # Where reads are free, each level is grown only if it is worth its time.
-        if not waits(state.root.device):
-            return None
-        self.catch_up(state, ahead=True)
-        self._ahead = self._grow(state, self.depth)
-        return self._ahead[1]
-
-    def catch_up(self, state: DecodeState, ahead: bool = False) -> None:
-        rows = self.take_committed(ahead)
-        if rows is not None:
-            self._run_committed(rows)
-
-    def _run_committed(self, rows: Rows) -> None:
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         """Run true rows and keep what the last one of each sequence says."""
-        network, cache, width = self.network, self.cache, max(rows.counts)
-        for start in range(0, width, AT_ONCE):
-            part = slice(start, min(start + AT_ONCE, width))
-            tokens = rows.tokens[:, part]
-            tree = Tree.chain(tokens)
-            mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))
-            positions = cache.lengths[:, None] + tree.depths
+        if hidden is None:
+            return
+        network, cache = self.network, self.cache
+        every, known = committed(result, hidden), result.host and result.host.counts
+        for start in range(0, every.shape[1], AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            tokens = every[:, part]
+            tree, most = Tree.chain(tokens), tokens.shape[1]
+            slots, positions = cache.open(tree)
+            mask = masks.tree(tree.ancestors, cache.lengths, slots)
             before = None if self._root is None else self._root[1]
-            hidden = network.features(rows.hidden[:, part])
-            found = network.run_true(tokens, hidden, before, positions, mask, cache)
-            most = tokens.shape[1]
-            known = [min(max(count - start, 0), most) for count in rows.counts]
-            if rows.exact is None:
-                cache.commit(known)
-                counts = sent(known, tokens.device)
-            else:
-                counts = (rows.exact - start).clamp(0, most)
-                cache.commit_ahead(counts, most)
+            read = network.features(hidden[:, part])
+            found = network.run_true(tokens, read, before, positions, mask, cache)
+            counts = (result.counts.to(tokens.device) - start).clamp(0, most)
+            kept = known and [min(max(count - start, 0), most) for count in known]
+            cache.keep(counts, kept)
             last = (counts - 1).clamp(min=0)[:, None]
             states, after = (states_at(one, last) for one in found)
-            if self._root is not None and (rows.exact is not None or not all(known)):
+            if self._root is not None and not (kept and all(kept)):
                 new = counts[:, None, None] > 0
                 states = torch.where(new, states, self._root[0])
                 after = torch.where(new, after, self._root[1])
             self._root = states, after
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+        if self._root is not None:
+            index = sent(rows, self._root[0].device)
+            self._root = self._root[0][index], self._root[1][index]
+
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        graphs, cache = self._graphs, self.cache
+        if graphs is None or self._root is None:
+            return None
+        growth = self._ahead = Growth(self.exit, state)
+        # Few numbers of levels, as code is made for each.
+        levels = min(bucket(growth.levels(self, self.depth, state)), self.depth) if grows else 0
+        count, children, width = self._count(state), self.num_children(state), self.width
+        cache.states.reserve(cache.max_length + bucket(tree.num_tokens) + levels * width)
+        state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
+        buffers = cache.tensors()
+        inputs = [cache.lengths, *self._root, sent(growth.trust, state.root.device)]
+        noise = None if state.noise is None else state.noise.ahead(self.depth, self.token_ids)
+        if noise is not None:
+            inputs.append(noise)
+
+        def function(
+            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            lengths, states, after, trust, *noise = tensors[len(buffers) :]
+            own = copy.copy(self)
+            held = [*tensors[: len(buffers)], lengths]
+            own.cache, own._root = TracedDraftCache(cache, held, graphs.records), (states, after)
+            own.advance(result, hidden)
+            source = _Traced(own, children, *noise)
+            packed = grow(source, result.bonus, count, levels, trust, expanded=width)
+            return packed, *own._root
+
+        key = "decoder", levels, count, children, noise is not None, cache.layout
+        return DraftProgram(key, buffers, inputs, function, num_results=3)
+
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        assert result.host is not None
+        _, states, after = found
+        self._root = states, after
+        self.cache.commit(result.host.counts)
 
     def level(self, frontier: Frontier) -> Tensor:
         assert self._root is not None
@@ -183,52 +222,12 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         before = self._root[1] if self._level is None else self._level
         hidden = states_at(before, frontier.parents)
         self._block, first = extended(self._block, frontier)
-        run = self._run_level if self._graphs is None else self._run_compiled
-        logits, self._level = run(self._block, first, hidden)
-        return logits
-
-    def _run_level(self, block: Tree, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and states after the drafted rows from the ``first`` one."""
-        cache = self.cache
-        mask = masks.tree(block.ancestors[:, first:], cache.lengths, cache.begin(block, first))
-        positions = cache.lengths[:, None] + block.depths[:, first:]
-        tokens = block.tokens[:, first:]
-        states, after = self.network.run(tokens, hidden, positions, mask, cache)
-        return self.network.logits(states), after
-
-    def _run_compiled(self, block: Tree, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`_run_level` by compiled code, padded with copies of the last row to a size that
-        recurs."""
-        graphs, network, cache = self._graphs, self.network, self.cache
-        assert graphs is not None
-        lengths = cache.lengths
-        count = block.num_nodes - first
-        width = bucket(count)
-        cache.states.reserve(cache.max_length + first + width)
-        cache.begin(block, first)
-        rows = torch.arange(width, device=lengths.device)
-        nodes = first + rows.clamp(max=count - 1)
-        mask = masks.tree(block.ancestors[:, nodes], lengths, cache.capacity)
-        positions = lengths[:, None] + block.depths[:, nodes]
-        small = [
-            lengths, lengths[:, None] + first + rows, block.tokens[:, nodes],
-            hidden[:, nodes.to(hidden.device) - first], positions, mask,
-        ]  # fmt: skip
-        buffers = cache.tensors()
-
-        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            held, given = tensors[: len(buffers)], tensors[len(buffers) :]
-            lengths, slots, tokens, hidden, positions, mask = given
-            traced = cache.traced_with(held, lengths, slots, block, graphs.records)
-            states, after = network.run(tokens, hidden, positions, mask, traced)
-            return network.logits(states), after
-
-        logits, after = graphs.run(
-            ("draft", cache.layout), function, buffers + [one.contiguous() for one in small],
-            lambda: self._run_level(block, first, hidden),
-            lambda found: [one[:, :count] for one in found], static=len(buffers),
-        )  # fmt: skip
-        return logits, after
+        cache, new = self.cache, slice(first, None)
+        slots, positions = cache.open(self._block, first)
+        mask = masks.tree(self._block.ancestors[:, new], cache.lengths, slots)
+        found = self.network.run(self._block.tokens[:, new], hidden, positions, mask, cache)
+        states, self._level = found
+        return self.network.logits(states)
 
     def finish(self) -> None:
         self.cache.rollback()
@@ -246,6 +245,6 @@ class AutoregressiveDrafter(ReadsCommitted, ForwardDrafter):
         after = torch.cat([input_ids[:, 1:], logits[:, -1:].argmax(-1).to(input_ids.device)], 1)
         own = copy.copy(self)
         own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
-        own._root = own._block = own._level = own._graphs = None
-        own._run_committed(Rows(after, seen[0], [after.shape[1]]))
+        own._root = own._block = own._level = None
+        own.advance(whole(after), seen[0])
         return [int(after[:, -1]), *own.chain_after(after[:, -1:])]

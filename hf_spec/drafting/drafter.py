@@ -16,6 +16,7 @@ from hf_spec.drafting.chains import ChainGenerator
 from hf_spec.drafting.forward_needs import ForwardNeeds
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
 from hf_spec.drafting.state import DecodeState
+from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.hidden_states import Reads
 
 #: Drafting runs modules of the model, such as its output embeddings.
@@ -55,11 +56,11 @@ class Drafter(ForwardNeeds, ChainGenerator):
         self.options: Any = options  # of the method's own class
 
     def start(self, state: DecodeState) -> None:
-        """Called once, after the prompt."""
+        """Called once, before the prompt's :meth:`advance`."""
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        """Called when tokens have been committed, before the host knows them: after the prompt,
-        whose tokens are then the accepted nodes, and after each step.
+        """Called when tokens have been committed: after the prompt, whose tokens are then the
+        accepted nodes, and after each step.
 
         Args:
             result: the committed nodes, and the token that follows each of them.
@@ -73,17 +74,20 @@ class Drafter(ForwardNeeds, ChainGenerator):
     def propose(self, state: DecodeState) -> Tree:
         """The draft trees of the next step; just the roots if there is nothing to draft."""
 
-    def prefetch(self, state: DecodeState) -> Tensor | None:
-        """Begin the next draft before the host knows how the step ended.
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        """What recorded or compiled code does in place of :meth:`advance`, and ahead of
+        :meth:`propose`; None if that is not possible, or there is nothing to do.
 
-        The state's tensors are those after the step, its host-side fields those before. In
-        sequences that turn out to be finished, tensors are arbitrary.
-
-        Returns:
-            ``(batch, n)`` float32 that :meth:`propose` finds in ``DecodeState.prefetched``, so that
-            the host waits for the device once per step; None if there is nothing to begin.
+        Args:
+            state: the state before the step.
+            tree: the step's trees.
+            grows: whether trees of the next step are wanted.
         """
         return None
+
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        """Called after a step with what its :meth:`program` has found, in place of
+        :meth:`advance`."""
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step.
@@ -103,9 +107,6 @@ class Drafter(ForwardNeeds, ChainGenerator):
         Args:
             rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
         """
-
-    def warm(self, state: DecodeState) -> None:
-        """Compile what :meth:`propose` runs on hidden states."""
 
     def release(self) -> list[Tensor]:
         """The buffers that compiled code of later calls may use, once the call is over."""

@@ -14,7 +14,7 @@ from hf_spec.core.checks import check_count
 from hf_spec.core.host_tree import HostTree
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
-from hf_spec.core.transfer import sent, waits
+from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import DraftExit
@@ -29,7 +29,7 @@ from hf_spec.drafting.options import (
     DraftOptions,
     refuse,
 )
-from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.state import DecodeState, Grown
 
 #: Depth of the deepest draft token by default.
 DEPTH = 8
@@ -96,8 +96,7 @@ class ForwardDrafter(Drafter):
         self.policy_chooses = options.num_draft_tokens == AUTO
         self.distances = self.depth
         self._growth: Growth | None = None  # of this step, if it drafts
-        #: Of the next step, and its packed trees; see :meth:`prefetch`.
-        self._ahead: tuple[Growth, Tensor] | None = None
+        self._ahead: Growth | None = None  # of trees that a program grows
 
     def start(self, state: DecodeState) -> None:
         self.exit = DraftExit(self.depth)
@@ -105,9 +104,8 @@ class ForwardDrafter(Drafter):
             key = *self._key, state.do_sample  # sampled text is harder to predict
             self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
 
-    @abstractmethod
     def catch_up(self, state: DecodeState) -> None:
-        """Run what was committed since the last time, before a tree grows."""
+        """Called before a tree grows."""
 
     @abstractmethod
     def level(self, frontier: Frontier) -> Tensor:
@@ -130,15 +128,20 @@ class ForwardDrafter(Drafter):
         return tokens
 
     def propose(self, state: DecodeState) -> Tree:
-        self._growth, ahead, self._ahead = None, self._ahead, None
-        if ahead is None or state.prefetched is None:
-            depth = min(self.depth, state.max_depth)
+        grown, self._growth = state.grown, self._ahead
+        if grown is None:
+            depth, self._growth = min(self.depth, state.max_depth), None
             if depth < 1:
                 return Tree.roots(state.root)
             self.catch_up(state)
-            ahead = self._grow(state, depth)
-        self._growth, packed = ahead
-        tree, self._growth.trees = state.received(packed)
+            growth = self._growth = Growth(self.exit, state)
+            levels = _Levels(self, growth, state)
+            count, depth = self._count(state), levels.most(depth)
+            packed = grow(levels, state.root, count, depth, growth.trust, expanded=self.width)
+            grown = Grown(packed)
+            self.finish()
+        assert self._growth is not None
+        tree, self._growth.trees = state.received(grown)
         return tree if self._exactly(state) is None else tree.changed(whole=True)
 
     def _exactly(self, state: DecodeState) -> int | None:
@@ -147,14 +150,26 @@ class ForwardDrafter(Drafter):
             return int(self.options.num_draft_tokens)
         return None if state.timed else DEFAULT_DRAFT_TOKENS  # one size, whatever time it takes
 
-    def _grow(self, state: DecodeState, depth: int) -> tuple[Growth, Tensor]:
-        count = depth if self.width == 1 else self._exactly(state) or GROWN
-        growth = Growth(self.exit, state)
-        levels = _Levels(growth, self, state, count)
-        depth = levels.most(depth)
-        grown = grow(levels, state.root, count, depth, growth.trust, expanded=self.width)
-        self.finish()
-        return growth, grown
+    def _count(self, state: DecodeState) -> int:
+        """Number of draft tokens that are grown."""
+        return self.depth if self.width == 1 else self._exactly(state) or GROWN
+
+    def num_children(self, state: DecodeState) -> int:
+        """Number of draft tokens under each node, at most."""
+        return 1 if self.width == 1 else self._count(state)
+
+    def children(self, frontier: Frontier, most: int, noise: Tensor | None) -> Children:
+        """The ``most`` likeliest tokens after each node of a frontier; ``noise``: what they will be
+        sampled with, see :func:`as_sampled`."""
+        logits = self.level(frontier).float()
+        if noise is not None:
+            logits = as_sampled(logits, noise.to(logits))
+        best = logits.topk(min(most, logits.shape[-1]))
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        ids = self.token_ids
+        tokens = best.indices if ids is None else ids[best.indices]
+        # Nothing is drafted from logits that have overflowed.
+        return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         growth, self._growth = self._growth, None
@@ -178,6 +193,15 @@ class Growth:
         self.trees: HostTree | None = None
         self.cost = state.draft_cost()
 
+    def levels(self, drafter: ForwardDrafter, most: int, state: DecodeState) -> int:
+        """How many levels pay, of at most so many, by how often each was right."""
+        if self.cost is None:
+            return most
+        found = self.exit.levels(most, sum(state.active), self.cost)
+        if not drafter.forward_per_level:
+            found = most if found else 0
+        return found or int(self.exit.due())
+
     def learn(self, emitted: Sequence[Sequence[int]]) -> None:
         """Learn from the tokens that each sequence emitted."""
         if self.trees is not None:
@@ -187,20 +211,14 @@ class Growth:
 class _Levels:
     """Each level takes a forward; see :class:`hf_spec.drafting.grow.Expands`."""
 
-    def __init__(self, growth: Growth, drafter: ForwardDrafter, state: DecodeState, count: int):
+    def __init__(self, drafter: ForwardDrafter, growth: Growth, state: DecodeState):
         self.growth, self.drafter, self.state = growth, drafter, state
-        self._children = 1 if drafter.width == 1 else count  # of a node, at most
+        self._children = drafter.num_children(state)
         self._asks = growth.cost is not None and not waits(state.root.device)
 
     def most(self, levels: int) -> int:
         """How many levels to grow, at most: as far as can be told without a transfer for each."""
-        exit, cost = self.growth.exit, self.growth.cost
-        if cost is None or self._asks:
-            return levels
-        found = exit.levels(levels, sum(self.state.active), cost)
-        if not self.drafter.forward_per_level:
-            found = levels if found else 0
-        return found or int(exit.due())
+        return levels if self._asks else self.growth.levels(self.drafter, levels, self.state)
 
     def expand(self, frontier: Frontier) -> Children | None:
         drafter, state, depth = self.drafter, self.state, frontier.depth
@@ -214,18 +232,7 @@ class _Levels:
             if not worth and (depth or not exit.due()):
                 return None
         state.stats.num_draft_forwards += runs
-        logits = self._as_sampled(drafter.level(frontier).float(), depth)
-        best = logits.topk(min(self._children, logits.shape[-1]))
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        ids = drafter.token_ids
-        tokens = best.indices if ids is None else ids[best.indices]
-        # Nothing is drafted for finished sequences, nor from logits that have overflowed.
-        out = log_probs.isnan() | ~sent(list(state.active), logits.device)[:, None, None]
-        return Children(tokens, log_probs.masked_fill(out, -torch.inf))
-
-    def _as_sampled(self, logits: Tensor, depth: int) -> Tensor:
-        """Logits given what the tokens will be sampled with, if they are sampled."""
-        noise = self.state.noise
-        if noise is None:
-            return logits
-        return as_sampled(logits, noise.ahead(1, self.drafter.token_ids, first=depth).to(logits))
+        noise = None
+        if state.noise is not None:
+            noise = state.noise.ahead(1, drafter.token_ids, first=depth)
+        return drafter.children(frontier, self._children, noise)

@@ -77,7 +77,7 @@ def grow(
         source: expands nodes; no narrower than ``count``, unless by the whole vocabulary.
         root: ``(batch,)`` tokens.
         count: number of draft tokens, from 1.
-        depth: depth of the deepest draft token, from 1.
+        depth: depth of the deepest draft token; 0 for the roots alone.
         trust: per depth, a term added to the log-probabilities.
         expanded: number of nodes of each level that are expanded, its likeliest; None for all.
 

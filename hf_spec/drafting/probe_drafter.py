@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.core.verify import StepResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import Reads
@@ -48,22 +48,14 @@ class ProbeDrafter(TreeDrafter):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        count = 0 if self.hidden is None else len(self.group)
-        self.num_predicted = [count // self.per_distance * on for on in state.active]
+        self.num_predicted = [0] * state.batch_size
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         super().advance(result, hidden)
-        self._num_probes = result.num_probes
-
-    @property
-    def num_predicted_ahead(self) -> Tensor | None:
-        if self.hidden is None:
-            return None
-        return self._num_probes.div(self.per_distance, rounding_mode="floor")
-
-    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        super().observe(state, tree, result)
-        self.num_predicted = [count // self.per_distance for count in result.num_probes]
+        if result.host is None:
+            self.num_predicted = result.num_probes.div(self.per_distance, rounding_mode="floor")
+        else:
+            self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
 
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         return self.distance_states(hidden[:, : depth * self.per_distance])

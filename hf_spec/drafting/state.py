@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,23 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.target import Target
+
+
+class Grown(NamedTuple):
+    """Trees that a drafter has grown.
+
+    Attributes:
+        packed: see :meth:`Tree.packed`.
+        numbers: the same on the host; None if they are still to be transferred.
+    """
+
+    packed: Tensor
+    numbers: Any = None
+
+    def of_rows(self, rows: Sequence[int]) -> Grown:
+        """Those of some of the batch's rows."""
+        numbers = None if self.numbers is None else self.numbers[list(rows)]
+        return Grown(self.packed[sent(rows, self.packed.device)], numbers)
 
 
 class FollowsBatch(Protocol):
@@ -78,14 +95,12 @@ class DecodeState:
         process: applies the call's logits processors.
         stats: the statistics of the call so far.
         timed: whether the amount of drafting may depend on step times.
-        prefetched: what :meth:`Drafter.prefetch` returned, on the host; None if nothing.
+        grown: the step's trees, if the program of the step before has grown them.
         draft_cost: tokens that one more drafting forward must bring to pay for its time; None
             while unknown.
         lookups: looks up what is merged into each step's draft; None if nothing is.
         looked_up: what this step has looked up for each sequence.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
-        moved: whether compiled code of the latest step has moved its accepted nodes to the first
-            places of the cache's block; else each is where it is in the tree.
     """
 
     model: Any
@@ -98,12 +113,11 @@ class DecodeState:
     process: Process
     stats: SpecStats = field(default_factory=SpecStats)
     timed: bool = False
-    prefetched: Any = None
+    grown: Grown | None = None
     draft_cost: Callable[[], float | None] = lambda: None
     lookups: BatchLookup | None = None
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
-    moved: bool = False
 
     @property
     def rows(self) -> Sequence[int]:
@@ -130,7 +144,8 @@ class DecodeState:
             if part is not None:
                 part.select(rows)
         self.root = self.root[sent(rows, self.root.device)]
-        self.prefetched = None
+        if self.grown is not None:
+            self.grown = self.grown.of_rows(rows)
 
     def lookup(self) -> Sequence[Row]:
         """Look up what continues each sequence, for this step."""
@@ -139,9 +154,9 @@ class DecodeState:
             self.looked_up = self.lookups.lookup(self.tokens, self.active, self.max_depth)
         return self.looked_up
 
-    def received(self, packed: Tensor) -> tuple[Tree, HostTree]:
-        """Packed trees that a drafter has grown, from what was prefetched of them, if it was."""
-        tree = Tree.unpacked(packed, self.prefetched)
+    def received(self, grown: Grown) -> tuple[Tree, HostTree]:
+        """Trees that a drafter has grown."""
+        tree = Tree.unpacked(*grown)
         host = tree.host
         assert host is not None
         if not all(self.active):  # grown before it was known that rows stop short of their bonus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Conditional, Transitions
+from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 
 #: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
@@ -42,8 +43,7 @@ class TreeSource:
         states: the tree of each state, that is, for each number of predicted tokens.
     """
 
-    #: Whether it uses probabilities; otherwise only the order of tokens. They are on the device, so
-    #: growing can be compiled, and can begin before the host knows how a step has ended.
+    #: Whether it uses probabilities; otherwise only the order of tokens.
     weighs: ClassVar[bool] = False
     #: See :class:`Drafter`.
     policy_chooses: bool = False
@@ -72,18 +72,13 @@ class TreeSource:
         trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
         return drafter.build_trees(trees, state)
 
-    def prefetch(
-        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
-    ) -> Tensor | None:
-        """See :meth:`Drafter.prefetch`; ``known`` may be a tensor ``(batch,)``."""
+    def program(self, drafter: TreeDrafter, state: DecodeState, tree: Tree) -> DraftProgram | None:
+        """See :meth:`Drafter.program`."""
         return None
 
     def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         """Called after each step, plain ones included, with the tokens that each row emitted and
         the number of draft tokens that were forwarded."""
-
-    def warm(self, drafter: TreeDrafter, state: DecodeState) -> None:
-        """See :meth:`Drafter.warm`."""
 
     def details(self) -> dict[str, Any]:
         """See :meth:`Drafter.details`."""
@@ -102,13 +97,16 @@ class TreeDrafter(Drafter, Holds):
             has all of them.
         vocabulary: the tokens that are predicted; None for all.
         hidden: what :attr:`reads` asks for; None while it is unknown.
-        num_predicted: distances that each row has predictions for.
+        cache_layout: what programs depend on besides the shapes of :meth:`carried`.
+        num_predicted: distances that each row has predictions for; a tensor ``(batch,)`` if the
+            host does not know.
     """
 
     trees = {CHAIN: chain_tree}
     unused = ()
     runs = MODULES
     per_distance: int = 0
+    cache_layout: Hashable = None
     held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
 
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
@@ -119,7 +117,7 @@ class TreeDrafter(Drafter, Holds):
         self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
         self.hidden: Tensor | None = None
-        self.num_predicted: Sequence[int] = ()
+        self.num_predicted: Any = ()
 
     @property
     def token_ids(self) -> Tensor | None:
@@ -142,9 +140,6 @@ class TreeDrafter(Drafter, Holds):
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         self.source.observe(result.tokens, tree.num_tokens - 1)
 
-    def warm(self, state: DecodeState) -> None:
-        self.source.warm(self, state)
-
     def details(self) -> dict[str, Any]:
         return self.source.details()
 
@@ -152,9 +147,18 @@ class TreeDrafter(Drafter, Holds):
         known = self.num_predicted
         return self.source.propose(self, state, known, max(min(max(known), state.max_depth), 0))
 
-    def prefetch(self, state: DecodeState) -> Tensor | None:
-        known = self.num_predicted_ahead
-        return None if known is None else self.source.prefetch(self, state, known)
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        return self.source.program(self, state, tree) if grows else None
+
+    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
+        """What a program for a step with this tree works with besides :meth:`Holds.tensors`:
+        tensors in fixed memory, and others."""
+        return [], []
+
+    def traced(self, held: Sequence[Tensor], carried: Sequence[Tensor], in_place: bool) -> Self:
+        """A copy that works with these in place of :meth:`Holds.tensors` and :meth:`carried`;
+        ``in_place``: see :meth:`TreeCache.traced_with`."""
+        return self.using(held)
 
     def build_trees(self, trees: Sequence[TreeState], state: DecodeState) -> Tree:
         """Trees of these shapes, each no deeper than the row's predictions, with their tokens and
@@ -184,18 +188,18 @@ class TreeDrafter(Drafter, Holds):
         predictions = self.predict(state, depth, width, self.num_predicted)
         return predictions.ranked(trees, state.root), None
 
-    @property
-    def num_predicted_ahead(self) -> Sequence[int] | Tensor | None:
-        """:attr:`num_predicted` before the host knows it; None if there are no predictions."""
-        return None if self.hidden is None else self.num_predicted
-
     def predict(
         self, state: DecodeState, depth: int, width: int, known: Sequence[int] | Tensor,
         noise: Tensor | None = None,
     ) -> Predictions:  # fmt: skip
         """Predictions from the hidden states of the previous step."""
+        hidden = self.hidden_after(state.root)
+        return self.predictions(hidden, state.root, known, depth, width, noise)
+
+    def hidden_after(self, root: Tensor) -> Tensor:
+        """:attr:`hidden`, now that the root ``(batch,)`` is known."""
         assert self.hidden is not None
-        return self.predictions(self.hidden, state.root, known, depth, width, noise)
+        return self.hidden
 
     def predictions(
         self, hidden: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int,

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
+from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.model.target import Target
 
 #: New tokens per forward; bounds the size of the explicit mask.
@@ -45,7 +45,10 @@ class Prefilled:
         tokens = sent(rows, device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
         path = torch.arange(most + 1, device=device).expand(len(rows), -1)
         probes = torch.zeros_like(counts)
-        return StepResult(path, counts, tokens, probes, counts - 1, result.bonus)
+        host = HostResult(
+            [range(len(row) + 1) for row in self.following], self.following, [0] * len(rows)
+        )
+        return StepResult(path, counts, tokens, probes, counts - 1, result.bonus, host)
 
 
 def chunk_size(cache: TreeCache) -> int:

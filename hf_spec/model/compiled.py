@@ -17,6 +17,7 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
+from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Output, Pass, Target
 from modeling_patches.per_call import Changes
@@ -47,12 +48,13 @@ class CompiledTarget(Target):
         return {"compiled": self.graphs.details()}
 
     def step(
-        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
-    ) -> Output:
+        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool,
+        after: DraftProgram | None,
+    ) -> Output:  # fmt: skip
         """By compiled code, which leaves the accepted nodes of a ``match`` in the first slots."""
         if first and self.cache.recurrent is not None:
             # What earlier forwards of the step have kept has no recurring size.
-            return super().step(tree, first, keys, changes, match)
+            return super().step(tree, first, keys, changes, match, after)
         if first:
             width = bucket(tree.num_tokens - first)
             padded = tree.padded(max(PARTS, bucket(first + width)), 0)
@@ -62,15 +64,17 @@ class CompiledTarget(Target):
         cache, graphs = self.cache, self.graphs
         cache.states.reserve(cache.max_length + first + width)
         buffers, parts = cache.tensors(), padded.tensors()
+        before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
         named, others = self.variables()
         start = sent([first] if first else [], cache.lengths.device)
-        small = [cache.lengths, *parts, *named.values(), start]
+        small = [cache.lengths, *parts, *named.values(), start, *drafting]
         # In compiled code for each layer's buffer, as all is one launch; else after it, at once for
         # all, which takes no compiling and fewer kernels.
         moves = graphs.shares_memory and not graphs.records
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
+            fixed = [next(given) for _ in before]
             held = [next(given) for _ in buffers]
             lengths, rows = next(given), padded.with_tensors([next(given) for _ in parts])
             variables = {place: next(given) for place in named}
@@ -89,7 +93,12 @@ class CompiledTarget(Target):
             result = verify.match(rows, verify.likeliest(output.logits))
             if moves and result.path.shape[1] > 1:  # else the root, which is in place
                 traced.states.move(lengths, result.path)
-            return (*found, *result, *kept)
+            if after is not None:
+                if not first:
+                    next(given)
+                drafted = after.function([*fixed, *given], result, output.read(self.reads, result))
+                return (*found, *result.on_device(), *drafted, *kept)
+            return (*found, *result.on_device(), *kept)
 
         def eager() -> tuple[Tensor, ...]:
             output = self.forward(Block.of(tree, slice(first, None)), keys, changes)
@@ -108,24 +117,32 @@ class CompiledTarget(Target):
                 rest[0] = hidden
             return [logits[:, :count], *rest]
 
+        def left(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            """Without what is needed no more."""
+            count = 1 + has_hidden
+            return [*(one[:, :0] for one in tensors[:count]), *tensors[count:]]
+
         key = (
             "forward", cache.layout, changes is not None, tuple(named), others, bool(first), match,
-            padded.group,
+            padded.group, after and after.key,
         )  # fmt: skip
-        inputs = buffers + [tensor.contiguous() for tensor in small]
-        static = len(cache.states.members)  # each commit makes other recurrent states
-        logits, *found = graphs.run(key, function, inputs, eager, cut, static)
+        inputs = [*before, *buffers, *(tensor.contiguous() for tensor in small)]
+        static = len(before) + len(cache.states.members)  # each commit makes other recurrent states
+        logits, *found = graphs.run(
+            key, function, inputs, eager, cut, static, left if after is not None else None
+        )
         hidden = found.pop(0) if has_hidden else None
         # Where the code was just made, the forward has run uncompiled.
-        result = None
+        result, drafted = None, found[:0]
         if match and found:
-            result = StepResult(*found[:6])
+            result, found = StepResult.of(found[:6]), found[6:]
             if not moves and result.path.shape[1] > 1:
                 cache.states.move(cache.lengths, result.path)
-        kept = found[6:] if match else found
-        if kept and cache.recurrent is not None:
-            cache.recurrent.set_kept(kept)
-        return Output(tree, logits, hidden, result)
+            if after is not None:
+                drafted, found = found[: after.num_results], found[after.num_results :]
+        if found and cache.recurrent is not None:
+            cache.recurrent.set_kept(found)
+        return Output(tree, logits, hidden, result, drafted)
 
     def variables(self) -> tuple[dict[tuple[str, str], Tensor], Hashable]:
         """What forwards read besides the tree and the KV cache: tensors by attribute and name,

@@ -143,7 +143,7 @@ class Graphs:
     def run(
         self, name: Hashable, function: Function, inputs: Sequence[Tensor],
         plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-        static: int = 0,
+        static: int = 0, left: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
     ) -> Sequence[Tensor]:  # fmt: skip
         """``cut(function(*inputs))`` by compiled code, or ``plain()`` if there is none.
 
@@ -157,10 +157,11 @@ class Graphs:
             cut: selects the wanted part of the function's results.
             static: number of leading inputs whose memory is the same in most calls; what is
                 recorded is recorded for it.
+            left: selects what is wanted once the code has been checked; None for ``cut``.
         """
         known = self.get(name, inputs, static)
         if known is not None:
-            return self._call(known, inputs, cut)
+            return self._call(known, inputs, left or cut)
         expected, kept = plain(), self._kept
         if self.obstacle is not None or (self._kind, name) in kept.refused:
             return expected

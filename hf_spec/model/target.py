@@ -23,6 +23,7 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block, near, slot_positions
+from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.packed_weights import PackedWeights
@@ -50,12 +51,26 @@ class Output(NamedTuple):
             last; None if none are read.
         result: the result of exact-match verification if it was requested and the forward was
             compiled; the accepted nodes are then in the first slots after each row's tokens.
+        drafted: what the step's :class:`DraftProgram` has found, if the same code ran it; there are
+            then no logits and hidden states.
     """
 
     tree: Tree
     logits: Tensor
     hidden: Tensor | None = None
     result: StepResult | None = None
+    drafted: Sequence[Tensor] = ()
+
+    def read(self, reads: Reads, result: StepResult) -> Tensor | None:
+        """What a drafter reads of the forward, given its result; see :meth:`Drafter.advance`."""
+        hidden, tree = self.hidden, self.tree
+        if hidden is None or reads.tokens is None:
+            return None
+        if reads.tokens == "last":
+            return states_at(hidden, result.last[:, None])[:, 0]
+        if reads.tokens == "committed":
+            return states_at(hidden, result.path)
+        return states_at(hidden, tree.probes_of(result.last)) if tree.num_probes else None
 
 
 @dataclass
@@ -157,6 +172,7 @@ class Target:
         changes: Changes | None = None,
         logits_at: Tensor | None = None,
         match: bool = False,
+        after: DraftProgram | None = None,
     ) -> Output:
         """Run the tree's nodes ``first ..``.
 
@@ -169,18 +185,20 @@ class Target:
                 forward is not compiled and has none of the three before. None for all nodes.
             match: whether exact-match verification of unprocessed logits ends the step; compiled
                 code then applies it, too. Not with ``first``.
+            after: what the same code does then if it is recorded, where ``match``.
         """
         front = self.num_front if tree.num_probes else 0
         keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(tree, keys, pruning)
         if logits_at is None and self.reach is None:
-            return self.step(tree, first, keys, changes, match)
+            return self.step(tree, first, keys, changes, match, after)
         return self.forward(Block.of(tree, slice(first, None)), keys, changes, logits_at)
 
     def step(
-        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool
-    ) -> Output:
+        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool,
+        after: DraftProgram | None,
+    ) -> Output:  # fmt: skip
         """:meth:`forward` of a tree's nodes ``first ..``; the arguments as of :meth:`__call__`."""
         return self.forward(Block.of(tree, slice(first, None)), keys, changes)
 

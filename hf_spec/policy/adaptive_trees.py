@@ -7,10 +7,9 @@ probabilities of their own tokens (:mod:`hf_spec.drafting.grow`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hf_spec.core.host_tree import HostTree
@@ -18,24 +17,18 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState
+from hf_spec.core.verify import StepResult
 from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.drafting.predictions import Predictions
-from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
-from hf_spec.model.graphs import Graphs
+from hf_spec.model.draft_program import DraftProgram
 
 #: Number of draft tokens grown for the policy to choose from: mostly, and after a step that has
 #: taken so many.
 FEWEST, MOST = 15, 63
-
-
-class Proposal(NamedTuple):
-    """The packed trees of a step, and the terms added to log-probabilities per distance."""
-
-    trees: Tensor
-    trust: list[float]
 
 
 class AdaptiveTrees(TreeSource):
@@ -59,8 +52,9 @@ class AdaptiveTrees(TreeSource):
         self.policy_chooses = num_draft_tokens is None
         self.calibration = None if calibrations is None else calibrations[False]
         self._most = FEWEST
+        #: The step's trees, and the terms added to their log-probabilities per distance.
         self._proposed: tuple[HostTree, list[float]] | None = None
-        self._prefetched: Proposal | None = None
+        self._ahead: list[float] = []  # the same terms of trees that a program grows
 
     weighs: ClassVar[bool] = True
 
@@ -79,27 +73,38 @@ class AdaptiveTrees(TreeSource):
         """What scores paths."""
         return drafter.predict(state, depth, width, known, noise)
 
-    def prefetch(
-        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
-    ) -> Tensor | None:
-        if not self.weighs or not self.depth:
+    def program(self, drafter: TreeDrafter, state: DecodeState, tree: Tree) -> DraftProgram | None:
+        graphs, depth = state.target.graphs, self.depth
+        if graphs is None or not self.weighs or not depth:
             return None
-        self._prefetched = self._grow(drafter, state, known, self.depth)
-        return self._prefetched.trees
-
-    def _grow(
-        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor, depth: int
-    ) -> Proposal:
-        count = self._exactly(state) or self._most
-        trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
-        graphs = state.target.graphs if self.weighs else None
-        depth = depth if graphs is None else self.depth
+        # Those of the step after this one, as :meth:`observe` will say.
+        count = self._exactly(state) or (MOST if tree.num_tokens > FEWEST else FEWEST)
         noise = self._noise(drafter, state, depth)
-        if graphs is None:
-            predictions = self.predictions(drafter, state, depth, count, known, noise)
-            return Proposal(grow(predictions, state.root, count, depth, trust), trust)
-        # Draft tokens that no row can use are removed later.
-        return Proposal(_compiled(graphs, drafter, state, known, count, depth, trust, noise), trust)
+        held, (fixed, changing) = drafter.tensors(), drafter.carried(tree)
+        buffers, self._ahead = [*fixed, *held], self._trust
+        inputs = [*changing, sent(self._ahead, state.root.device)]
+        if noise is not None:
+            inputs.append(noise)
+
+        def function(
+            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            given, others = tensors[: len(buffers)], tensors[len(buffers) :]
+            carried, (trust, *noise) = others[: len(changing)], others[len(changing) :]
+            drafting = drafter.traced(
+                given[len(fixed) :], [*given[: len(fixed)], *carried], graphs.records
+            )
+            drafting.advance(result, hidden)
+            known, read = drafting.num_predicted, drafting.hidden_after(result.bonus)
+            predictions = drafting.predictions(read, result.bonus, known, depth, count, *noise)
+            return (grow(predictions, result.bonus, count, depth, trust),)
+
+        key = "tree", count, depth, noise is not None, len(held), drafter.cache_layout
+        return DraftProgram(key, buffers, inputs, function)
+
+    @property
+    def _trust(self) -> list[float]:
+        return [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
 
     def _noise(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
         noise = state.noise if self.weighs else None
@@ -121,26 +126,19 @@ class AdaptiveTrees(TreeSource):
                 tokens = np.array([row[-1:] for row in state.tokens])
                 return roots.changed(host=HostTree(zeros + 1.0, zeros, zeros, tokens))
             return drafter.build_trees([alone] * state.batch_size, state)
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is None or state.prefetched is None:
-            prefetched = self._grow(drafter, state, known, depth)
-        packed, trust = prefetched
-        tree, host = state.received(packed)
+        grown, trust = state.grown, self._ahead
+        if grown is None:
+            count, trust = self._exactly(state) or self._most, self._trust
+            noise = self._noise(drafter, state, depth)
+            predictions = self.predictions(drafter, state, depth, count, known, noise)
+            grown = Grown(grow(predictions, state.root, count, depth, trust))
+        tree, host = state.received(grown)
         if self._exactly(state) is None:
             self._proposed = host, trust
             return tree
         tree = tree.changed(whole=True)
         ahead = ((host.probs > 0) * self.depth).tolist()  # padding has no probability
         return drafter.attach_probes(tree, ahead) if self.probes else tree
-
-    def warm(self, drafter: TreeDrafter, state: DecodeState) -> None:
-        """Compile what steps with predictions run."""
-        graphs = state.target.graphs
-        if graphs is not None and self.weighs and self.depth:
-            exactly, known, trust = self._exactly(state), drafter.num_predicted, [0.0] * self.depth
-            noise = self._noise(drafter, state, self.depth)
-            for count in (FEWEST, MOST) if exactly is None else (exactly,):
-                _compiled(graphs, drafter, state, known, count, self.depth, trust, noise)
 
     def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         if self._proposed is None:
@@ -149,31 +147,3 @@ class AdaptiveTrees(TreeSource):
         if self.calibration is not None:
             self.calibration.learn(*self._proposed, emitted)
         self._proposed = None
-
-
-def _compiled(
-    graphs: Graphs, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor,
-    count: int, depth: int, trust: Sequence[float], noise: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """:func:`grow` and its predictions, by compiled code."""
-    hidden, held = drafter.hidden, drafter.tensors()
-    assert hidden is not None
-    device = hidden.device
-    inputs = [
-        *held, state.root.to(device), sent(known, device), sent(trust, device), hidden.contiguous(),
-    ]  # fmt: skip
-    if noise is not None:
-        inputs.append(noise.to(device))
-
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        own, (root, known, trust, hidden, *rest) = tensors[: len(held)], tensors[len(held) :]
-        drafting = drafter.using(own)
-        predictions = drafting.predictions(hidden, root, known, depth, count, *rest)
-        packed = grow(predictions, root, count, depth, trust)
-        # New code is checked by how likely the nodes are: which of several equally likely ones it
-        # takes, as there are many in 16 bits, may differ.
-        return packed.view(torch.int32), packed.chunk(4, dim=1)[3]
-
-    name = "tree", count, depth, noise is not None, len(held)
-    found = graphs.run(name, function, inputs, lambda: function(*inputs), tuple, static=len(held))
-    return found[0].view(torch.float32).to(state.root.device)

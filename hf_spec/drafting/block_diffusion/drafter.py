@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.core.transfer import waits
+from hf_spec.core.buckets import bucket
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences, window
-from hf_spec.drafting.committed import DraftCache, ReadsCommitted
+from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Transitions
@@ -34,7 +34,7 @@ class BlockOptions(DraftOptions):
     """
 
 
-class BlockDrafter(ReadsCommitted, TreeDrafter):
+class BlockDrafter(TreeDrafter):
     """Trees of a block's likeliest tokens.
 
     Args:
@@ -58,51 +58,60 @@ class BlockDrafter(ReadsCommitted, TreeDrafter):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        layers, batch = self.network.config.num_layers, state.batch_size
-        self.cache = DraftCache(layers, batch, self.network.device)
+        graphs = state.target.graphs
+        self.cache: Any = DraftCache(
+            self.network.config.num_layers, state.batch_size, self.network.device,
+            None if graphs is None else graphs.allocate,
+        )  # fmt: skip
         self.cache.states.limit = state.cache.states.limit
         self.cache.states.reserve(state.cache.capacity)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = None
-        super().advance(result, hidden)
+        if hidden is None:
+            return
+        tree = Tree.chain(committed(result, hidden))
+        _, positions = self.cache.open(tree)
+        self.network.append(hidden[:, : tree.num_nodes], positions, self.cache)
+        self.cache.keep(result.counts, result.host and result.host.counts)
 
-    def prefetch(self, state: DecodeState) -> Tensor | None:
-        # Where reads are free, only accepted tokens run.
-        if not waits(state.root.device):
-            return None
-        self._run(state.root, ahead=True)
-        return super().prefetch(state)
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.cache.select(rows)
 
-    def propose(self, state: DecodeState) -> Tree:
-        if state.max_depth > 0 and self.hidden is None:
-            self._run(state.root)
-        return super().propose(state)
+    def hidden_after(self, root: Tensor) -> Tensor:
+        if self.hidden is None:
+            self.hidden = self._block(root)
+        return self.hidden
 
-    def warm(self, state: DecodeState) -> None:
-        self._run(state.root)
-        super().warm(state)
+    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
+        cache, nodes = self.cache, bucket(tree.num_tokens) + self.network.config.block_size
+        cache.states.reserve(cache.max_length + nodes)
+        return cache.tensors(), [cache.lengths]
 
-    def _run(self, root: Tensor, ahead: bool = False) -> None:
-        """Run the block behind all committed tokens, perhaps before the host knows the latest."""
-        rows, cache = self.take_committed(ahead), self.cache
-        if rows is not None:
-            width = max(rows.counts)
-            cache.begin(Tree.chain(rows.tokens[:, :width]))
-            positions = cache.lengths[:, None] + torch.arange(width, device=cache.lengths.device)
-            self.network.append(rows.hidden[:, :width], positions, cache)
-            if rows.exact is None:
-                cache.commit(rows.counts)
-            else:
-                cache.commit_ahead(rows.exact, width)
-        self.hidden = self._block(root)
+    @property
+    def cache_layout(self) -> Hashable:  # type: ignore[override]
+        return self.cache.layout
+
+    def traced(self, held: Sequence[Tensor], carried: Sequence[Tensor], in_place: bool) -> Self:
+        own = self.using(held)
+        own.cache = TracedDraftCache(self.cache, carried, in_place)
+        return own
+
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        assert result.host is not None
+        self.cache.commit(result.host.counts)
+
+    def release(self) -> list[Tensor]:
+        released: list[Tensor] = self.cache.states.release()
+        return released
 
     def _block(self, root: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` states of the slots that predict."""
         network, cache, lengths = self.network, self.cache, self.cache.lengths
         tokens = network.blocks(root.to(network.device))
-        slots, count = cache.begin(Tree.chain(tokens)), tokens.shape[1]
-        positions = lengths[:, None] + torch.arange(count, device=lengths.device)
+        count = tokens.shape[1]
+        slots, positions = cache.open(Tree.chain(tokens))
         keys = torch.arange(slots, device=lengths.device)[None]
         full = (keys < (lengths + count)[:, None])[:, None, None].expand(-1, -1, count, -1)
         sliding = full

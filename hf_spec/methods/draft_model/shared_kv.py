@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.buffers import aligned
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
-from hf_spec.core.transfer import sent, waits
+from hf_spec.core.transfer import sent
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
@@ -65,12 +64,11 @@ class SharedKVDrafter(AssistantDrafter):
         self._attention = TreeAttention(assistant)
         with_given_masks(assistant, self._attention.changes)
         self._hidden: Tensor | None = None  # (batch, hidden) the model's, before each root
-        self._step: StepResult | None = None  # the latest
         self._seen: Seen | None = None  # while a tree grows
         self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        self._hidden, self._step = hidden, result
+        self._hidden = hidden
 
     def select(self, rows: Sequence[int]) -> None:
         if self._hidden is not None:
@@ -79,37 +77,12 @@ class SharedKVDrafter(AssistantDrafter):
     def catch_up(self, state: DecodeState) -> None:
         self._seen = self._see(state.cache, state.target.position_shift)
 
-    def prefetch(self, state: DecodeState) -> Tensor | None:
-        # Where reads are free, each level is grown only if it is worth its time.
-        if not waits(state.root.device):
-            return None
-        assert self._step is not None
-        path, counts = self._step.path, self._step.counts
-        if state.moved:
-            path = torch.arange(path.shape[1], device=path.device).expand_as(path)
-        self._seen = self._see(state.cache, state.target.position_shift, (path, counts))
-        self._ahead = self._grow(state, self.depth)
-        return self._ahead[1]
-
-    def _see(
-        self, cache: TreeCache, shift: Tensor, ahead: tuple[Tensor, Tensor] | None = None
-    ) -> Seen:
-        """The tokens before the roots, which a cache holds; `ahead`: where the accepted nodes are
-        in an open block, ``(batch, depth)``, and how many there are, ``(batch,)``."""
+    def _see(self, cache: TreeCache, shift: Tensor) -> Seen:
+        """The tokens before the roots, which a cache holds."""
         device, dtype = placement(self.assistant)
         count = min(aligned(cache.max_length), cache.capacity)
-        if cache.block is not None:
-            count = cache.block.end
         lengths, slots = cache.lengths[:, None].to(device), torch.arange(count, device=device)
-        at = torch.where(slots < lengths, slots, -1)  # position of each slot that is seen
-        if ahead is not None:
-            path, counts = ahead[0].to(device), ahead[1][:, None].to(device)
-            order = torch.arange(path.shape[1], device=device)
-            # What is no accepted node goes behind the last slot.
-            path = torch.where(order < counts, lengths + path, count)
-            at = pad(at, (0, 1)).scatter(1, path, lengths + order)[:, :count]
-            lengths = lengths + counts
-        seen = (at >= 0)[:, None, None]
+        seen = (slots < lengths)[:, None, None]
         states, visible = {}, {}
         for kind, source in self._sources.items():
             layer = cache.layers[source.layer]
@@ -117,7 +90,7 @@ class SharedKVDrafter(AssistantDrafter):
             states[kind] = tuple(part.to(device, dtype) for part in parts)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
             # which the cache of a longer prompt has nothing.
-            near = source.window and masks.window(source.window, lengths, at)
+            near = source.window and masks.window(source.window, lengths, slots[None])
             visible[kind] = seen if near is None else seen & near
         return Seen(states, visible, lengths + shift.to(device))
 

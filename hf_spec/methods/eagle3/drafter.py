@@ -66,8 +66,8 @@ class Eagle3Drafter(AutoregressiveDrafter):
             assert network.masks is not None
             tokens, hidden = network.masks(len(states), self.depth - 1)
             tree = Tree.chain(tokens)
-            mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))
-            positions = cache.lengths[:, None] + tree.depths
+            slots, positions = cache.open(tree)
+            mask = masks.tree(tree.ancestors, cache.lengths, slots)
             found, _ = network.run(tokens, hidden, positions, mask, cache)
             states = torch.cat([states, found], 1)
         return network.logits(states)
