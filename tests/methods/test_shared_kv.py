@@ -62,24 +62,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
     """Collects what the drafters of this block answer."""
     seen: list[Asked] = []
     rows: list[tuple[list[int], bool]] = []
-    catch_up, prefetch = SharedKVDrafter.catch_up, SharedKVDrafter.prefetch
-    level, advance = SharedKVDrafter.level, SharedKVDrafter.advance
-    steps: list[Any] = []
+    catch_up, level = SharedKVDrafter.catch_up, SharedKVDrafter.level
 
     def caught_up(self: Any, state: Any) -> None:
         rows[:] = [([*tokens], on) for tokens, on in zip(state.tokens, state.active)]
         catch_up(self, state)
-
-    def prefetched(self: Any, state: Any) -> Any:
-        known = zip(state.tokens, steps[-1].tokens.tolist(), steps[-1].counts.tolist())
-        rows[:] = [
-            (tokens + new[:count], on) for (tokens, new, count), on in zip(known, state.active)
-        ]
-        return prefetch(self, state)
-
-    def advanced(self: Any, result: Any, hidden: Any) -> None:
-        steps.append(result)
-        advance(self, result, hidden)
 
     def answered(self: Any, frontier: Frontier) -> Tensor:
         logits = level(self, frontier)
@@ -96,8 +83,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(SharedKVDrafter, "catch_up", caught_up)
-        patch.setattr(SharedKVDrafter, "prefetch", prefetched)
-        patch.setattr(SharedKVDrafter, "advance", advanced)
         patch.setattr(SharedKVDrafter, "level", answered)
         yield seen
 
