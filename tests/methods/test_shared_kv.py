@@ -11,7 +11,7 @@ import torch
 from architectures import assistant_for, base_of, build, config_class, random_model
 from conftest import check_same, prompt, ragged, shared
 from covering import covering
-from running import CAPTURED, as_if, drafting, no_forward
+from running import CAPTURED, drafting, no_forward
 from torch import Tensor
 from transformers.generation.candidate_generator import (
     SinglePositionMultiTokenCandidateGenerator as StockGenerator,
@@ -174,30 +174,6 @@ def test_rows_that_finish_and_a_cache_that_goes_on(
         ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
         mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2).long()], dim=1)
         check_same(model, {**spec, CACHE: first[CACHE]}, ids, attention_mask=mask, **GREEDY)
-    Oracle(model, assistant).check(seen)
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [("gemma4", "tree"), ("shared", "wide"), ("gemma4", "compiled"), ("shared", "sampled")],
-)
-def test_trees_that_grow_before_the_step_is_over(
-    monkeypatch: pytest.MonkeyPatch, name: str, setting: str
-) -> None:
-    """They see accepted nodes where these are before they are committed."""
-    as_if(True, monkeypatch)
-    model, assistant = pair(name)
-    given = GIVEN["row" if setting == "sampled" else "batch"]
-    settings = {**GREEDY, **SETTINGS[setting][1], "max_new_tokens": 16}
-    caught_up = []
-    catch_up = SharedKVDrafter.catch_up
-    monkeypatch.setattr(
-        SharedKVDrafter, "catch_up",
-        lambda self, state: caught_up.append(len(state.rows)) or catch_up(self, state),
-    )  # fmt: skip
-    with watched(monkeypatch) as seen:
-        check_same(model, speculation(assistant, setting, 2), **given, **settings)
-    assert len(caught_up) < hf_spec.last_stats(model).num_steps - 2
     Oracle(model, assistant).check(seen)
 
 
