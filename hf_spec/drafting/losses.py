@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.predicting import of_tokens
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, places_of
+from hf_spec.drafting.heads import PROJECTION, head_states, projected
 from hf_spec.drafting.markov_head import MarkovHead
-from hf_spec.model.hidden_states import model_logits, states_at
-from hf_spec.model.sequences import IGNORED
+from hf_spec.model.hidden_states import Head, model_logits, states_at
+from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 
 #: Share of the loss without the previous token, if there is also a loss given that token.
 PLAIN_SHARE = 0.3
@@ -139,3 +144,51 @@ def own_logits(
 def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none."""
     return losses.sum(dim) / (wanted >= 0).sum(dim).clamp(min=1)
+
+
+def heads_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """The heads' losses, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)).
+
+    A head's loss is a mean over the anchors of a sequence that it can predict from; the result is a
+    mean over sequences. Head k, from 1, predicts token t + 1 + k at anchor t. Own projections are
+    trained without the model's scaling or soft cap of logits.
+
+    Returns:
+        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
+    """
+    hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
+    return loss_of_states(model, adapter, hidden, batch)
+
+
+def loss_of_states(
+    model: Any, adapter: ActiveAdapter, hidden: Tensor, batch: TrainingBatch
+) -> dict[str, Tensor]:
+    """:func:`heads_loss` from final hidden states ``(batch, seq, hidden)``."""
+    config: Any = adapter.config
+    weights = adapter.weights()
+    group = ProbeGroup.causal(config.num_heads)
+    wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
+    anchors = batch.anchors.to(hidden.device)
+    states = head_states(weights, states_at(hidden, anchors))
+
+    def predict(states: Tensor, head: Head | None) -> Tensor:
+        if config.projection == "shared":
+            return model_logits(model, states.to(hidden), head=head)
+        each = states.unflatten(1, (-1, config.num_heads))
+        return projected(model, weights[PROJECTION], each).flatten(1, 2)
+
+    own = None
+    if config.projection == "own":  # tokens that the heads do not have
+        wanted = wanted.masked_fill(wanted >= weights[PROJECTION].shape[1], IGNORED)
+    if config.loss == "distillation":
+        later = anchors[:, :, None] + torch.arange(1, config.num_heads + 1, device=anchors.device)
+        own = own_logits(model, hidden, later, DraftVocabulary.of(weights, model))
+        if config.projection == "own":
+            known = own[..., : weights[PROJECTION].shape[1]]
+            own = of_tokens(model, known, torch.finfo(known.dtype).min)
+    losses, logits, labels = future_losses(
+        model, weights, predict, states, batch.input_ids, anchors, wanted, own
+    )
+    per_head = wanted_mean(losses, labels, 1)  # (batch, heads)
+    shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
+    return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": labels}

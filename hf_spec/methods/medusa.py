@@ -40,8 +40,8 @@ from hf_spec.drafting.heads import (
     HeadDrafter,
     HeadsAdapter,
     HeadsConfig,
-    heads_loss,
 )
+from hf_spec.drafting.losses import heads_loss
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Method, Published
 from hf_spec.policy.tree_source import tree_source

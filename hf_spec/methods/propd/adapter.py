@@ -20,8 +20,8 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count
-from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig, loss_of_states
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
+from hf_spec.drafting.losses import loss_of_states, prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
 from modeling_patches.early_pruning import layer_input
