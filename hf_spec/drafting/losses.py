@@ -1,10 +1,15 @@
-"""Losses of predictions of future tokens."""
+"""Losses of predictions of future tokens.
+
+At an anchor, column t of a sequence, the model itself predicts token t + 1. What drafts predicts
+those after it: distance d, from 1, is token t + 1 + d. All objectives are sums of the losses of
+single predictions, :func:`prediction_losses`, averaged by :func:`mean_loss`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +18,50 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import of_tokens
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.probes import ProbeGroup
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, places_of
 from hf_spec.drafting.heads import PROJECTION, head_states, projected
 from hf_spec.drafting.markov_head import MarkovHead
-from hf_spec.model.hidden_states import Head, model_logits, states_at
-from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from hf_spec.drafting.transitions import Transitions
+from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
+from hf_spec.model.sequences import IGNORED, token_hidden
+from modeling_patches.weights import placement
 
 #: Share of the loss without the previous token, if there is also a loss given that token.
 PLAIN_SHARE = 0.3
 #: Target that is never drafted: it trains nothing, and counts as a miss in evaluation.
 NEVER = -1
+
+
+class Ahead(NamedTuple):
+    """The tokens after anchors; each ``(batch, anchors, distances)``.
+
+    Attributes:
+        columns: t + d, where the model itself predicts the token of distance d, as far as the
+            sequence goes.
+        before: the tokens there, so those before the wanted ones.
+        wanted: the tokens t + d + 1, `IGNORED` where there is none to predict.
+    """
+
+    columns: Tensor
+    before: Tensor
+    wanted: Tensor
+
+    @classmethod
+    def of(
+        cls, batch: TrainingBatch, distances: int, device: torch.device, first: int = 1
+    ) -> Ahead:
+        """Those of distances from ``first`` on."""
+        ids, labels, anchors = (one.to(device) for one in batch[:3])
+        steps = torch.arange(first, first + distances, device=device)
+        end = ids.shape[1] - 1
+        columns = anchors[:, :, None] + steps
+
+        def at(values: Tensor, columns: Tensor) -> Tensor:
+            return values.gather(1, columns.clamp(max=end).flatten(1)).view_as(columns)
+
+        wanted = torch.where(columns < end, at(labels, columns + 1), IGNORED)
+        return cls(columns.clamp(max=end), at(ids, columns), wanted)
 
 
 def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None) -> Tensor:
@@ -50,15 +88,41 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
     return losses.view(wanted.shape)
 
 
+def mean_loss(
+    losses: Tensor, logits: Tensor, labels: Tensor, decay: float = 1.0, first: int = 0,
+    pooled: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """A mean over sequences: of a sequence, the sum over distances of their mean losses.
+
+    Args:
+        losses: ``(batch, anchors, distances)`` of :func:`prediction_losses`.
+        logits, labels: predictions and targets, which are given back.
+        decay: the n-th distance, from 0, has weight ``decay ** (first + n)``.
+        pooled: one mean over all predictions of a sequence, instead of one for each distance.
+
+    Returns:
+        ``loss``, a scalar; ``logits`` and ``labels``.
+    """
+    shares = decay ** torch.arange(first, first + losses.shape[2], device=losses.device)
+    if pooled:
+        means = wanted_mean(losses * shares.to(losses.dtype), labels, (1, 2))
+    else:
+        means = (wanted_mean(losses, labels, 1) * shares).sum(-1)
+    return {"loss": means.mean(), "logits": logits, "labels": labels}
+
+
+def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none."""
+    return losses.sum(dim) / (wanted >= 0).sum(dim).clamp(min=1)
+
+
 def future_losses(
     model: Any,
     weights: Mapping[str, Tensor],
-    predict: Callable[[Tensor, DraftVocabulary | None], Tensor],
     states: Tensor,
-    input_ids: Tensor,
-    anchors: Tensor,
-    wanted: Tensor,
+    ahead: Ahead,
     own: Tensor | None = None,
+    predict: Callable[[Tensor, Head | None], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of predictions at anchors, and the predictions that decoding would use.
 
@@ -69,32 +133,31 @@ def future_losses(
 
     Args:
         weights: the adapter's parameters.
+        states: ``(batch, anchors, distances, hidden)``, before the Markov head.
+        ahead: what follows the anchors.
+        own: :func:`own_logits` there, for distillation.
         predict: logits ``(batch, n, vocab)`` from states ``(batch, n, hidden)``, n being all
             distances of all anchors, and from what replaces the output embeddings, if anything.
-        states: ``(batch, anchors, distances, hidden)``, before the Markov head.
-        input_ids: ``(batch, seq)``
-        anchors: ``(batch, anchors)`` columns t; distance d, from 1, predicts token t + d + 1.
-        wanted: ``(batch, anchors, distances)`` these tokens, `IGNORED` where there is none.
-        own: :func:`own_logits` there, for distillation.
+            None for :func:`model_logits`.
 
     Returns:
         ``(batch, anchors, distances)`` losses; ``(batch, anchors, distances, tokens)`` logits; and
         the targets as their indices, `NEVER` for others.
     """
-    steps = torch.arange(1, wanted.shape[2] + 1, device=states.device)
-    ids, at = input_ids.to(states.device), anchors.to(states.device)[:, :, None] + steps
-    before = ids.gather(1, at.clamp(max=ids.shape[1] - 1).flatten(1)).view_as(at)
     markov_head = MarkovHead.of(weights, model)
     if markov_head is not None:
-        states = markov_head.given_root(states, before[:, :, 0])
+        states = markov_head.given_root(states, ahead.before[:, :, 0])
     vocabulary = DraftVocabulary.of(weights, model)
-    wanted = drafted_targets(None if vocabulary is None else vocabulary.tokens, wanted)
-    logits = drafted_logits(vocabulary, partial(predict, states.flatten(1, 2)))
-    logits = logits.unflatten(1, wanted.shape[1:])
+    wanted = drafted_targets(None if vocabulary is None else vocabulary.tokens, ahead.wanted)
+    flat = states.flatten(1, 2)
+    logits = drafted_logits(
+        vocabulary,
+        lambda head: predict(flat, head) if predict else model_logits(model, flat, head=head),
+    ).unflatten(1, wanted.shape[1:])
     losses = prediction_losses(logits, wanted, own)
     if markov_head is None:
         return losses, logits, wanted
-    bias = drafted_logits(vocabulary, partial(markov_head.logits, before, states))
+    bias = drafted_logits(vocabulary, partial(markov_head.logits, ahead.before, states))
     given = logits + bias.to(logits)
     return PLAIN_SHARE * losses + prediction_losses(given, wanted, own), given, wanted
 
@@ -133,62 +196,85 @@ def own_logits(
 
     Args:
         hidden: ``(batch, seq, hidden)`` its final states.
-        columns: ``(batch, anchors, distances)`` where, as far as the sequence goes.
+        columns: ``(batch, anchors, distances)`` where.
         vocabulary: see :func:`drafted_logits`.
     """
-    states = states_at(hidden, columns.clamp(max=hidden.shape[1] - 1).flatten(1))
+    states = states_at(hidden, columns.flatten(1))
     logits = drafted_logits(vocabulary, lambda head: model_logits(model, states, head=head))
     return logits.unflatten(1, columns.shape[1:])
 
 
-def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none."""
-    return losses.sum(dim) / (wanted >= 0).sum(dim).clamp(min=1)
+# -- objectives of several methods ---------------------------------------------------------------
 
 
-def heads_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
-    """The heads' losses, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)).
+def heads_loss(
+    model: Any, adapter: ActiveAdapter, batch: TrainingBatch, hidden: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The losses of heads, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)).
 
-    A head's loss is a mean over the anchors of a sequence that it can predict from; the result is a
-    mean over sequences. Head k, from 1, predicts token t + 1 + k at anchor t. Own projections are
-    trained without the model's scaling or soft cap of logits.
+    Head k, from 1, predicts token t + 1 + k at anchor t. Own projections are trained without the
+    model's scaling or soft cap of logits.
+
+    Args:
+        hidden: ``(batch, seq, hidden)`` final states, if they are known.
 
     Returns:
-        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
+        See :func:`mean_loss`.
     """
-    hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
-    return loss_of_states(model, adapter, hidden, batch)
-
-
-def loss_of_states(
-    model: Any, adapter: ActiveAdapter, hidden: Tensor, batch: TrainingBatch
-) -> dict[str, Tensor]:
-    """:func:`heads_loss` from final hidden states ``(batch, seq, hidden)``."""
     config: Any = adapter.config
     weights = adapter.weights()
-    group = ProbeGroup.causal(config.num_heads)
-    wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
-    anchors = batch.anchors.to(hidden.device)
-    states = head_states(weights, states_at(hidden, anchors))
+    if hidden is None:
+        hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
+    ahead = Ahead.of(batch, config.num_heads, hidden.device)
+    states = head_states(weights, states_at(hidden, batch.anchors))
+    own = None
+    if config.loss == "distillation":
+        own = own_logits(model, hidden, ahead.columns, DraftVocabulary.of(weights, model))
+    projections = weights.get(PROJECTION)
+    if projections is not None:
+        known = projections.shape[1]  # the model may have gained tokens since
+        ahead = ahead._replace(wanted=ahead.wanted.masked_fill(ahead.wanted >= known, IGNORED))
+        if own is not None:
+            own = of_tokens(model, own[..., :known], torch.finfo(own.dtype).min)
 
     def predict(states: Tensor, head: Head | None) -> Tensor:
-        if config.projection == "shared":
+        if projections is None:
             return model_logits(model, states.to(hidden), head=head)
         each = states.unflatten(1, (-1, config.num_heads))
-        return projected(model, weights[PROJECTION], each).flatten(1, 2)
+        return projected(model, projections, each).flatten(1, 2)
 
+    losses, logits, labels = future_losses(model, weights, states, ahead, own, predict)
+    return mean_loss(losses, logits, labels, config.decay, first=1)
+
+
+def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """The losses of all distances of blocks, weighted by decay ** d (DFlash, section 3.2).
+
+    With a Markov head, the tokens before are those of the answer. Tokens outside the draft
+    vocabulary are not trained.
+
+    Returns:
+        See :func:`mean_loss`.
+    """
+    config, weights = adapter.config, adapter.weights()
+    network = BlockNetwork(adapter.module, model)
+    states = block_sequences(network, batch.input_ids, batch.attention_mask, batch.anchors)
+    ahead = Ahead.of(batch, config.distances, states.device)
+    vocabulary = DraftVocabulary.of(weights, model)
+    if vocabulary is not None and vocabulary.is_own:
+        logits = network.shaped(functional.linear(states, adapter.module.lm_head.weight))
+    elif config.shapes_logits:
+        logits = network.shaped(output_logits(model, states, vocabulary))
+    else:
+        final = states.flatten(1, 2).to(placement(model).dtype)
+        logits = model_logits(model, final, head=vocabulary).unflatten(1, states.shape[1:3])
+    transitions = Transitions.of(config.markov_head, weights)
+    if transitions is not None:
+        logits = transitions.along(logits, ahead.before, states)
     own = None
-    if config.projection == "own":  # tokens that the heads do not have
-        wanted = wanted.masked_fill(wanted >= weights[PROJECTION].shape[1], IGNORED)
     if config.loss == "distillation":
-        later = anchors[:, :, None] + torch.arange(1, config.num_heads + 1, device=anchors.device)
-        own = own_logits(model, hidden, later, DraftVocabulary.of(weights, model))
-        if config.projection == "own":
-            known = own[..., : weights[PROJECTION].shape[1]]
-            own = of_tokens(model, known, torch.finfo(known.dtype).min)
-    losses, logits, labels = future_losses(
-        model, weights, predict, states, batch.input_ids, anchors, wanted, own
-    )
-    per_head = wanted_mean(losses, labels, 1)  # (batch, heads)
-    shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
-    return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": labels}
+        hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
+        own = own_logits(model, hidden, ahead.columns, vocabulary).to(logits.device)
+    wanted = drafted_targets(None if vocabulary is None else vocabulary.tokens, ahead.wanted)
+    losses = prediction_losses(logits, wanted, own)
+    return mean_loss(losses, logits, wanted, config.decay, first=1)

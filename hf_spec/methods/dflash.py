@@ -12,9 +12,9 @@ from typing import ClassVar
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
 from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
-from hf_spec.drafting.block_diffusion.loss import block_loss
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.block_diffusion.speculators import speculators_files
+from hf_spec.drafting.losses import block_loss
 from hf_spec.methods.registry import Export, Method, Published
 from hf_spec.policy.tree_source import tree_source
 
