@@ -18,7 +18,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.losses import Ahead, drafted_targets, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import states_at
-from hf_spec.model.sequences import IGNORED, token_hidden
+from hf_spec.model.sequences import token_hidden
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_features
 
@@ -88,7 +88,8 @@ def chain_loss(
 
     Args:
         layers: whose states the network reads, see :class:`Reads`; empty for the final ones.
-        kind: one of :data:`LOSSES`, see :func:`target_losses`.
+        kind: ``kl``, divergence from the base's distributions; ``ce``, cross-entropy of their
+            likeliest tokens.
 
     Returns:
         See :func:`mean_loss`; labels are indices in the draft vocabulary.
@@ -102,21 +103,6 @@ def chain_loss(
     ahead = Ahead.of(batch, steps, logits.device)
     own, ids = own_logits(model, final, ahead.columns).to(logits.device), network.token_ids
     targets = own if ids is None else own[..., ids.to(own.device)]
-    losses = target_losses(logits, targets, ahead.wanted, kind)
+    losses = prediction_losses(logits, ahead.wanted, targets, likeliest=kind == "ce")
     found = mean_loss(losses, logits, ahead.wanted, decay)
     return {**found, "labels": drafted_targets(ids, ahead.wanted)}
-
-
-def target_losses(logits: Tensor, targets: Tensor, wanted: Tensor, kind: str) -> Tensor:
-    """Loss of each prediction; 0 where nothing is wanted.
-
-    Args:
-        logits, targets: ``(..., tokens)`` the decoder's logits and the base's.
-        wanted: ``(...)`` `IGNORED` where there is no token.
-        kind: ``kl``, divergence from the base's distributions; ``ce``, cross-entropy of their
-            likeliest tokens.
-    """
-    if kind == "kl":
-        return prediction_losses(logits, wanted, targets)
-    likeliest = targets.argmax(-1).masked_fill(wanted == IGNORED, IGNORED)
-    return prediction_losses(logits, likeliest)
