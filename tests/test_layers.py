@@ -1,8 +1,8 @@
 """Imports flow one way, as CONTRIBUTING says; every import statement is looked at.
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
-``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``search``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+``formats`` -> ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself ->
+``training``, ``search``, ``bench``, ``hub``, ``demo`` -> ``cli``.
 """
 
 import ast
@@ -23,6 +23,7 @@ LAYERS: list[set[str]] = [
     {"hf_spec.adapters"},
     {"hf_spec.drafting"},
     {"hf_spec.policy"},
+    {"hf_spec.formats"},
     {"hf_spec.methods"},  # the registry
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},

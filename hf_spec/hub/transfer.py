@@ -1,7 +1,7 @@
 """Imports published checkpoints as adapters, and exports adapters for other programs.
 
-This module reads and writes files; methods know what the tensors mean (``Method.published``,
-``Method.exports``).
+This module reads and writes files; methods know what the tensors mean (``Method.reader``,
+``Method.writers``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from hf_spec.adapters.checkpoint import INDEX, check_numbers, complaints, opened
 from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json, write_atomically
+from hf_spec.formats.tables import PICKLES, WEIGHTS, Reader, Writer
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
-from hf_spec.methods.registry import Export, Method, Published, methods
+from hf_spec.methods.registry import Method, methods
 from hf_spec.model.loading import model_without_weights
 from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement, renamed
@@ -34,22 +35,19 @@ MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 #: Files that a model's weights may be in.
-BASE_FILES = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)  # fmt: skip
+BASE_FILES = WEIGHTS + PICKLES
 #: Parameters of drafters that may be copies of the base's embeddings, and which of them.
 COPIES = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 #: Keys under which training programs keep tensors by name, beside other things.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 
-def _layouts() -> dict[str, Published]:
+def _layouts() -> dict[str, Reader]:
     """The readers of published checkpoints, by the names of methods that have one."""
-    return {name: one.published for name, one in methods().items() if one.published is not None}
+    return {name: one.reader for name, one in methods().items() if one.reader is not None}
 
 
-def importable(name: str) -> tuple[Method, Published]:
+def importable(name: str) -> tuple[Method, Reader]:
     """A method and its reader of published checkpoints; a ValueError if there is none."""
     known = _layouts()
     if name not in known:
@@ -70,9 +68,9 @@ def recognized(place: str) -> tuple[str, Path]:
     # If none of these is there, this says so.
     find_published(place, dataclasses.replace(next(iter(known.values())), files=tuple(files)))
     paths: dict[str, Path] = {}
-    for name, published in known.items():
+    for name, reader in known.items():
         with suppress(ValueError):  # it has none of this method's files
-            paths[name] = find_published(place, published)
+            paths[name] = find_published(place, reader)
     names = {path: tensor_names(path) for path in {*paths.values()}}
     found = {
         name: path
@@ -93,13 +91,13 @@ def config_beside(path: Path) -> dict[str, Any]:
     return read_json(config) if config.is_file() else {}
 
 
-def find_published(place: str, published: Published) -> Path:
+def find_published(place: str, reader: Reader) -> Path:
     """The file of a published checkpoint, downloaded if needed.
 
     Args:
         place: a file; a folder; or a repository on the Hub, ``owner/name``, whose files are taken
             from the local cache where the Hub cannot be reached.
-        published: names the files that a folder or repository is searched for.
+        reader: names the files that a folder or repository is searched for.
 
     Raises:
         ValueError: there is no such file.
@@ -107,21 +105,21 @@ def find_published(place: str, published: Published) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    path, wanted = Path(place), ", ".join(published.files)
+    path, wanted = Path(place), ", ".join(reader.files)
     if path.is_file():
         return path
     if path.is_dir():
-        found = [path / name for name in published.files if (path / name).is_file()]
+        found = [path / name for name in reader.files if (path / name).is_file()]
         if not found:
             raise ValueError(f"the folder {place!r} has none of {wanted}. Give the file itself")
         return found[0]
     if not is_repository(place) or place.count("/") != 1 or path.suffix in SUFFIXES:
         raise ValueError(f"there is no file {place!r}, nor a folder of this name")
     where = ""
-    for name in published.files:
+    for name in reader.files:
         try:
             file = Path(hf_hub_download(place, name))
-            for shard in _shards(file, published.wants) if name.endswith(INDEX) else ():
+            for shard in _shards(file, reader.wants) if name.endswith(INDEX) else ():
                 hf_hub_download(place, shard)
             with suppress(EntryNotFoundError):  # some layouts have none
                 hf_hub_download(place, MODEL_CONFIG)
@@ -198,13 +196,13 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
         ValueError: the file cannot be read (:func:`read_published`), or is not what the method
             publishes.
     """
-    method, published = importable(method_name)
+    method, reader = importable(method_name)
     assert method.adapter_config is not None
     try:
         # With the scales of those that are stored as 8-bit floats.
-        found = read_published(path, lambda name: published.wants(name.removesuffix(SCALES)))
+        found = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
         tensors = _dequantized(found)
-        fields, tensors = published.convert(tensors, config_beside(path))
+        fields, tensors = reader.convert(tensors, config_beside(path))
         return method.adapter_config(**fields, inference_mode=True), tensors
     except ValueError as error:
         raise ValueError(f"cannot import {str(path)!r}: {error}") from error
@@ -242,7 +240,7 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
     if not wanted:
         return model
     name_of = renamed(model)
-    base = Published(lambda name: name_of(name) in wanted, lambda *_: ({}, {}), BASE_FILES)
+    base = Reader(lambda name: name_of(name) in wanted, lambda *_: ({}, {}), BASE_FILES)
     # Files of safetensors are mapped: of their tensors, only rows that are looked at are read.
     found = read_published(find_published(place, base), base.wants)
     model.load_state_dict({name_of(name): one for name, one in found.items()}, False, assign=True)
@@ -264,11 +262,11 @@ def import_adapter(
     Raises:
         ValueError: the file cannot be read, or does not fit the model.
     """
-    method, published = importable(method_name)
+    method, reader = importable(method_name)
     method.parse_options(options)
     config, tensors = convert(path, method_name)
-    if published.share is not None:
-        config, tensors = published.share(model, config, tensors)
+    if reader.share is not None:
+        config, tensors = reader.share(model, config, tensors)
     with attached(model, config, on_meta=True) as peft_model:
         adapter = layer_of(model, config.type_name).adapters["default"]
         weights = adapter.tensors()
@@ -286,7 +284,7 @@ def import_adapter(
     return output
 
 
-def exporter(folder: Path, form: str) -> Export:
+def exporter(folder: Path, form: str) -> Writer:
     """The exporter of the adapter in a folder to a format.
 
     Raises:
@@ -298,10 +296,10 @@ def exporter(folder: Path, form: str) -> Export:
         raise ValueError(
             f"{str(folder / CONFIG)!r} is of type {kind!r}, which is none of hf_spec's"
         )
-    if form not in method.exports:
-        formats = ", ".join(method.exports) or "no format"
+    if form not in method.writers:
+        formats = ", ".join(method.writers) or "no format"
         raise ValueError(f"adapters of {method.name!r} can be exported to {formats}, not {form!r}")
-    return method.exports[form]
+    return method.writers[form]
 
 
 def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:

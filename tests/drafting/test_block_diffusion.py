@@ -60,9 +60,9 @@ def drafter_of(name: str, layout: str = "drafter") -> Any:
     kind = name.partition("/")[0].removesuffix("2")
     method, folder = methods()[kind], folder_of(name) / layout
     tensors, model = load_file(folder / "model.safetensors"), base_of(name)
-    tensors = {key: value for key, value in tensors.items() if method.published.wants(key)}
+    tensors = {key: value for key, value in tensors.items() if method.reader.wants(key)}
     config = json.loads((folder / "config.json").read_text())
-    fields, weights = method.published.convert(tensors, config)
+    fields, weights = method.reader.convert(tensors, config)
     adapter = f"{name}/{layout}".replace("/", "-")
     if adapter not in getattr(model, "peft_config", {}):
         model.add_adapter(method.adapter_config(**fields), adapter)

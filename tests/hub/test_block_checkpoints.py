@@ -75,6 +75,15 @@ def of_deepspec(method: str) -> Files:
     return config, {**tensors, "embed_tokens.weight": torch.ones(128, 64), "lm_head.weight": head}
 
 
+def out_of_order(kind: str) -> Files:
+    """The same with the tokens of the draft vocabulary in another order."""
+    config, tensors = released(kind)
+    places = torch.arange(len(tensors["d2t"]))
+    ids = (tensors["d2t"] + places).flip(0)
+    head = tensors["lm_head.weight"].flip(0).contiguous()
+    return config, {**tensors, "d2t": ids - places, "lm_head.weight": head}
+
+
 @cache
 def base_model() -> Any:
     torch.manual_seed(0)
@@ -97,8 +106,8 @@ def write(folder: Path, files: Files) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("dflash", released), ("dflash", of_zlab), ("dflash2", released), ("dflash2", of_zlab),
-     ("dspark", released), ("dspark", of_zlab), ("dspark", of_deepspec)],
+    [("dflash", released), ("dflash", of_zlab), ("dflash", out_of_order), ("dflash2", released),
+     ("dflash2", of_zlab), ("dspark", released), ("dspark", of_zlab), ("dspark", of_deepspec)],
 )  # fmt: skip
 def test_layouts(tmp_path: Path, kind: str, layout: Any) -> None:
     """All give the same adapter, which is recognized by its files."""
@@ -215,7 +224,7 @@ def test_the_last_layer_is_not_read(tmp_path: Path) -> None:
 
 def test_layers_that_no_config_names(tmp_path: Path) -> None:
     """SpecForge spaces them evenly: 1, 9, 17, 25 and 33 of 36, by their outputs."""
-    convert = methods()["dflash"].published.convert
+    convert = methods()["dflash"].reader.convert
     config, tensors = of_zlab("dflash")
     del config["dflash_config"]["target_layer_ids"]
     config |= {"num_target_layers": 36, "num_hidden_layers": 5}
@@ -249,8 +258,8 @@ def tensor(name: str, value: Tensor) -> Callable[[Files], None]:
 
 
 BAD: list[tuple[Any, str, Any, str]] = [
-    (released, "dflash", changed(new_flag=True), "'new_flag', whose meaning is not known"),
-    (released, "dflash", changed(target_hidden_size=32), "target_hidden_size=32, which is not run"),
+    (released, "dflash", changed(new_flag=True), "new_flag=True in config.json: it is not known"),
+    (released, "dflash", changed(target_hidden_size=32), "target_hidden_size=32 in config.*None"),
     (released, "dflash2", without("conv_kernel_size"), "unknown tensor 'layers.0.attention_conv"),
     (released, "dflash2", changed(conv_kernel_size=3), "attention_conv.base_kernel' has shape"),
     (released, "dflash2", changed(conv_group_size=7), "conv_group_size=7: 64 features cannot"),
@@ -270,21 +279,21 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash", without("mask_token_id"), "config.json has no mask_token_id"),
     (released, "dflash", without("transformer_layer_config"), "has no transformer_layer_config"),
     (released, "dflash", without("norm.weight"), "no tensor 'norm.weight'"),
-    (released, "dflash", without("d2t"), "'d2t' is missing"),
-    (released, "dflash", tensor("d2t", torch.full((48,), 100)), "tokens 100 to 147: .*below.*128"),
-    (released, "dflash", tensor("d2t", torch.zeros(48)), "not a list of whole numbers"),
-    (released, "dflash", tensor("d2t", torch.zeros(40).long()), "has 40 tokens.*is 48"),
+    (released, "dflash", without("d2t"), "48 of 128 tokens .* no tensor 'd2t'"),
+    (released, "dflash", tensor("d2t", torch.full((48,), 100)), "ids 100 to 147: .*0 to 127"),
+    (released, "dflash", tensor("d2t", torch.zeros(48)), "'d2t' is of type torch.float32"),
+    (released, "dflash", tensor("d2t", torch.zeros(40).long()), "names 40 tokens, expected 48"),
     (released, "dflash", tensor("extra", torch.zeros(1)), "unknown tensor 'extra'"),
     (released, "dflash", within("transformer_layer_config", hidden_size=32), "has shape"),
     (released, "dflash", within("transformer_layer_config", head_dim="x"), "head_dim='x'"),
     (released, "dflash", within("transformer_layer_config", num_hidden_layers=3), "layers.2"),
-    (of_zlab, "dflash", changed(is_causal=True), "is_causal=True, which is not run"),
+    (of_zlab, "dflash", changed(is_causal=True), "is_causal=True in config.*False is read"),
     (of_zlab, "dflash", changed(num_target_layers=9), "num_hidden_layers=9"),
-    (of_zlab, "dflash", within("dflash_config", new=1), "'new', whose meaning is not known"),
+    (of_zlab, "dflash", within("dflash_config", new=1), "new=1 in config.json: it is not known"),
     (of_zlab, "dflash", within("dflash_config", projector_type="domino"), "Domino"),
-    (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config in config.json is \[1\]"),
+    (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config=\[1\] in config.json"),
     (of_zlab, "dspark", within("dflash_config", attention_mode="mla"), "attention_mode='mla'"),
-    (of_deepspec, "dspark", changed(new_switch=True), "'new_switch', whose meaning is not known"),
+    (of_deepspec, "dspark", changed(new_switch=True), "new_switch=True in config.json: it is"),
 ]  # fmt: skip
 
 
@@ -345,11 +354,11 @@ def test_exported_as_speculators_writes_it(tmp_path: Path, kind: str) -> None:
     assert all(ours[name] == theirs[name] for name in ours)
     of_theirs = config["speculators_config"]["proposal_methods"]
     assert written["speculators_config"]["proposal_methods"] == of_theirs
-    again = methods()[method].published.convert(
+    again = methods()[method].reader.convert(
         {name: one for name, one in found.items() if name != "t2d"}, written
     )
     assert again[0] == {
-        **methods()[method].published.convert(
+        **methods()[method].reader.convert(
             {name: one for name, one in tensors.items() if name != "t2d"}, config
         )[0]
     }

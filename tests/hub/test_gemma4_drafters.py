@@ -308,7 +308,7 @@ BAD: dict[str, tuple[Callable[[Files], Any], str]] = {
     "values": (changed(attention_k_eq_v=False, num_key_value_heads=1), "no tensor 'layers.0.*v_p"),
     "scalar": (without("layers.1.layer_scalar"), "no tensor 'layers.1.layer_scalar'"),
     "norm": (without("layers.0.pre_feedforward_layernorm.weight"), "no tensor 'layers.0.pre_feed"),
-    "switch": (changed(new_switch=True), "'new_switch', whose meaning is not known"),
+    "switch": (changed(new_switch=True), "new_switch=True in config.json: it is"),
     "layout": (changed(dflash_config={"projector_type": "dspark"}), "'gemma4_unified_text': such"),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ from hf_spec.hub.transfer import find_published, import_adapter, read_published
 from hf_spec.methods.registry import methods
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
-PUBLISHED = methods()["medusa"].published
+PUBLISHED = methods()["medusa"].reader
 
 
 State = dict[str, torch.Tensor]

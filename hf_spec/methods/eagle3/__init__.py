@@ -1,11 +1,10 @@
 """``eagle3``: a small decoder on the model's hidden states (EAGLE-3; Li et al., 2025)."""
 
+from hf_spec.formats import eagle3
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter, Eagle3Config
 from hf_spec.methods.eagle3.drafter import Eagle3Drafter, Eagle3Options
-from hf_spec.methods.eagle3.export import sglang_files, speculators_files
 from hf_spec.methods.eagle3.network import loss
-from hf_spec.methods.eagle3.published import PUBLISHED
-from hf_spec.methods.registry import Export, Method
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="eagle3",
@@ -18,6 +17,6 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 4},
     num_anchors=32,
-    published=PUBLISHED,
-    exports={"speculators": Export(speculators_files), "sglang": Export(sglang_files)},
+    reader=eagle3.READER,
+    writers=eagle3.WRITERS,
 )

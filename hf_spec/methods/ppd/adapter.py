@@ -279,26 +279,3 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     predict = partial(prompts.logits, model)
     losses = future_losses(model, weights, states, ahead, own, predict)
     return mean_loss(*losses, config.decay, pooled=True)
-
-
-EMBEDDINGS = "prompt_embeddings"
-#: Files that hold them, the first one of these in a folder.
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
-
-
-def wants(name: str) -> bool:
-    return name == EMBEDDINGS
-
-
-def convert(
-    tensors: Mapping[str, Tensor], _: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields of ``PPDConfig`` and the adapter's parameters, from published tensors by name.
-
-    Raises:
-        ValueError: there are no prompt embeddings.
-    """
-    found = tensors.get(EMBEDDINGS)
-    if found is None or found.ndim != 2:
-        raise ValueError(f"it has no tensor {EMBEDDINGS!r} (prompt tokens, hidden)")
-    return {"num_prompt_tokens": len(found)}, {"prompts": found}

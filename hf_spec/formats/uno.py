@@ -8,10 +8,9 @@ together with those of q_proj, and of up_proj together with those of gate_proj.
 
 from typing import Any
 
-from torch import Tensor
-
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
+from hf_spec.formats.tables import Files, Writer
 
 #: Linear modules that SGLang's LoRA knows in every model, each with the module that must be updated
 #: together with it, if there is one.
@@ -21,7 +20,7 @@ NEEDS = {
 }  # fmt: skip
 
 
-def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def uno(model: Any, adapter: ActiveAdapter) -> Files:
     """``adapter_config.json`` and the tensors of ``adapter_model.safetensors``.
 
     Raises:
@@ -63,3 +62,6 @@ def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[
         "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
     }  # fmt: skip
     return description, tensors
+
+
+WRITERS = {"sglang": Writer(uno, "adapter_config.json", "adapter_model.safetensors")}
