@@ -1,8 +1,8 @@
 """Imports flow one way, as CONTRIBUTING says; every import statement is looked at.
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
-``formats`` -> ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself ->
-``training``, ``search``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
+``search``, ``bench``, ``formats``, ``hub``, ``demo`` -> ``cli``.
 """
 
 import ast
@@ -23,13 +23,19 @@ LAYERS: list[set[str]] = [
     {"hf_spec.adapters"},
     {"hf_spec.drafting"},
     {"hf_spec.policy"},
-    {"hf_spec.formats"},
     {"hf_spec.methods"},  # the registry
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},
     {"hf_spec.public"},  # the public names
     {"hf_spec"},
-    {"hf_spec.training", "hf_spec.search", "hf_spec.bench", "hf_spec.hub", "hf_spec.demo"},
+    {
+        "hf_spec.training",
+        "hf_spec.search",
+        "hf_spec.bench",
+        "hf_spec.hub",
+        "hf_spec.demo",
+        "hf_spec.formats",
+    },  # fmt: skip
     {"hf_spec.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")

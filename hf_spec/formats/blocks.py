@@ -15,7 +15,7 @@ A field that is not known is an error; in flat configs, which hold fields of mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -102,6 +102,10 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     if any("DSpark" in name for name in architectures):
         return "dspark"
     return "dflash" if part or any("DFlash" in name for name in architectures) else None
+
+
+def recognizes(kind: str, config: Mapping[str, Any], _: Collection[str]) -> bool:
+    return kind_of(config) == kind
 
 
 def convert(kind: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
@@ -263,13 +267,12 @@ def speculators(model: Any, adapter: ActiveAdapter) -> Files:
     return written, tensors
 
 
-def reader(kind: str) -> Reader:
-    """Of ``dflash`` or ``dspark``."""
-    return Reader(
+READERS = {
+    kind: Reader(
         lambda name: not name.endswith(UNUSED), partial(convert, kind),
-        recognizes=lambda config, names: kind_of(config) == kind,
+        recognizes=partial(recognizes, kind),
         share=partial(tables.without_copy, name=HEAD, reads="feature_layers", head="base"),
-    )  # fmt: skip
-
-
+    )
+    for kind in ("dflash", "dspark")
+}  # fmt: skip
 WRITERS = {"speculators": Writer(speculators)}

@@ -28,7 +28,7 @@ from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of
 
-#: What changes the numbers, and no shapes but those of the norms.
+#: Fields that all formats have.
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 #: Kinds of speculators, the second one (P-EAGLE) drafting all tokens in one forward.
 KINDS = ("eagle3", "peagle")
@@ -211,8 +211,12 @@ def _written(model: Any, adapter: ActiveAdapter) -> Files:
     }, tensors
 
 
-READER = Reader(
-    lambda name: UNUSED.fullmatch(name) is None, convert, tables.WEIGHTS + tables.PICKLES,
-    recognizes, partial(tables.without_copy, name=EMBEDDINGS, reads="layers", own_embeddings=False),
-)  # fmt: skip
+def wants(name: str) -> bool:
+    return UNUSED.fullmatch(name) is None
+
+
+share = partial(tables.without_copy, name=EMBEDDINGS, reads="layers", own_embeddings=False)
+READERS = {
+    "eagle3": Reader(wants, convert, tables.WEIGHTS + tables.PICKLES, recognizes, share),
+}
 WRITERS = {"speculators": Writer(speculators), "sglang": Writer(sglang)}

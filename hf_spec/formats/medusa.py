@@ -124,4 +124,4 @@ def _stacked(
     return torch.stack([found[key] for key in wanted])
 
 
-READER = Reader(lambda name: parse(name) is not None, convert, FILES)
+READERS = {"medusa": Reader(lambda name: parse(name) is not None, convert, FILES)}

@@ -60,7 +60,9 @@ def as_the_model_has_them(
     return config, {f"{LAYERS}{name}": tensor for name, tensor in found.items()}
 
 
-READER = Reader(
-    lambda name: SPECULATORS.parse(name, 0) is not None, convert,
-    recognizes=lambda config, _: config.get(KIND) == "mtp", share=as_the_model_has_them,
-)  # fmt: skip
+READERS = {
+    "mtp": Reader(
+        lambda name: SPECULATORS.parse(name, 0) is not None, convert,
+        recognizes=lambda config, _: config.get(KIND) == "mtp", share=as_the_model_has_them,
+    ),
+}  # fmt: skip

@@ -20,4 +20,5 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     return {"num_prompt_tokens": len(found)}, {"prompts": found}
 
 
-READER = Reader(EMBEDDINGS.__eq__, convert, ("adapter_model.safetensors", "adapter_model.bin"))
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+READERS = {"ppd": Reader(EMBEDDINGS.__eq__, convert, FILES)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.layer_types import LAYER_TYPES, SIZES, LayerType
 from hf_spec.drafting.made_once import is_plain
+from hf_spec.methods.registry import Method
 from modeling_patches.weights import is_updated, output_bias, output_weight
 
 #: Fields of an adapter's config or of another program's, and tensors by name.
@@ -70,6 +72,11 @@ class Writer:
     make: Callable[[Any, Any], Files]
     config: str = "config.json"
     weights: str = WEIGHTS[0]
+
+
+def formats_of(method: Method, name: str) -> Mapping[str, Any]:
+    """``READERS`` or ``WRITERS`` of the module of a method's formats; empty if it has none."""
+    return getattr(importlib.import_module(method.formats), name, {}) if method.formats else {}
 
 
 # -- tensors -------------------------------------------------------------------------------------

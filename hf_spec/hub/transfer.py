@@ -1,7 +1,6 @@
 """Imports published checkpoints as adapters, and exports adapters for other programs.
 
-This module reads and writes files; methods know what the tensors mean (``Method.reader``,
-``Method.writers``).
+This module reads and writes files; methods know what the tensors mean (``Method.formats``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hf_spec.adapters.checkpoint import INDEX, check_numbers, complaints, opened
 from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json, write_atomically
-from hf_spec.formats.tables import PICKLES, WEIGHTS, Reader, Writer
+from hf_spec.formats.tables import PICKLES, WEIGHTS, Reader, Writer, formats_of
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
 from hf_spec.methods.registry import Method, methods
@@ -44,7 +43,8 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 def _layouts() -> dict[str, Reader]:
     """The readers of published checkpoints, by the names of methods that have one."""
-    return {name: one.reader for name, one in methods().items() if one.reader is not None}
+    found = {name: formats_of(one, "READERS").get(name) for name, one in methods().items()}
+    return {name: reader for name, reader in found.items() if reader is not None}
 
 
 def importable(name: str) -> tuple[Method, Reader]:
@@ -296,10 +296,11 @@ def exporter(folder: Path, form: str) -> Writer:
         raise ValueError(
             f"{str(folder / CONFIG)!r} is of type {kind!r}, which is none of hf_spec's"
         )
-    if form not in method.writers:
-        formats = ", ".join(method.writers) or "no format"
+    writers = formats_of(method, "WRITERS")
+    if form not in writers:
+        formats = ", ".join(writers) or "no format"
         raise ValueError(f"adapters of {method.name!r} can be exported to {formats}, not {form!r}")
-    return method.writers[form]
+    return writers[form]
 
 
 def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:

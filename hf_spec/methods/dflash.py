@@ -13,7 +13,6 @@ from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.losses import block_loss
-from hf_spec.formats import blocks
 from hf_spec.methods.registry import Method
 from hf_spec.policy.tree_source import tree_source
 
@@ -37,6 +36,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 8},
     num_anchors=32,
-    reader=blocks.reader("dflash"),
-    writers=blocks.WRITERS,
+    formats="hf_spec.formats.blocks",
 )

@@ -17,7 +17,6 @@ from hf_spec.drafting.heads import (
 )
 from hf_spec.drafting.losses import heads_loss
 from hf_spec.drafting.options import DraftOptions
-from hf_spec.formats import medusa
 from hf_spec.methods.registry import Method
 from hf_spec.policy.tree_source import tree_source
 
@@ -62,5 +61,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
     trained=TRAINED,
-    reader=medusa.READER,
+    formats="hf_spec.formats.medusa",
 )

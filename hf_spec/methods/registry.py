@@ -29,7 +29,6 @@ from hf_spec.core.field_docs import complete_docstring
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
-from hf_spec.formats.tables import Reader, Writer
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Method:
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
-        reader: reads released checkpoints, for ``hf-spec import``; None if there are none.
-        writers: by the name of their format, for ``hf-spec export``.
+        formats: module of its released formats, see :mod:`hf_spec.formats`; None if there are none.
         wraps: its option that may name another strategy, with whose adapter it then drafts; None if
             there is none.
     """
@@ -76,8 +74,7 @@ class Method:
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
-    reader: Reader | None = None
-    writers: Mapping[str, Writer] = field(default_factory=dict)
+    formats: str | None = None
     wraps: str | None = None
 
     @property

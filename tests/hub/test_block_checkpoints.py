@@ -21,7 +21,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import WEIGHTS
-from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
+from hf_spec.hub.transfer import export_adapter, import_adapter, importable, recognized
 from hf_spec.methods.registry import methods
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
@@ -224,7 +224,7 @@ def test_the_last_layer_is_not_read(tmp_path: Path) -> None:
 
 def test_layers_that_no_config_names(tmp_path: Path) -> None:
     """SpecForge spaces them evenly: 1, 9, 17, 25 and 33 of 36, by their outputs."""
-    convert = methods()["dflash"].reader.convert
+    convert = importable("dflash")[1].convert
     config, tensors = of_zlab("dflash")
     del config["dflash_config"]["target_layer_ids"]
     config |= {"num_target_layers": 36, "num_hidden_layers": 5}
@@ -354,11 +354,11 @@ def test_exported_as_speculators_writes_it(tmp_path: Path, kind: str) -> None:
     assert all(ours[name] == theirs[name] for name in ours)
     of_theirs = config["speculators_config"]["proposal_methods"]
     assert written["speculators_config"]["proposal_methods"] == of_theirs
-    again = methods()[method].reader.convert(
+    again = importable(method)[1].convert(
         {name: one for name, one in found.items() if name != "t2d"}, written
     )
     assert again[0] == {
-        **methods()[method].reader.convert(
+        **importable(method)[1].convert(
             {name: one for name, one in tensors.items() if name != "t2d"}, config
         )[0]
     }

@@ -18,11 +18,10 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
-from hf_spec.hub.transfer import find_published, import_adapter, read_published
-from hf_spec.methods.registry import methods
+from hf_spec.hub.transfer import find_published, import_adapter, importable, read_published
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
-PUBLISHED = methods()["medusa"].reader
+PUBLISHED = importable("medusa")[1]
 
 
 State = dict[str, torch.Tensor]

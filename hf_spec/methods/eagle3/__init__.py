@@ -1,6 +1,5 @@
 """``eagle3``: a small decoder on the model's hidden states (EAGLE-3; Li et al., 2025)."""
 
-from hf_spec.formats import eagle3
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter, Eagle3Config
 from hf_spec.methods.eagle3.drafter import Eagle3Drafter, Eagle3Options
 from hf_spec.methods.eagle3.network import loss
@@ -17,6 +16,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 4},
     num_anchors=32,
-    reader=eagle3.READER,
-    writers=eagle3.WRITERS,
+    formats="hf_spec.formats.eagle3",
 )

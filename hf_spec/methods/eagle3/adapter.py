@@ -30,11 +30,12 @@ from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.layer_types import ARCHITECTURES, LAYER_TYPES, SIZES, LayerType
 from hf_spec.drafting.training_time_test import LOSSES
-from hf_spec.formats.eagle3 import FLAGS
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of, input_features, output_features
 
+#: What changes the numbers, and no shapes but those of the norms.
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 #: Standard deviation of a new adapter's matrices.
 INITIAL = 0.02
 
