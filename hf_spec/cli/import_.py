@@ -53,7 +53,7 @@ def import_(
         chosen, _ = work.importable(kind)
     else:
         chosen, reader = work.importable(kind)
-        path = work.find_published(file, reader)
+        path = work.find_published(file, reader.wants)
     chosen.parse_options(options)
     _, tensors = work.convert(path, kind)
     check_writable(output)

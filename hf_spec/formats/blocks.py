@@ -270,8 +270,8 @@ def speculators(model: Any, adapter: ActiveAdapter) -> Files:
 READERS = {
     kind: Reader(
         lambda name: not name.endswith(UNUSED), partial(convert, kind),
-        recognizes=partial(recognizes, kind),
-        share=partial(tables.without_copy, name=HEAD, reads="feature_layers", head="base"),
+        partial(recognizes, kind),
+        partial(tables.without_copy, name=HEAD, reads="feature_layers", head="base"),
     )
     for kind in ("dflash", "dspark")
 }  # fmt: skip

@@ -217,6 +217,6 @@ def wants(name: str) -> bool:
 
 share = partial(tables.without_copy, name=EMBEDDINGS, reads="layers", own_embeddings=False)
 READERS = {
-    "eagle3": Reader(wants, convert, tables.WEIGHTS + tables.PICKLES, recognizes, share),
+    "eagle3": Reader(wants, convert, recognizes, share),
 }
 WRITERS = {"speculators": Writer(speculators), "sglang": Writer(sglang)}

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
-from hf_spec.formats import tables
 from hf_spec.formats.tables import Files, Reader
 
 #: Names of tensors of head k, from 0, and its block j, for patterns below; of L blocks, ``k.L`` is
@@ -36,12 +35,6 @@ _PATTERNS = [
     )
     for name in NAMES
 ]
-#: Files that hold heads, the first one of these in a folder.
-FILES = (
-    "medusa_lm_head.safetensors", "medusa_lm_head.pt", *tables.WEIGHTS, *tables.PICKLES,
-    "rank0.safetensors",
-)  # fmt: skip
-
 #: Head and block; a projection has the number 0.
 _Key = tuple[int, int]
 
@@ -124,4 +117,4 @@ def _stacked(
     return torch.stack([found[key] for key in wanted])
 
 
-READERS = {"medusa": Reader(lambda name: parse(name) is not None, convert, FILES)}
+READERS = {"medusa": Reader(lambda name: parse(name) is not None, convert)}

@@ -20,5 +20,4 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     return {"num_prompt_tokens": len(found)}, {"prompts": found}
 
 
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
-READERS = {"ppd": Reader(EMBEDDINGS.__eq__, convert, FILES)}
+READERS = {"ppd": Reader(EMBEDDINGS.__eq__, convert)}

@@ -24,8 +24,6 @@ from modeling_patches.weights import is_updated, output_bias, output_weight
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 #: See :attr:`Reader.share`.
 Share = Callable[[Any, Any, dict[str, Tensor]], tuple[Any, dict[str, Tensor]]]
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ class Reader:
         convert: given tensors by name and the content of the ``config.json`` beside them (empty if
             there is none), returns fields of the adapter's config and its parameters; raises a
             ValueError, which names tensor or field, if they do not fit.
-        files: names of files that hold such tensors; of a folder, the first one that is there is
-            read.
         recognizes: given that ``config.json`` and the names of all tensors, whether a checkpoint
             is one of this method; None: if it has any tensor that is wanted.
         share: given the base model, the adapter's config and parameters, returns these two without
@@ -47,7 +43,6 @@ class Reader:
 
     wants: Callable[[str], bool]
     convert: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Files]
-    files: tuple[str, ...] = WEIGHTS
     recognizes: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
     share: Share | None = None
 
@@ -71,7 +66,7 @@ class Writer:
 
     make: Callable[[Any, Any], Files]
     config: str = "config.json"
-    weights: str = WEIGHTS[0]
+    weights: str = "model.safetensors"
 
 
 def formats_of(method: Method, name: str) -> Mapping[str, Any]:

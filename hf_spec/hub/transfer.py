@@ -5,9 +5,8 @@ This module reads and writes files; methods know what the tensors mean (``Method
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,19 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import INDEX, check_numbers, complaints, opened, shards
+from hf_spec.adapters.checkpoint import (
+    INDEX,
+    PICKLE,
+    WEIGHTS,
+    check_numbers,
+    complaints,
+    opened,
+    shards,
+)
 from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json, write_atomically
-from hf_spec.formats.tables import PICKLES, WEIGHTS, Reader, Writer, formats_of
+from hf_spec.formats.tables import Reader, Writer, formats_of
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
 from hf_spec.methods.registry import Method, methods
@@ -33,8 +40,15 @@ SAFE = ".safetensors"
 MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
-#: Files that a model's weights may be in.
-BASE_FILES = WEIGHTS + PICKLES
+#: Files that a model's weights may be in, and a drafter's: Medusa's, PEFT's, LMDeploy's, too.
+BASE_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)  # fmt: skip
+FILES = (
+    "medusa_lm_head.safetensors", "medusa_lm_head.pt", WEIGHTS, PICKLE, *BASE_FILES,
+    "rank0.safetensors",
+)  # fmt: skip
 #: Parameters of drafters that may be copies of the base's embeddings, and which of them.
 COPIES = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 #: Keys under which training programs keep tensors by name, beside other things.
@@ -64,25 +78,15 @@ def recognized(place: str) -> tuple[str, Path]:
         ValueError: there is no checkpoint, or it is of no known layout, or of several.
     """
     known = _layouts()
-    files = dict.fromkeys(file for one in known.values() for file in one.files)
-    # If none of these is there, this says so.
-    find_published(place, dataclasses.replace(next(iter(known.values())), files=tuple(files)))
-    paths: dict[str, Path] = {}
-    for name, reader in known.items():
-        with suppress(ValueError):  # it has none of this method's files
-            paths[name] = find_published(place, reader)
-    names = {path: tensor_names(path) for path in {*paths.values()}}
-    found = {
-        name: path
-        for name, path in paths.items()
-        if known[name].fits(config_beside(path), names[path])
-    }
+    path = find_published(place, lambda name: False)  # an index names tensors without their files
+    names, config = tensor_names(path), config_beside(path)
+    found = [name for name, reader in known.items() if reader.fits(config, names)]
     if len(found) != 1:
         which = f"of several types, {', '.join(found)}" if found else "of no known layout"
         raise ValueError(
             f"the checkpoint {place!r} is {which}: give --type, one of {', '.join(found or known)}"
         )
-    return next(iter(found.items()))
+    return found[0], find_published(place, known[found[0]].wants)
 
 
 def config_beside(path: Path) -> dict[str, Any]:
@@ -91,13 +95,14 @@ def config_beside(path: Path) -> dict[str, Any]:
     return read_json(config) if config.is_file() else {}
 
 
-def find_published(place: str, reader: Reader) -> Path:
+def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str] = FILES) -> Path:
     """The file of a published checkpoint, downloaded if needed.
 
     Args:
         place: a file; a folder; or a repository on the Hub, ``owner/name``, whose files are taken
             from the local cache where the Hub cannot be reached.
-        reader: names the files that a folder or repository is searched for.
+        wants: whether the tensor of a name is needed, of files that an index names.
+        files: names that a folder or repository is searched for; the first one counts.
 
     Raises:
         ValueError: there is no such file.
@@ -105,21 +110,21 @@ def find_published(place: str, reader: Reader) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    path, wanted = Path(place), ", ".join(reader.files)
+    path, wanted = Path(place), ", ".join(files)
     if path.is_file():
         return path
     if path.is_dir():
-        found = [path / name for name in reader.files if (path / name).is_file()]
+        found = [path / name for name in files if (path / name).is_file()]
         if not found:
             raise ValueError(f"the folder {place!r} has none of {wanted}. Give the file itself")
         return found[0]
     if not is_repository(place) or place.count("/") != 1 or path.suffix in SUFFIXES:
         raise ValueError(f"there is no file {place!r}, nor a folder of this name")
     where = ""
-    for name in reader.files:
+    for name in files:
         try:
             file = Path(hf_hub_download(place, name))
-            for shard in _shards(file, reader.wants) if name.endswith(INDEX) else ():
+            for shard in _shards(file, wants) if name.endswith(INDEX) else ():
                 hf_hub_download(place, shard)
             with suppress(EntryNotFoundError):  # some layouts have none
                 hf_hub_download(place, MODEL_CONFIG)
@@ -240,9 +245,12 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
     if not wanted:
         return model
     name_of = renamed(model)
-    base = Reader(lambda name: name_of(name) in wanted, lambda *_: ({}, {}), BASE_FILES)
+
+    def wants(name: str) -> bool:
+        return name_of(name) in wanted
+
     # Files of safetensors are mapped: of their tensors, only rows that are looked at are read.
-    found = read_published(find_published(place, base), base.wants)
+    found = read_published(find_published(place, wants, BASE_FILES), wants)
     model.load_state_dict({name_of(name): one for name, one in found.items()}, False, assign=True)
     model.tie_weights()
     return model
