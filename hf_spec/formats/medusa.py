@@ -117,4 +117,8 @@ def _stacked(
     return torch.stack([found[key] for key in wanted])
 
 
-READERS = {"medusa": Reader(lambda name: parse(name) is not None, convert)}
+def wants(name: str) -> bool:
+    return parse(name) is not None
+
+
+READERS = {"medusa": Reader(wants, convert, lambda _, names: any(map(wants, names)))}

@@ -20,4 +20,4 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     return {"num_prompt_tokens": len(found)}, {"prompts": found}
 
 
-READERS = {"ppd": Reader(EMBEDDINGS.__eq__, convert)}
+READERS = {"ppd": Reader(EMBEDDINGS.__eq__, convert, lambda _, names: EMBEDDINGS in names)}

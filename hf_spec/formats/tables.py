@@ -36,21 +36,15 @@ class Reader:
             there is none), returns fields of the adapter's config and its parameters; raises a
             ValueError, which names tensor or field, if they do not fit.
         recognizes: given that ``config.json`` and the names of all tensors, whether a checkpoint
-            is one of this method; None: if it has any tensor that is wanted.
+            is one of this method.
         share: given the base model, the adapter's config and parameters, returns these two without
             what the base has, too; None if all is kept.
     """
 
     wants: Callable[[str], bool]
     convert: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Files]
-    recognizes: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
+    recognizes: Callable[[Mapping[str, Any], Collection[str]], bool]
     share: Share | None = None
-
-    def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """See :attr:`recognizes`."""
-        if self.recognizes is None:
-            return any(map(self.wants, names))
-        return self.recognizes(config, names)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def recognized(place: str) -> tuple[str, Path]:
     known = _layouts()
     path = find_published(place, lambda name: False)  # an index names tensors without their files
     names, config = tensor_names(path), config_beside(path)
-    found = [name for name, reader in known.items() if reader.fits(config, names)]
+    found = [name for name, reader in known.items() if reader.recognizes(config, names)]
     if len(found) != 1:
         which = f"of several types, {', '.join(found)}" if found else "of no known layout"
         raise ValueError(
