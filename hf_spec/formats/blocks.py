@@ -32,7 +32,7 @@ from hf_spec.drafting.block_diffusion.network import modules
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
 from hf_spec.drafting.transitions import CONFIDENCE
 from hf_spec.formats import tables
-from hf_spec.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, Reader, Writer
+from hf_spec.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, Reader
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
 
@@ -204,7 +204,7 @@ def _spaced(base: int | None, count: Any) -> list[int] | None:
     return [round(1 + (base - 4) * place / (count - 1)) for place in range(count)]
 
 
-def speculators(model: Any, adapter: ActiveAdapter) -> Files:
+def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     """``config.json`` and tensors as speculators writes them.
 
     Raises:
@@ -264,7 +264,7 @@ def speculators(model: Any, adapter: ActiveAdapter) -> Files:
     if kind == "dspark":
         head = config.confidence_head
         written |= dict(zip(CONFIDENCE_HEAD, (head != "none", head == "markov")))
-    return written, tensors
+    return {tables.CONFIG: written, tables.WEIGHTS: tensors}
 
 
 READERS = {
@@ -275,4 +275,4 @@ READERS = {
     )
     for kind in ("dflash", "dspark")
 }  # fmt: skip
-WRITERS = {"speculators": Writer(speculators)}
+WRITERS = {"speculators": speculators}

@@ -23,7 +23,7 @@ from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.layer_types import ARCHITECTURES, SIZES
 from hf_spec.formats import tables
-from hf_spec.formats.tables import ANY, KIND, OF_DEEPSPEC, USUAL, Files, Reader, Writer
+from hf_spec.formats.tables import ANY, KIND, OF_DEEPSPEC, USUAL, Files, Reader
 from hf_spec.model.row_embeddings import RowEmbeddings
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of
@@ -122,7 +122,7 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     return fields, found
 
 
-def speculators(model: Any, adapter: ActiveAdapter) -> Files:
+def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     """``config.json`` and tensors in speculators' format, with the base's embeddings, as
     speculators would leave them random.
 
@@ -153,10 +153,10 @@ def speculators(model: Any, adapter: ActiveAdapter) -> Files:
         written["mask_token_id"] = config.mask_token_id
     if len(config.layers) != USUAL_LAYERS:
         written["num_aux_hidden_states"] = len(config.layers)
-    return written, tensors
+    return {tables.CONFIG: written, tables.WEIGHTS: tensors}
 
 
-def sglang(model: Any, adapter: ActiveAdapter) -> Files:
+def sglang(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     """``config.json`` and tensors as SGLang reads them.
 
     Raises:
@@ -184,7 +184,7 @@ def sglang(model: Any, adapter: ActiveAdapter) -> Files:
         "norm_output": config.norm_output,
         GROUP: {IDS: ids, "use_aux_hidden_state": True},
     }
-    return written, tables.renamed(tensors, [OF_SGLANG[::-1]])
+    return {tables.CONFIG: written, tables.WEIGHTS: tables.renamed(tensors, [OF_SGLANG[::-1]])}
 
 
 def _written(model: Any, adapter: ActiveAdapter) -> Files:
@@ -219,4 +219,4 @@ share = partial(tables.without_copy, name=EMBEDDINGS, reads="layers", own_embedd
 READERS = {
     "eagle3": Reader(wants, convert, recognizes, share),
 }
-WRITERS = {"speculators": Writer(speculators), "sglang": Writer(sglang)}
+WRITERS = {"speculators": speculators, "sglang": sglang}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
@@ -47,20 +48,10 @@ class Reader:
     share: Share | None = None
 
 
-@dataclass(frozen=True)
-class Writer:
-    """How an adapter is written for another program.
-
-    Attributes:
-        make: given the base model and the active adapter, returns the content of the config file
-            and tensors by name; raises a ValueError if the other program cannot read such an
-            adapter.
-        config, weights: names of the two files.
-    """
-
-    make: Callable[[Any, Any], Files]
-    config: str = "config.json"
-    weights: str = "model.safetensors"
+#: Given the base model and the active adapter, returns files by name, of JSON or of tensors, as
+#: another program reads them; raises a ValueError if it cannot read such an adapter.
+Writer = Callable[[Any, ActiveAdapter], dict[str, Any]]
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def formats_of(method: Method, name: str) -> Mapping[str, Any]:

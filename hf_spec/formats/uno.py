@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
-from hf_spec.formats.tables import Files, Writer
 
 #: Linear modules that SGLang's LoRA knows in every model, each with the module that must be updated
 #: together with it, if there is one.
@@ -20,7 +19,7 @@ NEEDS = {
 }  # fmt: skip
 
 
-def uno(model: Any, adapter: ActiveAdapter) -> Files:
+def uno(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     """``adapter_config.json`` and the tensors of ``adapter_model.safetensors``.
 
     Raises:
@@ -61,7 +60,7 @@ def uno(model: Any, adapter: ActiveAdapter) -> Files:
         "base_model_name_or_path": config.base_model_name_or_path, "r": config.rank,
         "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
     }  # fmt: skip
-    return description, tensors
+    return {"adapter_config.json": description, "adapter_model.safetensors": tensors}
 
 
-WRITERS = {"sglang": Writer(uno, "adapter_config.json", "adapter_model.safetensors")}
+WRITERS = {"sglang": uno}

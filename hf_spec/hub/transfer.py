@@ -325,13 +325,16 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     """
     from safetensors.torch import save_file
 
-    form_of = exporter(folder, form)
+    make = exporter(folder, form)
     with attached(model, None, trained=folder) as peft_model:
         name = peft_model.active_peft_config.type_name
-        description, tensors = form_of.make(model, require_active(model, name, name.lower()))
+        files = make(model, require_active(model, name, name.lower()))
         with staging(output) as temporary:
-            # safetensors does not store views of a shared tensor.
-            plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            save_file(plain, temporary / form_of.weights, metadata={"format": "pt"})
-            write_atomically(temporary / form_of.config, json.dumps(description, indent=2))
+            for file, content in files.items():
+                if not file.endswith(SAFE):
+                    write_atomically(temporary / file, json.dumps(content, indent=2))
+                    continue
+                # safetensors does not store views of a shared tensor.
+                plain = {name: tensor.detach().cpu().clone() for name, tensor in content.items()}
+                save_file(plain, temporary / file, metadata={"format": "pt"})
     return output
