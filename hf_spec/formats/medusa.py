@@ -54,7 +54,8 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     found: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}, "projection": {}}
     ends: dict[int, int] = {}
     for name, tensor in tensors.items():
-        parts = parse(name) or {}
+        if (parts := parse(name)) is None:
+            continue
         if not tensor.is_floating_point():
             raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
         head, block, end, rank = (int(parts.get(one, "0")[:9]) for one in ("k", "j", "L", "rank"))
