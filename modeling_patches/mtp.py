@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,6 +288,24 @@ def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, value in one.convert(target, model=model, config=model.config).items():
             found[name] = value[0] if isinstance(value, list) else value
     return {name.removeprefix(prefix): value for name, value in found.items()}
+
+
+def gathered(
+    model: Any, sources: Mapping[tuple[int, str], str], numbers: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of all layers by their names in ``MtpLayers.layers``, from ``numbers`` by their
+    names in the checkpoint."""
+    found: dict[str, Tensor] = {}
+    blocks: dict[int, dict[str, Tensor]] = {}
+    for (layer, own), source in sources.items():
+        if own.startswith(BLOCK):
+            blocks.setdefault(layer, {})[own.removeprefix(BLOCK)] = numbers(source)
+        else:
+            found[f"{layer}.{own}"] = numbers(source)
+    for layer, block in blocks.items():
+        made = converted(model, block)
+        found |= {f"{layer}.{BLOCK}{own}": value for own, value in made.items()}
+    return found
 
 
 def dtypes(model: Any, num_parts: int = 1) -> dict[str, torch.dtype]:

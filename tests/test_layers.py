@@ -2,7 +2,7 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``search``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+``search``, ``bench``, ``formats``, ``hub``, ``demo`` -> ``cli``.
 """
 
 import ast
@@ -28,7 +28,14 @@ LAYERS: list[set[str]] = [
     {"hf_spec.decoding"},
     {"hf_spec.public"},  # the public names
     {"hf_spec"},
-    {"hf_spec.training", "hf_spec.search", "hf_spec.bench", "hf_spec.hub", "hf_spec.demo"},
+    {
+        "hf_spec.training",
+        "hf_spec.search",
+        "hf_spec.bench",
+        "hf_spec.hub",
+        "hf_spec.demo",
+        "hf_spec.formats",
+    },  # fmt: skip
     {"hf_spec.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")

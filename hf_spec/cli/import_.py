@@ -52,8 +52,8 @@ def import_(
         kind, path = work.recognized(file)
         chosen, _ = work.importable(kind)
     else:
-        chosen, published = work.importable(kind)
-        path = work.find_published(file, published)
+        chosen, reader = work.importable(kind)
+        path = work.find_published(file, reader.wants)
     chosen.parse_options(options)
     _, tensors = work.convert(path, kind)
     check_writable(output)

@@ -16,21 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import PredictingConfig, of_tokens
-from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
-from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.losses import future_losses, own_logits, wanted_mean
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
-from hf_spec.model.hidden_states import Head, Reads, model_logits, states_at
-from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from hf_spec.model.hidden_states import Reads
+from hf_spec.model.sequences import token_hidden
 from modeling_patches.weights import (
     output_bias,
     output_dtype,
@@ -141,54 +136,6 @@ def projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
     logits = of_tokens(model, logits, torch.finfo(logits.dtype).min)
     bias = output_bias(model)
     return logits if bias is None else logits + bias.to(logits)
-
-
-def heads_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
-    """The heads' losses, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)).
-
-    A head's loss is a mean over the anchors of a sequence that it can predict from; the result is a
-    mean over sequences. Head k, from 1, predicts token t + 1 + k at anchor t. Own projections are
-    trained without the model's scaling or soft cap of logits.
-
-    Returns:
-        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
-    """
-    hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
-    return loss_of_states(model, adapter, hidden, batch)
-
-
-def loss_of_states(
-    model: Any, adapter: ActiveAdapter, hidden: Tensor, batch: TrainingBatch
-) -> dict[str, Tensor]:
-    """:func:`heads_loss` from final hidden states ``(batch, seq, hidden)``."""
-    config: Any = adapter.config
-    weights = adapter.weights()
-    group = ProbeGroup.causal(config.num_heads)
-    wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
-    anchors = batch.anchors.to(hidden.device)
-    states = head_states(weights, states_at(hidden, anchors))
-
-    def predict(states: Tensor, head: Head | None) -> Tensor:
-        if config.projection == "shared":
-            return model_logits(model, states.to(hidden), head=head)
-        each = states.unflatten(1, (-1, config.num_heads))
-        return projected(model, weights[PROJECTION], each).flatten(1, 2)
-
-    own = None
-    if config.projection == "own":  # tokens that the heads do not have
-        wanted = wanted.masked_fill(wanted >= weights[PROJECTION].shape[1], IGNORED)
-    if config.loss == "distillation":
-        later = anchors[:, :, None] + torch.arange(1, config.num_heads + 1, device=anchors.device)
-        own = own_logits(model, hidden, later, DraftVocabulary.of(weights, model))
-        if config.projection == "own":
-            known = own[..., : weights[PROJECTION].shape[1]]
-            own = of_tokens(model, known, torch.finfo(known.dtype).min)
-    losses, logits, labels = future_losses(
-        model, weights, predict, states, batch.input_ids, anchors, wanted, own
-    )
-    per_head = wanted_mean(losses, labels, 1)  # (batch, heads)
-    shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
-    return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": labels}
 
 
 #: ``tree="sparse"``: rank paths, the likeliest first. On held-out answers of a 22M model they are

@@ -19,6 +19,12 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+#: Fields of configs of layers that count something.
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings",
+)  # fmt: skip
+
 
 class LayerType:
     """Layers of Llama.
@@ -219,3 +225,5 @@ LAYER_TYPES: dict[str, LayerType] = {
     "llama": LayerType(), "qwen3": Qwen3(), "gemma4_text": Gemma4(),
     "gemma4_unified_text": Gemma4(),
 }  # fmt: skip
+#: Their names.
+ARCHITECTURES = tuple(dict.fromkeys(kind.name for kind in LAYER_TYPES.values()))

@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.autoregressive import DraftNetwork
-from hf_spec.drafting.losses import drafted_targets, own_logits, prediction_losses, wanted_mean
+from hf_spec.drafting.losses import Ahead, drafted_targets, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import states_at
-from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from hf_spec.model.sequences import token_hidden
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_features
 
@@ -85,44 +84,25 @@ def chain_loss(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Loss of the predictions of all steps, weighted by decay ** s.
 
-    That of a step is a mean over the anchors of a sequence that have a token there; the result is a
-    mean over sequences. Targets are the base's distributions over the draft vocabulary.
+    Targets are the base's distributions over the draft vocabulary.
 
     Args:
         layers: whose states the network reads, see :class:`Reads`; empty for the final ones.
-        kind: one of :data:`LOSSES`, see :func:`target_losses`.
+        kind: ``kl``, divergence from the base's distributions; ``ce``, cross-entropy of their
+            likeliest tokens.
 
     Returns:
-        ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
+        See :func:`mean_loss`; labels are indices in the draft vocabulary.
     """
-    last = num_layers(model)
+    last, width = num_layers(model), output_features(model)[0]
     read = token_hidden(model, batch.input_ids, batch.attention_mask, (*layers, last))
-    width = output_features(model)[0]
     final = read[..., -width:]
     states = read[..., :-width] if layers else final
     anchors = batch.anchors.to(read.device)
-    drafted = unrolled(network, batch.input_ids, states, anchors, steps, batch.attention_mask)
-    wanted = future_labels(batch.labels, batch.anchors, ProbeGroup.causal(steps))
-    wanted = wanted.to(drafted.device)
-    later = anchors[:, :, None] + torch.arange(1, steps + 1, device=anchors.device)
-    own, ids = own_logits(model, final, later).to(drafted.device), network.token_ids
+    logits = unrolled(network, batch.input_ids, states, anchors, steps, batch.attention_mask)
+    ahead = Ahead.of(batch, steps, logits.device)
+    own, ids = own_logits(model, final, ahead.columns).to(logits.device), network.token_ids
     targets = own if ids is None else own[..., ids.to(own.device)]
-    losses = target_losses(drafted, targets, wanted, kind)
-    shares = decay ** torch.arange(steps, device=losses.device)
-    means = (wanted_mean(losses, wanted, 1) * shares).sum(-1)
-    return {"loss": means.mean(), "logits": drafted, "labels": drafted_targets(ids, wanted)}
-
-
-def target_losses(logits: Tensor, targets: Tensor, wanted: Tensor, kind: str) -> Tensor:
-    """Loss of each prediction; 0 where nothing is wanted.
-
-    Args:
-        logits, targets: ``(..., tokens)`` the decoder's logits and the base's.
-        wanted: ``(...)`` `IGNORED` where there is no token.
-        kind: ``kl``, divergence from the base's distributions; ``ce``, cross-entropy of their
-            likeliest tokens.
-    """
-    if kind == "kl":
-        return prediction_losses(logits, wanted, targets)
-    likeliest = targets.argmax(-1).masked_fill(wanted == IGNORED, IGNORED)
-    return prediction_losses(logits, likeliest)
+    losses = prediction_losses(logits, ahead.wanted, targets, likeliest=kind == "ce")
+    found = mean_loss(losses, logits, ahead.wanted, decay)
+    return {**found, "labels": drafted_targets(ids, ahead.wanted)}

@@ -1,14 +1,12 @@
 """Imports published checkpoints as adapters, and exports adapters for other programs.
 
-This module reads and writes files; methods know what the tensors mean (``Method.published``,
-``Method.exports``).
+This module reads and writes files; methods know what the tensors mean (``Method.formats``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,22 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import INDEX, check_numbers, complaints, opened, shards
+from hf_spec.adapters.checkpoint import (
+    INDEX,
+    PICKLE,
+    WEIGHTS,
+    check_numbers,
+    complaints,
+    opened,
+    shards,
+)
 from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json, write_atomically
+from hf_spec.formats.tables import Reader, Writer, formats_of
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
-from hf_spec.methods.registry import Export, Method, Published, methods
+from hf_spec.methods.registry import Method, methods
 from hf_spec.model.loading import model_without_weights
 from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement, renamed
@@ -33,10 +40,14 @@ SAFE = ".safetensors"
 MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
-#: Files that a model's weights may be in.
+#: Files that a model's weights may be in, and a drafter's: Medusa's, PEFT's, LMDeploy's, too.
 BASE_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+)  # fmt: skip
+FILES = (
+    "medusa_lm_head.safetensors", "medusa_lm_head.pt", WEIGHTS, PICKLE, *BASE_FILES,
+    "rank0.safetensors",
 )  # fmt: skip
 #: Parameters of drafters that may be copies of the base's embeddings, and which of them.
 COPIES = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
@@ -44,12 +55,13 @@ COPIES = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 
-def _layouts() -> dict[str, Published]:
+def _layouts() -> dict[str, Reader]:
     """The readers of published checkpoints, by the names of methods that have one."""
-    return {name: one.published for name, one in methods().items() if one.published is not None}
+    found = {name: formats_of(one, "READERS").get(name) for name, one in methods().items()}
+    return {name: reader for name, reader in found.items() if reader is not None}
 
 
-def importable(name: str) -> tuple[Method, Published]:
+def importable(name: str) -> tuple[Method, Reader]:
     """A method and its reader of published checkpoints; a ValueError if there is none."""
     known = _layouts()
     if name not in known:
@@ -66,25 +78,15 @@ def recognized(place: str) -> tuple[str, Path]:
         ValueError: there is no checkpoint, or it is of no known layout, or of several.
     """
     known = _layouts()
-    files = dict.fromkeys(file for one in known.values() for file in one.files)
-    # If none of these is there, this says so.
-    find_published(place, dataclasses.replace(next(iter(known.values())), files=tuple(files)))
-    paths: dict[str, Path] = {}
-    for name, published in known.items():
-        with suppress(ValueError):  # it has none of this method's files
-            paths[name] = find_published(place, published)
-    names = {path: tensor_names(path) for path in {*paths.values()}}
-    found = {
-        name: path
-        for name, path in paths.items()
-        if known[name].fits(config_beside(path), names[path])
-    }
+    path = find_published(place, lambda name: False)  # an index names tensors without their files
+    names, config = tensor_names(path), config_beside(path)
+    found = [name for name, reader in known.items() if reader.recognizes(config, names)]
     if len(found) != 1:
         which = f"of several types, {', '.join(found)}" if found else "of no known layout"
         raise ValueError(
             f"the checkpoint {place!r} is {which}: give --type, one of {', '.join(found or known)}"
         )
-    return next(iter(found.items()))
+    return found[0], find_published(place, known[found[0]].wants)
 
 
 def config_beside(path: Path) -> dict[str, Any]:
@@ -93,13 +95,14 @@ def config_beside(path: Path) -> dict[str, Any]:
     return read_json(config) if config.is_file() else {}
 
 
-def find_published(place: str, published: Published) -> Path:
+def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str] = FILES) -> Path:
     """The file of a published checkpoint, downloaded if needed.
 
     Args:
         place: a file; a folder; or a repository on the Hub, ``owner/name``, whose files are taken
             from the local cache where the Hub cannot be reached.
-        published: names the files that a folder or repository is searched for.
+        wants: whether the tensor of a name is needed, of files that an index names.
+        files: names that a folder or repository is searched for; the first one counts.
 
     Raises:
         ValueError: there is no such file.
@@ -107,21 +110,21 @@ def find_published(place: str, published: Published) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    path, wanted = Path(place), ", ".join(published.files)
+    path, wanted = Path(place), ", ".join(files)
     if path.is_file():
         return path
     if path.is_dir():
-        found = [path / name for name in published.files if (path / name).is_file()]
+        found = [path / name for name in files if (path / name).is_file()]
         if not found:
             raise ValueError(f"the folder {place!r} has none of {wanted}. Give the file itself")
         return found[0]
     if not is_repository(place) or place.count("/") != 1 or path.suffix in SUFFIXES:
         raise ValueError(f"there is no file {place!r}, nor a folder of this name")
     where = ""
-    for name in published.files:
+    for name in files:
         try:
             file = Path(hf_hub_download(place, name))
-            for shard in _shards(file, published.wants) if name.endswith(INDEX) else ():
+            for shard in _shards(file, wants) if name.endswith(INDEX) else ():
                 hf_hub_download(place, shard)
             with suppress(EntryNotFoundError):  # some layouts have none
                 hf_hub_download(place, MODEL_CONFIG)
@@ -198,13 +201,13 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
         ValueError: the file cannot be read (:func:`read_published`), or is not what the method
             publishes.
     """
-    method, published = importable(method_name)
+    method, reader = importable(method_name)
     assert method.adapter_config is not None
     try:
         # With the scales of those that are stored as 8-bit floats.
-        found = read_published(path, lambda name: published.wants(name.removesuffix(SCALES)))
+        found = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
         tensors = _dequantized(found)
-        fields, tensors = published.convert(tensors, config_beside(path))
+        fields, tensors = reader.convert(tensors, config_beside(path))
         return method.adapter_config(**fields, inference_mode=True), tensors
     except ValueError as error:
         raise ValueError(f"cannot import {str(path)!r}: {error}") from error
@@ -242,9 +245,12 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
     if not wanted:
         return model
     name_of = renamed(model)
-    base = Published(lambda name: name_of(name) in wanted, lambda *_: ({}, {}), BASE_FILES)
+
+    def wants(name: str) -> bool:
+        return name_of(name) in wanted
+
     # Files of safetensors are mapped: of their tensors, only rows that are looked at are read.
-    found = read_published(find_published(place, base), base.wants)
+    found = read_published(find_published(place, wants, BASE_FILES), wants)
     model.load_state_dict({name_of(name): one for name, one in found.items()}, False, assign=True)
     model.tie_weights()
     return model
@@ -264,11 +270,11 @@ def import_adapter(
     Raises:
         ValueError: the file cannot be read, or does not fit the model.
     """
-    method, published = importable(method_name)
+    method, reader = importable(method_name)
     method.parse_options(options)
     config, tensors = convert(path, method_name)
-    if published.share is not None:
-        config, tensors = published.share(model, config, tensors)
+    if reader.share is not None:
+        config, tensors = reader.share(model, config, tensors)
     with attached(model, config, on_meta=True) as peft_model:
         adapter = layer_of(model, config.type_name).adapters["default"]
         weights = adapter.tensors()
@@ -286,7 +292,7 @@ def import_adapter(
     return output
 
 
-def exporter(folder: Path, form: str) -> Export:
+def exporter(folder: Path, form: str) -> Writer:
     """The exporter of the adapter in a folder to a format.
 
     Raises:
@@ -298,10 +304,11 @@ def exporter(folder: Path, form: str) -> Export:
         raise ValueError(
             f"{str(folder / CONFIG)!r} is of type {kind!r}, which is none of hf_spec's"
         )
-    if form not in method.exports:
-        formats = ", ".join(method.exports) or "no format"
+    writers = formats_of(method, "WRITERS")
+    if form not in writers:
+        formats = ", ".join(writers) or "no format"
         raise ValueError(f"adapters of {method.name!r} can be exported to {formats}, not {form!r}")
-    return method.exports[form]
+    return writers[form]
 
 
 def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
@@ -318,13 +325,16 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     """
     from safetensors.torch import save_file
 
-    form_of = exporter(folder, form)
+    make = exporter(folder, form)
     with attached(model, None, trained=folder) as peft_model:
         name = peft_model.active_peft_config.type_name
-        description, tensors = form_of.make(model, require_active(model, name, name.lower()))
+        files = make(model, require_active(model, name, name.lower()))
         with staging(output) as temporary:
-            # safetensors does not store views of a shared tensor.
-            plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            save_file(plain, temporary / form_of.weights, metadata={"format": "pt"})
-            write_atomically(temporary / form_of.config, json.dumps(description, indent=2))
+            for file, content in files.items():
+                if not file.endswith(SAFE):
+                    write_atomically(temporary / file, json.dumps(content, indent=2))
+                    continue
+                # safetensors does not store views of a shared tensor.
+                plain = {name: tensor.detach().cpu().clone() for name, tensor in content.items()}
+                save_file(plain, temporary / file, metadata={"format": "pt"})
     return output

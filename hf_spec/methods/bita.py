@@ -22,14 +22,13 @@ from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FRONT, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.losses import future_losses, wanted_mean
+from hf_spec.drafting.losses import Ahead, future_losses, mean_loss
 from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
 from hf_spec.methods.registry import Method
-from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.sequences import computed_states, future_labels, probe_sequences
+from hf_spec.model.sequences import computed_states, probe_sequences
 from hf_spec.policy.tree_source import tree_source
 from modeling_patches.weights import input_features
 
@@ -127,13 +126,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     hidden = probe_sequences(
         model, batch.input_ids, batch.attention_mask, batch.anchors, group, inputs
     ).probe_hidden
-    wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
-    losses, logits, labels = future_losses(
-        model, weights, lambda states, head: model_logits(model, states, head=head), hidden,
-        batch.input_ids, batch.anchors, wanted,
-    )  # fmt: skip
-    means = wanted_mean(losses, labels, (1, 2))
-    return {"loss": means.mean(), "logits": logits, "labels": labels}
+    ahead = Ahead.of(batch, len(group), hidden.device)
+    return mean_loss(*future_losses(model, weights, hidden, ahead), pooled=True)
 
 
 #: Default number of draft tokens per mask token.

@@ -11,11 +11,9 @@ from typing import ClassVar
 
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
-from hf_spec.drafting.block_diffusion.layouts import convert, fits, share, wants
-from hf_spec.drafting.block_diffusion.loss import block_loss
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
-from hf_spec.drafting.block_diffusion.speculators import speculators_files
-from hf_spec.methods.registry import Export, Method, Published
+from hf_spec.drafting.losses import block_loss
+from hf_spec.methods.registry import Method
 from hf_spec.policy.tree_source import tree_source
 
 
@@ -38,8 +36,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 8},
     num_anchors=32,
-    published=Published(
-        wants, partial(convert, "dflash"), recognizes=partial(fits, "dflash"), share=share
-    ),
-    exports={"speculators": Export(speculators_files)},
+    formats="hf_spec.formats.blocks",
 )

@@ -11,14 +11,13 @@ import dataclasses
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.active import require_active
@@ -30,55 +29,6 @@ from hf_spec.core.field_docs import complete_docstring
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
-
-
-@dataclass(frozen=True)
-class Export:
-    """How an adapter is written for another program.
-
-    Attributes:
-        make: given the base model and the active adapter, returns the content of the config file
-            and tensors by name; raises a ValueError if the other program cannot read such an
-            adapter.
-        config, weights: names of the two files.
-    """
-
-    make: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
-    config: str = "config.json"
-    weights: str = "model.safetensors"
-
-
-#: Fields of an adapter's config, and parameters by their names in the adapter.
-Converted = tuple[dict[str, Any], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Published:
-    """How published checkpoints become adapters of a method.
-
-    Attributes:
-        wants: whether the tensor of a name belongs to the adapter; files may contain others, too.
-        convert: given tensors by name and the content of the ``config.json`` beside them (empty if
-            there is none), returns what becomes of them; raises a ValueError if they do not fit.
-        files: names of files that hold such tensors; of a folder, the first one that is there is
-            read.
-        recognizes: given that ``config.json`` and the names of all tensors, whether a checkpoint
-            is one of this method; None: if it has any tensor that is wanted.
-        share: given the base model, the adapter's config and parameters, returns these two without
-            what the base has, too; None if all is kept.
-    """
-
-    wants: Callable[[str], bool]
-    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Converted]
-    files: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json")
-    recognizes: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
-    share: Callable[[Any, Any, dict[str, Tensor]], tuple[Any, dict[str, Tensor]]] | None = None
-
-    def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """See :attr:`recognizes`."""
-        if self.recognizes is None:
-            return any(map(self.wants, names))
-        return self.recognizes(config, names)
 
 
 @dataclass(frozen=True)
@@ -105,8 +55,7 @@ class Method:
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
-        published: reads published checkpoints, for ``hf-spec import``; None if there are none.
-        exports: exporters by the name of their format, for ``hf-spec export``.
+        formats: module of its released formats, see :mod:`hf_spec.formats`; None if there are none.
         wraps: its option that may name another strategy, with whose adapter it then drafts; None if
             there is none.
     """
@@ -125,8 +74,7 @@ class Method:
     training: dict[str, Any] | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
-    published: Published | None = None
-    exports: Mapping[str, Export] = field(default_factory=dict)
+    formats: str | None = None
     wraps: str | None = None
 
     @property

@@ -271,20 +271,6 @@ def token_hidden(
     return keeper(compute, input_ids, mask, layers)
 
 
-def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:
-    """The token each probe predicts: ``(batch, anchors, group)``, `IGNORED` where there is none.
-
-    Args:
-        labels: ``(batch, seq)`` tokens to predict, -100 elsewhere.
-        anchors: ``(batch, anchors)``.
-    """
-    offsets, _ = group_tensors(group, str(labels.device))
-    at = anchors[:, :, None] + 1 + offsets
-    inside = at < labels.shape[1]
-    wanted = labels.gather(1, at.clamp(max=labels.shape[1] - 1).flatten(1)).view_as(at)
-    return torch.where(inside, wanted, IGNORED)
-
-
 def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
     """Keys and values per layer of ``embeddings`` (tokens, hidden) as the start of a sequence.
 

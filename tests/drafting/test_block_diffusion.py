@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.block_diffusion.network import block_sequences
-from hf_spec.methods.registry import methods
+from hf_spec.hub.transfer import importable
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
 SHARED = Path(__file__).parents[2].parent / "shared" / "drafters"
@@ -58,11 +58,11 @@ def base_of(name: str) -> Any:
 def drafter_of(name: str, layout: str = "drafter") -> Any:
     """A drafter of chains with an imported checkpoint."""
     kind = name.partition("/")[0].removesuffix("2")
-    method, folder = methods()[kind], folder_of(name) / layout
+    (method, reader), folder = importable(kind), folder_of(name) / layout
     tensors, model = load_file(folder / "model.safetensors"), base_of(name)
-    tensors = {key: value for key, value in tensors.items() if method.published.wants(key)}
+    tensors = {key: value for key, value in tensors.items() if reader.wants(key)}
     config = json.loads((folder / "config.json").read_text())
-    fields, weights = method.published.convert(tensors, config)
+    fields, weights = reader.convert(tensors, config)
     adapter = f"{name}/{layout}".replace("/", "-")
     if adapter not in getattr(model, "peft_config", {}):
         model.add_adapter(method.adapter_config(**fields), adapter)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.drafting.losses import Ahead, prediction_losses, wanted_mean
 from hf_spec.model.sequences import IGNORED
 
 BATCH, ANCHORS, DISTANCES, VOCAB = 3, 4, 2, 7
@@ -70,3 +71,14 @@ def test_means_are_over_what_is_wanted() -> None:
             some = losses[row, :, distance][real[:, distance]]
             assert float(by_distance[row, distance]) == pytest.approx(float(some.mean()))
     assert by_sequence[-1] == 0 and not by_distance[-1].any()
+
+
+def test_what_follows_an_anchor() -> None:
+    ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
+    labels = ids.masked_fill(ids < 12, IGNORED)
+    batch = TrainingBatch(ids, labels, torch.tensor([[0, 1, 3, 5]]))
+    ahead = Ahead.of(batch, 3, ids.device)
+    assert ahead.wanted.tolist() == [[[12, 13, 14], [13, 14, 15], [15, -100, -100], [-100] * 3]]
+    assert ahead.columns.tolist() == [[[1, 2, 3], [2, 3, 4], [4, 5, 5], [5] * 3]]
+    assert torch.equal(ahead.before, ids[0][ahead.columns])
+    assert Ahead.of(batch, 1, ids.device, first=0).wanted.tolist() == [[[-100], [12], [14], [-100]]]

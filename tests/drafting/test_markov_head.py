@@ -10,8 +10,9 @@ from adapter_oracle import Embeddings
 from torch import Tensor
 
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.losses import NEVER, PLAIN_SHARE, future_losses
+from hf_spec.drafting.losses import NEVER, PLAIN_SHARE, Ahead, future_losses
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
 from hf_spec.model.sequences import IGNORED
@@ -229,8 +230,11 @@ def test_losses_of_single_predictions(
         found: Tensor = (head or case.base.out)(states)
         return found
 
-    rest = (ids, anchors, wanted, own if distilled else None)
-    losses, made, labels = future_losses(case.base, weights, predict, states, *rest)
+    ahead = Ahead.of(TrainingBatch(ids, ids, anchors), DISTANCES, ids.device)
+    assert torch.equal(ahead.wanted, wanted)
+    losses, made, labels = future_losses(
+        case.base, weights, states, ahead, own if distilled else None, predict
+    )
     assert [head is None for head in heads] == [drafted != "some"]
 
     def loss(scores: Tensor, token: int, target: Tensor) -> Tensor:
@@ -271,9 +275,10 @@ def test_gradients_reach_the_markov_head() -> None:
     wanted = torch.tensor([[[2, 3, IGNORED]], [[4, IGNORED, IGNORED]]])
     ids, anchors = torch.arange(16).view(2, 8) % 9, torch.tensor([[1], [2]])
     states = case.states[:, None]
+    ahead = Ahead.of(TrainingBatch(ids, ids, anchors), DISTANCES, ids.device)
     losses, *_ = future_losses(
-        case.base, case.weights, lambda states, _: case.base.out(states), states, ids, anchors,
-        wanted,
+        case.base, case.weights, states, ahead._replace(wanted=wanted),
+        predict=lambda states, _: case.base.out(states),
     )  # fmt: skip
     losses.sum().backward()
     for weight in case.weights.values():

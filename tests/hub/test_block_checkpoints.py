@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import multimodal
 import pytest
 import torch
 from conftest import check_same, prompt
+from released import Files, changed, check_refused, exported, imported, put, read, without, write
 from running import drafting
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation import candidate_generator
 
@@ -21,7 +20,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import WEIGHTS
-from hf_spec.hub.transfer import export_adapter, import_adapter, recognized
+from hf_spec.hub.transfer import import_adapter, importable, recognized
 from hf_spec.methods.registry import methods
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
@@ -33,7 +32,6 @@ NAMES = {
 }  # fmt: skip
 #: What the convolutions and the selector of DFlash 2 are called in all layouts.
 OF_DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
-Files = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def strategy_of(kind: str) -> str:
@@ -41,9 +39,7 @@ def strategy_of(kind: str) -> str:
 
 
 def released(kind: str) -> Files:
-    folder = OURS / NAMES[kind] / "drafter"
-    config = json.loads((folder / "config.json").read_text())
-    return config, load_file(folder / "model.safetensors")
+    return read(OURS / NAMES[kind] / "drafter")
 
 
 def of_zlab(method: str, part: bool = True) -> Files:
@@ -75,6 +71,15 @@ def of_deepspec(method: str) -> Files:
     return config, {**tensors, "embed_tokens.weight": torch.ones(128, 64), "lm_head.weight": head}
 
 
+def out_of_order(kind: str) -> Files:
+    """The same with the tokens of the draft vocabulary in another order."""
+    config, tensors = released(kind)
+    places = torch.arange(len(tensors["d2t"]))
+    ids = (tensors["d2t"] + places).flip(0)
+    head = tensors["lm_head.weight"].flip(0).contiguous()
+    return config, {**tensors, "d2t": ids - places, "lm_head.weight": head}
+
+
 @cache
 def base_model() -> Any:
     torch.manual_seed(0)
@@ -88,26 +93,15 @@ def base_model() -> Any:
     return model
 
 
-def write(folder: Path, files: Files) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(files[0]))
-    save_file(files[1], folder / "model.safetensors")
-    return folder / "model.safetensors"
-
-
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("dflash", released), ("dflash", of_zlab), ("dflash2", released), ("dflash2", of_zlab),
-     ("dspark", released), ("dspark", of_zlab), ("dspark", of_deepspec)],
+    [("dflash", released), ("dflash", of_zlab), ("dflash", out_of_order), ("dflash2", released),
+     ("dflash2", of_zlab), ("dspark", released), ("dspark", of_zlab), ("dspark", of_deepspec)],
 )  # fmt: skip
 def test_layouts(tmp_path: Path, kind: str, layout: Any) -> None:
     """All give the same adapter, which is recognized by its files."""
     method = strategy_of(kind)
-    path = write(tmp_path / "released", layout(kind))
-    assert recognized(str(path.parent)) == (method, path)
-    model = copy.deepcopy(base_model())
-    import_adapter(path, method, model, tmp_path / "adapter")
-    model.load_adapter(str(tmp_path / "adapter"))
+    model = imported(tmp_path, method, layout(kind), base_model())
     adapter = find_active(model, method.upper())
     weights, tensors = adapter.weights(), released(kind)[1]
     for name, tensor in tensors.items():
@@ -138,15 +132,10 @@ def test_scales(tmp_path: Path, place: str | None) -> None:
         "input_embedding_scale": 2.0, "output_multiplier": 0.2, "final_logit_softcapping": 20.0
     }  # fmt: skip
     (config[place] if place else config).update(scales)
-    path, model = write(tmp_path / "released", (config, tensors)), copy.deepcopy(base_model())
-    import_adapter(path, "dflash", model, tmp_path / "adapter")
-    model.load_adapter(str(tmp_path / "adapter"))
+    model = imported(tmp_path, "dflash", (config, tensors), base_model())
     found = find_active(model, "DFLASH").config
     assert (found.embedding_scale, found.logit_scale, found.logit_softcap) == (2.0, 0.2, 20.0)
-    out = export_adapter(
-        tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
-    )
-    written = json.loads((out / "config.json").read_text())
+    written, _ = exported(tmp_path, base_model())
     assert {name: written[name] for name in scales} == scales
 
 
@@ -193,12 +182,9 @@ def test_transformers_own_type(tmp_path: Path) -> None:
 
 def test_heads_of_ones_own_are_kept(tmp_path: Path) -> None:
     """Unless they are the base's."""
-    model = copy.deepcopy(base_model())
     config, tensors = of_deepspec("dspark")
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
-    path = write(tmp_path / "released", (config, tensors))
-    import_adapter(path, "dspark", model, tmp_path / "adapter")
-    model.load_adapter(str(tmp_path / "adapter"))
+    model = imported(tmp_path, "dspark", (config, tensors), base_model())
     weights = find_active(model, "DSPARK").weights()
     assert torch.equal(weights["lm_head.weight"], tensors["lm_head.weight"])
 
@@ -206,16 +192,14 @@ def test_heads_of_ones_own_are_kept(tmp_path: Path) -> None:
 def test_the_last_layer_is_not_read(tmp_path: Path) -> None:
     """Nothing says whether before or after the final norm."""
     config, tensors = released("dflash")
-    config = {**config, "aux_hidden_state_layer_ids": [2, 4, 8]}
-    path = write(tmp_path / "released", (config, tensors))
-    with pytest.raises(ValueError, match=r"it reads states \[2, 4, 8\] of LlamaForCausalLM"):
-        import_adapter(path, "dflash", base_model(), tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
+    files = {**config, "aux_hidden_state_layer_ids": [2, 4, 8]}, tensors
+    message = r"it reads states \[2, 4, 8\] of LlamaForCausalLM"
+    check_refused(tmp_path, "dflash", files, base_model(), message)
 
 
 def test_layers_that_no_config_names(tmp_path: Path) -> None:
     """SpecForge spaces them evenly: 1, 9, 17, 25 and 33 of 36, by their outputs."""
-    convert = methods()["dflash"].published.convert
+    convert = importable("dflash")[1].convert
     config, tensors = of_zlab("dflash")
     del config["dflash_config"]["target_layer_ids"]
     config |= {"num_target_layers": 36, "num_hidden_layers": 5}
@@ -228,37 +212,18 @@ def test_layers_that_no_config_names(tmp_path: Path) -> None:
     assert fields["feature_layers"] == [2, 10, 18, 26, 34]
 
 
-def changed(**fields: Any) -> Callable[[Files], None]:
-    return lambda files: files[0].update(fields)
-
-
-def within(part: str, **fields: Any) -> Callable[[Files], None]:
-    return lambda files: files[0][part].update(fields)
-
-
-def without(name: str) -> Callable[[Files], None]:
-    def change(files: Files) -> None:
-        for part in files:
-            part.pop(name, None)
-
-    return change
-
-
-def tensor(name: str, value: Tensor) -> Callable[[Files], None]:
-    return lambda files: files[1].update({name: value})
-
-
+LAYERS = "transformer_layer_config"
 BAD: list[tuple[Any, str, Any, str]] = [
-    (released, "dflash", changed(new_flag=True), "'new_flag', whose meaning is not known"),
-    (released, "dflash", changed(target_hidden_size=32), "target_hidden_size=32, which is not run"),
+    (released, "dflash", changed(new_flag=True), "new_flag=True in config.json: it is not known"),
+    (released, "dflash", changed(target_hidden_size=32), "target_hidden_size=32 in config.*None"),
     (released, "dflash2", without("conv_kernel_size"), "unknown tensor 'layers.0.attention_conv"),
     (released, "dflash2", changed(conv_kernel_size=3), "attention_conv.base_kernel' has shape"),
     (released, "dflash2", changed(conv_group_size=7), "conv_group_size=7: 64 features cannot"),
     (released, "dflash2", changed(selector_rank=9), "predecessor_codebook' has shape"),
     (released, "dflash2", changed(selector_top_k=0), "selector_top_k"),
     (released, "dflash2", without("candidate_selector.successor_codebook"), "no tensor 'candidate"),
-    (of_zlab, "dflash2", within("dflash_config", output_multiplier=0), "logit_scale=0: must be"),
-    (of_zlab, "dflash", within("dflash_config", input_embedding_scale=-1), "embedding_scale=-1"),
+    (of_zlab, "dflash2", changed("dflash_config", output_multiplier=0), "logit_scale=0: must be"),
+    (of_zlab, "dflash", changed("dflash_config", input_embedding_scale=-1), "embedding_scale=-1"),
     (of_zlab, "dflash", changed(final_logit_softcapping="x"), "logit_softcap='x'"),
     (released, "dflash", changed(speculators_model_type="eagle3"), "that of no known layout"),
     (released, "dspark", changed(markov_head_type="lstm"), "markov_head='lstm'"),
@@ -270,21 +235,21 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash", without("mask_token_id"), "config.json has no mask_token_id"),
     (released, "dflash", without("transformer_layer_config"), "has no transformer_layer_config"),
     (released, "dflash", without("norm.weight"), "no tensor 'norm.weight'"),
-    (released, "dflash", without("d2t"), "'d2t' is missing"),
-    (released, "dflash", tensor("d2t", torch.full((48,), 100)), "tokens 100 to 147: .*below.*128"),
-    (released, "dflash", tensor("d2t", torch.zeros(48)), "not a list of whole numbers"),
-    (released, "dflash", tensor("d2t", torch.zeros(40).long()), "has 40 tokens.*is 48"),
-    (released, "dflash", tensor("extra", torch.zeros(1)), "unknown tensor 'extra'"),
-    (released, "dflash", within("transformer_layer_config", hidden_size=32), "has shape"),
-    (released, "dflash", within("transformer_layer_config", head_dim="x"), "head_dim='x'"),
-    (released, "dflash", within("transformer_layer_config", num_hidden_layers=3), "layers.2"),
-    (of_zlab, "dflash", changed(is_causal=True), "is_causal=True, which is not run"),
+    (released, "dflash", without("d2t"), "48 of 128 tokens .* no tensor 'd2t'"),
+    (released, "dflash", put("d2t", torch.full((48,), 100)), "ids 100 to 147: .*0 to 127"),
+    (released, "dflash", put("d2t", torch.zeros(48)), "'d2t' is of type torch.float32"),
+    (released, "dflash", put("d2t", torch.zeros(40).long()), "names 40 tokens, expected 48"),
+    (released, "dflash", put("extra", torch.zeros(1)), "unknown tensor 'extra'"),
+    (released, "dflash", changed(LAYERS, hidden_size=32), "has shape"),
+    (released, "dflash", changed(LAYERS, head_dim="x"), "head_dim='x'"),
+    (released, "dflash", changed(LAYERS, num_hidden_layers=3), "layers.2"),
+    (of_zlab, "dflash", changed(is_causal=True), "is_causal=True in config.*False is read"),
     (of_zlab, "dflash", changed(num_target_layers=9), "num_hidden_layers=9"),
-    (of_zlab, "dflash", within("dflash_config", new=1), "'new', whose meaning is not known"),
-    (of_zlab, "dflash", within("dflash_config", projector_type="domino"), "Domino"),
-    (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config in config.json is \[1\]"),
-    (of_zlab, "dspark", within("dflash_config", attention_mode="mla"), "attention_mode='mla'"),
-    (of_deepspec, "dspark", changed(new_switch=True), "'new_switch', whose meaning is not known"),
+    (of_zlab, "dflash", changed("dflash_config", new=1), "new=1 in config.json: it is not known"),
+    (of_zlab, "dflash", changed("dflash_config", projector_type="domino"), "Domino"),
+    (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config=\[1\] in config.json"),
+    (of_zlab, "dspark", changed("dflash_config", attention_mode="mla"), "attention_mode='mla'"),
+    (of_deepspec, "dspark", changed(new_switch=True), "new_switch=True in config.json: it is"),
 ]  # fmt: skip
 
 
@@ -292,14 +257,9 @@ BAD: list[tuple[Any, str, Any, str]] = [
 def test_what_cannot_be_read(
     tmp_path: Path, layout: Any, method: str, change: Any, message: str
 ) -> None:
-    """One line, and nothing is left behind."""
     files = layout(method)
-    change(files)
-    path, model = write(tmp_path / "released", files), copy.deepcopy(base_model())
-    with pytest.raises(ValueError, match=message) as error:
-        import_adapter(path, strategy_of(method), model, tmp_path / "adapter")
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "adapter").exists() and not hasattr(model, "spec_modules")
+    change(*files)
+    check_refused(tmp_path, strategy_of(method), files, base_model(), message)
 
 
 def test_kinds_that_are_not_run_are_recognized(tmp_path: Path) -> None:
@@ -326,15 +286,10 @@ def test_exported_as_speculators_writes_it(tmp_path: Path, kind: str) -> None:
     """The same tensors, fields and values, but for those that only record how it was made."""
     method = strategy_of(kind)
     config, tensors = released(kind)
-    path = write(tmp_path / "released", (config, tensors))
-    import_adapter(path, method, copy.deepcopy(base_model()), tmp_path / "adapter")
-    out = export_adapter(
-        tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
-    )
-    found = load_file(out / "model.safetensors")
+    imported(tmp_path, method, (config, tensors), base_model())
+    written, found = exported(tmp_path, base_model())
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], one.to(found[name])) for name, one in tensors.items())
-    written = json.loads((out / "config.json").read_text())
     left_out = {"auto_map", "transformers_version", "target_hidden_size", "dtype"}
     assert config.keys() - written.keys() <= left_out and not written.keys() - config.keys()
     assert written["sliding_window_non_causal"], "vLLM would run full attention causally"
@@ -345,28 +300,21 @@ def test_exported_as_speculators_writes_it(tmp_path: Path, kind: str) -> None:
     assert all(ours[name] == theirs[name] for name in ours)
     of_theirs = config["speculators_config"]["proposal_methods"]
     assert written["speculators_config"]["proposal_methods"] == of_theirs
-    again = methods()[method].published.convert(
-        {name: one for name, one in found.items() if name != "t2d"}, written
+    again, before = (
+        importable(method)[1].convert({name: t for name, t in some.items() if name != "t2d"}, one)
+        for one, some in ((written, found), (config, tensors))
     )
-    assert again[0] == {
-        **methods()[method].published.convert(
-            {name: one for name, one in tensors.items() if name != "t2d"}, config
-        )[0]
-    }
+    assert again[0] == before[0]
 
 
 def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) -> None:
     model = copy.deepcopy(base_model())
     model.add_adapter(hf_spec.DFlashConfig(draft_vocab_size=20, num_layers=1))
     model.save_pretrained(tmp_path / "adapter")
-    out = export_adapter(
-        tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
-    )
-    found = load_file(out / "model.safetensors")
+    config, found = exported(tmp_path, base_model())
     head = base_model().get_output_embeddings().weight[:20]
     assert torch.equal(found["lm_head.weight"], head) and not found["d2t"].any()
     assert found["t2d"].tolist() == [True] * 20 + [False] * 108
-    config = json.loads((out / "config.json").read_text())
     assert config["draft_vocab_size"] == 20 and config["sliding_window_non_causal"]
 
 
@@ -389,9 +337,7 @@ def test_what_speculators_does_not_know(
     model.add_adapter(hf_spec.DFlashConfig(**fields))
     model.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match=message):
-        export_adapter(
-            tmp_path / "adapter", "speculators", copy.deepcopy(base_model()), tmp_path / "exported"
-        )
+        exported(tmp_path, base_model())
     assert not (tmp_path / "exported").exists()
 
 

@@ -18,11 +18,10 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
-from hf_spec.hub.transfer import find_published, import_adapter, read_published
-from hf_spec.methods.registry import methods
+from hf_spec.hub.transfer import find_published, import_adapter, importable, read_published
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
-PUBLISHED = methods()["medusa"].published
+PUBLISHED = importable("medusa")[1]
 
 
 State = dict[str, torch.Tensor]
@@ -144,11 +143,11 @@ def test_a_folder(tmp_path: Path) -> None:
     state = medusa_heads()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has none of medusa_lm_head.safetensors, "):
-        find_published(str(tmp_path), PUBLISHED)
+        find_published(str(tmp_path), PUBLISHED.wants)
     for name in ("model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"):
         path = write(state, tmp_path / name)
-        assert find_published(str(tmp_path), PUBLISHED) == path
-        assert find_published(str(path), PUBLISHED) == path
+        assert find_published(str(tmp_path), PUBLISHED.wants) == path
+        assert find_published(str(path), PUBLISHED.wants) == path
         assert read_published(path, PUBLISHED.wants).keys() == state.keys()
 
 
@@ -163,7 +162,7 @@ def test_a_repository_without_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         (root / "refs").mkdir()
         (root / "refs" / "main").write_text(commit)
     torch.save(state, tmp_path / f"models--org--heads/snapshots/{commit}/medusa_lm_head.pt")
-    found = find_published("org/heads", PUBLISHED)
+    found = find_published("org/heads", PUBLISHED.wants)
     assert read_published(found, PUBLISHED.wants).keys() == state.keys()
     folder = tmp_path / f"models--org--shards/snapshots/{commit}"
     places = dict.fromkeys(state, "model-2.safetensors") | {"lm_head.weight": "model-1.safetensors"}
@@ -172,15 +171,15 @@ def test_a_repository_without_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(
         ValueError, match="'org/shards' has none of medusa_.* in the local cache, and the Hub"
     ):
-        find_published("org/shards", PUBLISHED)
+        find_published("org/shards", PUBLISHED.wants)
     save_file(state, folder / "model-2.safetensors")
-    assert read_published(find_published("org/shards", PUBLISHED), PUBLISHED.wants).keys() == (
-        state.keys()
-    )
+    assert read_published(
+        find_published("org/shards", PUBLISHED.wants), PUBLISHED.wants
+    ).keys() == (state.keys())
     with pytest.raises(ValueError, match="'org/absent' has none of .* the Hub cannot be reached"):
-        find_published("org/absent", PUBLISHED)
+        find_published("org/absent", PUBLISHED.wants)
     with pytest.raises(ValueError, match="there is no file 'org/heads.pt', nor a folder"):
-        find_published("org/heads.pt", PUBLISHED)
+        find_published("org/heads.pt", PUBLISHED.wants)
 
 
 class Code:

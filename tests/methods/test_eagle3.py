@@ -20,7 +20,8 @@ from hf_spec.adapters.active import find_active
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.grow import Frontier
-from hf_spec.drafting.training_time_test import LOSSES, target_losses, unrolled
+from hf_spec.drafting.losses import prediction_losses
+from hf_spec.drafting.training_time_test import LOSSES, unrolled
 from hf_spec.hub.transfer import convert
 from hf_spec.methods.eagle3.adapter import Eagle3Config
 from hf_spec.methods.eagle3.network import Eagle3Network
@@ -204,7 +205,9 @@ def test_training_time_test(fixture: Any, name: str) -> None:
         targets = io["base.logits"][:, 1 + step :, network.token_ids]
         wanted = torch.zeros(1, count, dtype=torch.long)
         for kind in LOSSES:
-            losses = target_losses(logits[:, :count, step], targets[:, :count], wanted, kind)
+            losses = prediction_losses(
+                logits[:, :count, step], wanted, targets[:, :count], kind == "ce"
+            )
             sums[kind] += losses.mean()
     torch.testing.assert_close(sums["kl"], io["train.loss.kl_div"], **NEAR)
     torch.testing.assert_close(sums["ce"], io["train.loss.ce"], **NEAR)

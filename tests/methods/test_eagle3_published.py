@@ -1,14 +1,14 @@
 """Released EAGLE-3 drafters of every layout, and files that are none."""
 
 import copy
-import json
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from released import Change, changed, check_refused, put, read, without, write
 from safetensors.torch import load_file, save_file
 from test_eagle3 import FIXTURES, base
 from tiny_checkpoint import make_tokenizer
@@ -20,8 +20,6 @@ from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import convert, import_adapter, recognized
 from hf_spec.methods.eagle3.adapter import FLAGS
-
-Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, name: str, change: Change, file: str = "model.safetensors") -> Path:
     """A checkpoint like that of a fixture."""
-    folder.mkdir(exist_ok=True)
-    config = json.loads((FIXTURES / name / "config.json").read_text())
-    tensors = load_file(FIXTURES / name / "model.safetensors")
-    change(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    if file.endswith(".bin"):
-        torch.save(tensors, folder / file)
-    else:
-        save_file(tensors, folder / file)
-    return folder / file
+    files = read(FIXTURES / name)
+    change(*files)
+    return write(folder, files, file)
 
 
 def same(*_: Any) -> None:
@@ -233,72 +224,59 @@ def test_a_checkpoint_of_no_type(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "out").exists()
 
 
-def inner(name: str, value: Any) -> Change:
-    def change(config: dict[str, Any], _: dict[str, Tensor]) -> None:
-        config["transformer_layer_config"][name] = value
-
-    return change
-
-
-def outer(name: str, value: Any) -> Change:
-    return lambda config, _: config.update({name: value})
-
-
-def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
-    return lambda _, tensors: tensors.update({name: make(tensors[name])})
-
-
+inner = partial(changed, "transformer_layer_config")
 WRONG: dict[str, tuple[Change, str]] = {
     "no config": (lambda config, _: config.clear(), "there is no config.json"),
-    "kind": (outer("speculators_model_type", "eagle"), "speculators_model_type='eagle' in config"),
-    "no mask token": (outer("speculators_model_type", "peagle"), "mask_token_id in config.json"),
-    "architecture": (inner("model_type", "gpt2"), "model_type='gpt2' in config.*llama, qwen3"),
-    "layout": (inner("model_type", "gemma4_text"), "read with target_layer_ids, as DeepSpec"),
-    "biases": (inner("attention_bias", True), "attention_bias=True in config.json"),
-    "size": (inner("hidden_size", "64"), "hidden_size in config.json='64'"),
-    "huge": (inner("intermediate_size", 10**9), "intermediate_size=1000000000"),
-    "act": (inner("hidden_act", "swoosh"), "hidden_act='swoosh'.*choose one of"),
-    "rope": (inner("rope_parameters", {"rope_type": "mrope"}), "rope_parameters=.*rope_type, one"),
-    "flag": (outer("norm_before_lunch", True), "norm_before_lunch=True in config.json: it is not"),
-    "eagle flag": (outer("eagle_config", {"use_mtp_layernorm": True}), "use_mtp_layernorm=True"),
-    "new eagle flag": (outer("eagle_config", {"rotate": 4}), "eagle_config.rotate=4"),
-    "inner flag": (inner("use_sliding_window", True), "use_sliding_window=True in config.json"),
-    "no object": (outer("eagle_config", [1]), r"eagle_config=\[1\] in config.json: it must be"),
+    "kind": (changed(speculators_model_type="eagle"), "speculators_model_type='eagle' in config"),
+    "no mask token": (changed(speculators_model_type="peagle"), "mask_token_id in config.json"),
+    "architecture": (inner(model_type="gpt2"), "model_type='gpt2' in config.*llama, qwen3"),
+    "layout": (inner(model_type="gemma4_text"), "read with target_layer_ids, as DeepSpec"),
+    "biases": (inner(attention_bias=True), "attention_bias=True in config.json"),
+    "size": (inner(hidden_size="64"), "hidden_size in config.json='64'"),
+    "huge": (inner(intermediate_size=10**9), "intermediate_size=1000000000"),
+    "act": (inner(hidden_act="swoosh"), "hidden_act='swoosh'.*choose one of"),
+    "rope": (inner(rope_parameters={"rope_type": "mrope"}), "rope_parameters=.*rope_type, one"),
+    "flag": (changed(norm_before_lunch=True), "norm_before_lunch=True in config.json: it is not"),
+    "eagle flag": (changed(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm=True"),
+    "new eagle flag": (changed(eagle_config={"rotate": 4}), "eagle_config.rotate=4"),
+    "inner flag": (inner(use_sliding_window=True), "use_sliding_window=True in config.json"),
+    "no object": (changed(eagle_config=[1]), r"eagle_config=\[1\] in config.json: it must be"),
     "scaling": (
-        lambda c, _: c["transformer_layer_config"].update(rope_parameters=None, rope_scaling=[2]),
+        inner(rope_parameters=None, rope_scaling=[2]),
         r"rope_scaling=\[2\]: it must be an object",
     ),
-    "theta": (inner("rope_parameters", {"rope_type": "default", "rope_theta": "x"}), "rope_theta"),
-    "flat head": (tensor("lm_head.weight", lambda one: one.flatten()), r"shape \(3072,\), expect"),
-    "switch": (outer("fc_norm", 3), "fc_norm=3: must be True or False"),
-    "layers": (outer("eagle_aux_hidden_state_layer_ids", [1, 1]), r"layers=\[1, 1\]: must name"),
-    "no head": (lambda _, t: t.pop("lm_head.weight"), "no tensor 'lm_head.weight'"),
-    "rows": (outer("draft_vocab_size", 40), "has 48 rows, but draft_vocab_size=40"),
+    "theta": (inner(rope_parameters={"rope_type": "default", "rope_theta": "x"}), "rope_theta"),
+    "flat head": (put("lm_head.weight", lambda one: one.flatten()), r"shape \(3072,\), expect"),
+    "switch": (changed(fc_norm=3), "fc_norm=3: must be True or False"),
+    "layers": (changed(eagle_aux_hidden_state_layer_ids=[1, 1]), r"layers=\[1, 1\]: must name"),
+    "no head": (without("lm_head.weight"), "no tensor 'lm_head.weight'"),
+    "rows": (changed(draft_vocab_size=40), "has 48 rows, but draft_vocab_size=40"),
     "no ids": (lambda _, t: (t.pop("d2t"), t.pop("t2d")), "no tensor 'd2t'"),
-    "ids": (tensor("d2t", lambda ids: ids + 100), "'d2t' leads to ids .* 0 to 127"),
-    "ids twice": (tensor("d2t", lambda ids: ids - torch.arange(48)), "'d2t' leads to ids"),
-    "ids of floats": (tensor("d2t", lambda ids: ids.float()), "'d2t' is of type torch.float32"),
-    "short ids": (tensor("d2t", lambda ids: ids[:-1].clone()), "names 47 tokens"),
-    "twice": (
-        lambda _, t: t.update({"midlayer.hidden_norm.weight": torch.ones(64)}), "is there twice"
-    ),
+    "ids": (put("d2t", lambda ids: ids + 100), "'d2t' leads to ids .* 0 to 127"),
+    "ids twice": (put("d2t", lambda ids: ids - torch.arange(48)), "'d2t' leads to ids"),
+    "ids of floats": (put("d2t", lambda ids: ids.float()), "'d2t' is of type torch.float32"),
+    "short ids": (put("d2t", lambda ids: ids[:-1].clone()), "names 47 tokens"),
+    "twice": (put("midlayer.hidden_norm.weight", torch.ones(64)), "is there twice"),
 }  # fmt: skip
 #: Of these the base must be known.
 UNFIT: dict[str, tuple[Change, str]] = {
-    "missing": (lambda _, t: t.pop("norm.weight"), "no tensor 'norm.weight'"),
-    "unknown": (lambda _, t: t.update(bias=torch.ones(1)), "unknown tensor 'bias'"),
-    "shape": (tensor("fc.weight", lambda one: one[:, :-1].clone()), r"'fc.weight' has shape"),
+    "missing": (without("norm.weight"), "no tensor 'norm.weight'"),
+    "unknown": (put("bias", torch.ones(1)), "unknown tensor 'bias'"),
+    "shape": (put("fc.weight", lambda one: one[:, :-1].clone()), r"'fc.weight' has shape"),
     "mask token": (
-        lambda c, t: c.update(speculators_model_type="peagle", mask_token_id=128),
+        changed(speculators_model_type="peagle", mask_token_id=128),
         "mask_token_id=128: the model has the tokens 0 to 127",
     ),
-    "layer": (outer("eagle_aux_hidden_state_layer_ids", [2, 4, 9]), "the model has 8 layers"),
-    "numbers": (tensor("norm.weight", lambda one: one / 0), "'norm.weight' of the checkpoint"),
+    "layer": (changed(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), "the model has 8 layers"),
+    "numbers": (put("norm.weight", lambda one: one / 0), "'norm.weight' of the checkpoint"),
     "last layer": (
-        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        changed(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
         r"it reads states \[2, 4, 8\] of LlamaForCausalLM, which has 8 layers. .* after it",
     ),
-    "width": (lambda c, t: (without_embeddings(c, t), inner("hidden_size", 32)(c, t)), "hidden_si"),
+    "width": (
+        lambda c, t: (without_embeddings(c, t), inner(hidden_size=32)(c, t)),
+        "hidden_si",
+    ),
 }
 
 
@@ -317,13 +295,9 @@ def test_wrong_checkpoints_are_told_before_the_base_is_loaded(
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_checkpoints_that_do_not_fit_the_base(tmp_path: Path, case: str) -> None:
-    change, message = UNFIT[case]
-    path = written(tmp_path / "drafter", "tiny-llama", change)
-    model = base()
-    with pytest.raises(ValueError, match=message) as caught:
-        import_adapter(path, "eagle3", model, tmp_path / "out")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists() and not getattr(model, "peft_config", None)
+    files, (change, message) = read(FIXTURES / "tiny-llama"), UNFIT[case]
+    change(*files)
+    check_refused(tmp_path, "eagle3", files, base(), message)
 
 
 def test_files_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import architectures
 import pytest
 import torch
 from conftest import check_same, prompt
+from released import Files, check_refused, imported
 from released_mtp import FAMILIES, checkpoint
 from running import drafting, no_forward
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,6 @@ from transformers import DynamicCache
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.hub.transfer import import_adapter, recognized
 from hf_spec.methods.mtp import weights
 from hf_spec.methods.mtp.weights import INDEX, SINGLE, mtp_layers
 
@@ -316,9 +316,8 @@ def test_ernie(tmp_path: Path) -> None:
 # -- fine-tuned by others ------------------------------------------------------------------------
 
 
-def speculators(folder: Path, own: Tensors, **fields: Any) -> Path:
+def speculators(own: Tensors, **fields: Any) -> Files:
     """Layers in speculators' format, every number twice as large."""
-    folder.mkdir()
     names = {
         "eh_proj": "input_proj", "enorm": "token_layernorm", "hnorm": "hidden_layernorm",
         "post_norm": "final_layernorm",
@@ -328,21 +327,16 @@ def speculators(folder: Path, own: Tensors, **fields: Any) -> Path:
         layer, part, rest = name.split(".", 2)
         part = f"{names[part]}." if part in names else ""
         tensors[f"mtp_layers.{layer}.{part}{rest}"] = tensor * 2
-    save_file(tensors, folder / SINGLE)
-    config = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, **fields}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder / SINGLE
+    return {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, **fields}, tensors
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])  # dense, with experts
 def test_layers_that_speculators_has_trained(tmp_path: Path, name: str) -> None:
     """They become an adapter; the checkpoint's own are not needed."""
     own = mtp_layers(loaded(tmp_path / "own", name)).layers.state_dict()
-    path, model = speculators(tmp_path / "released", own), copy.deepcopy(model_of(name))
-    model.config.name_or_path = model.name_or_path = ""
-    assert recognized(str(path.parent)) == ("mtp", path)
-    import_adapter(path, "mtp", model, tmp_path / "adapter")
-    model.load_adapter(str(tmp_path / "adapter"))
+    base = copy.deepcopy(model_of(name))
+    base.config.name_or_path = base.name_or_path = ""
+    model = imported(tmp_path, "mtp", speculators(own), base)
     found = find_active(model, "MTP").module.layers.state_dict()
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], 2 * one) for key, one in own.items())
@@ -360,7 +354,5 @@ def test_layers_that_speculators_has_trained(tmp_path: Path, name: str) -> None:
 )
 def test_what_is_no_such_layer(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     model = loaded(tmp_path / "own")
-    path = speculators(tmp_path / "released", mtp_layers(model).layers.state_dict(), **fields)
-    with pytest.raises(ValueError, match=message) as error:
-        import_adapter(path, "mtp", model, tmp_path / "adapter")
-    assert "\n" not in str(error.value) and not (tmp_path / "adapter").exists()
+    files = speculators(mtp_layers(model).layers.state_dict(), **fields)
+    check_refused(tmp_path, "mtp", files, model, message)

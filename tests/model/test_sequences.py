@@ -21,7 +21,7 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.sequences import future_labels, probe_sequences
+from hf_spec.model.sequences import probe_sequences
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.support import kv_shape
@@ -213,9 +213,3 @@ def test_recurrent_models(kind: str, frozen: bool) -> None:
             )
     total.backward()
     torch.testing.assert_close(ours, embeddings.grad, rtol=1e-3, atol=1e-3)
-
-
-def test_future_labels() -> None:
-    labels = torch.tensor([[-100, -100, 12, 13, 14, 15]])
-    wanted = future_labels(labels, torch.tensor([[0, 1, 3, 5]]), GROUP)
-    assert wanted.tolist() == [[[12, 13, 14], [13, 14, 15], [15, -100, -100], [-100] * 3]]

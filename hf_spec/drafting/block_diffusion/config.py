@@ -13,7 +13,7 @@ from hf_spec.adapters.config import setting
 from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
-from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
+from hf_spec.drafting.layer_types import LAYER_TYPES, SIZES, LayerType
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features
 
@@ -26,13 +26,8 @@ SCALES = {
     "embedding_scale": "input_embedding_scale", "logit_scale": "output_multiplier",
     "logit_softcap": "final_logit_softcapping",
 }  # fmt: skip
-#: Fields of ``layer_config`` that count something.
-COUNTS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings",
-)  # fmt: skip
 #: Fields of ``layer_config``, as Transformers' ``Qwen3Config`` names them.
-LAYER_FIELDS = (*COUNTS, "hidden_act", "rms_norm_eps", "attention_bias", "rope_parameters")
+LAYER_FIELDS = (*SIZES, "hidden_act", "rms_norm_eps", "attention_bias", "rope_parameters")
 #: Field of ``layer_config`` with the type of its layers, and the types; the first is the default,
 #: which needs no such field.
 TYPE, TYPES = "model_type", ("qwen3", "gemma4_text")
@@ -167,7 +162,7 @@ class BlockConfig(VocabularyConfig):
         if not isinstance(fields, dict) or {*fields} - {TYPE} != {*wanted}:
             raise ValueError(f"layer_config={fields!r}: must be a dict of {', '.join(wanted)}.")
         try:
-            for size in COUNTS:
+            for size in SIZES:
                 check_count(size, fields[size], high=MAX_SIZE if "max" in size else MAX_SHAPE)
             check_range("rms_norm_eps", fields["rms_norm_eps"], 0.0, 1.0, open_low=True)
             for flag in ("attention_bias", *LAYER_TYPES[name].own):

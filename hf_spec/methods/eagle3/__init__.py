@@ -2,10 +2,8 @@
 
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter, Eagle3Config
 from hf_spec.methods.eagle3.drafter import Eagle3Drafter, Eagle3Options
-from hf_spec.methods.eagle3.export import sglang_files, speculators_files
 from hf_spec.methods.eagle3.network import loss
-from hf_spec.methods.eagle3.published import PUBLISHED
-from hf_spec.methods.registry import Export, Method
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="eagle3",
@@ -18,6 +16,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 4},
     num_anchors=32,
-    published=PUBLISHED,
-    exports={"speculators": Export(speculators_files), "sglang": Export(sglang_files)},
+    formats="hf_spec.formats.eagle3",
 )

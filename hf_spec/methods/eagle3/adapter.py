@@ -28,21 +28,14 @@ from hf_spec.core.checks import (
 )
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.layer_types import LAYER_TYPES, LayerType
+from hf_spec.drafting.layer_types import ARCHITECTURES, LAYER_TYPES, SIZES, LayerType
 from hf_spec.drafting.training_time_test import LOSSES
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of, input_features, output_features
 
-#: Types of its decoder layers.
-ARCHITECTURES = tuple(dict.fromkeys(kind.name for kind in LAYER_TYPES.values()))
 #: What changes the numbers, and no shapes but those of the norms.
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-#: Fields that are the base's by default, where it has them.
-SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings",
-)  # fmt: skip
 #: Standard deviation of a new adapter's matrices.
 INITIAL = 0.02
 

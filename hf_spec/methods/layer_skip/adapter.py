@@ -17,11 +17,11 @@ from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.low_rank import LowRankAdapter, check_settings
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count, distinct_layers
-from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.drafting.losses import Ahead, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.sequences import future_labels, probe_sequences
+from hf_spec.model.sequences import probe_sequences
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import linear_modules
 from modeling_patches.weights import placement
@@ -135,30 +135,21 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
         ``loss``, a scalar; ``logits``, ``(batch, anchors, PIECE, vocab)`` of the drafting model;
         ``labels``, ``(batch, anchors, PIECE)``, the token after each drafted one.
     """
-    input_ids, labels, anchors, attention_mask = batch
     config: Any = adapter.config
     if not config.draft_rank:
         raise ValueError("draft_rank=0: the adapter has no weights to train.")
     drafting = LayerSkipper(model, config.skip_attention, config.skip_mlp).changes
     adapter.module.update.add_to(drafting)
     # Like a group of probes, a piece attends causally to the tokens up to its anchor and to itself.
-    group = ProbeGroup.causal(PIECE)
-    wanted = future_labels(labels, anchors, group)
-    offsets, _ = group_tensors(group, str(anchors.device))
-    places = (anchors[:, :, None] + offsets).clamp(max=input_ids.shape[1] - 1).flatten(1)
+    group, ahead = ProbeGroup.causal(PIECE), Ahead.of(batch, PIECE, placement(model).device)
     with torch.no_grad():
-        embed = model.get_input_embeddings()
-        tokens = input_ids.gather(1, places).to(placement(model).device)
-        pieces = ProbeInputs(embed(tokens).unflatten(1, (-1, PIECE)))
+        pieces = ProbeInputs(model.get_input_embeddings()(ahead.before))
     hidden = probe_sequences(
-        model, input_ids, attention_mask, anchors, group, pieces, while_probing=drafting
-    )
-    drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2), drafting)
-    with torch.no_grad():
-        columns = places.to(drafted.device)[:, :, None]
-        width = hidden.token_hidden.shape[-1]
-        full = model_logits(model, hidden.token_hidden.gather(1, columns.expand(-1, -1, width)))
-    wanted, logits = wanted.to(drafted.device), drafted.unflatten(1, (-1, PIECE))
-    losses = prediction_losses(logits, wanted, full.view_as(logits))
-    means = wanted_mean(losses, wanted, (1, 2))
-    return {"loss": means.mean(), "logits": logits, "labels": wanted}
+        model, batch.input_ids, batch.attention_mask, batch.anchors, group, pieces,
+        while_probing=drafting,
+    )  # fmt: skip
+    logits = model_logits(model, hidden.probe_hidden.flatten(1, 2), drafting)
+    logits = logits.unflatten(1, (-1, PIECE))
+    wanted = ahead.wanted.to(logits.device)
+    own = own_logits(model, hidden.token_hidden, ahead.columns)
+    return mean_loss(prediction_losses(logits, wanted, own), logits, wanted, pooled=True)

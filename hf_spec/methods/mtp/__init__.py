@@ -13,7 +13,6 @@ from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.options import key_of
 from hf_spec.methods.mtp.adapter import MtpAdapter, MtpConfig, loss
 from hf_spec.methods.mtp.network import MtpNetwork
-from hf_spec.methods.mtp.published import PUBLISHED
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.methods.registry import Method
 from hf_spec.model.hidden_states import Reads
@@ -44,7 +43,7 @@ METHOD = Method(
     adapter_module=MtpAdapter,
     objective=loss,
     included=mtp_layers,
-    published=PUBLISHED,
+    formats="hf_spec.formats.mtp",
     # The layers are trained already, so that rates of new ones would undo what they know.
     training={"learning_rate": 1e-4, "num_train_epochs": 2},
     num_anchors=32,

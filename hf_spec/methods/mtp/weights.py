@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.methods.mtp.network import MtpNetwork
 from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
 from modeling_patches.modules import decoder_layers, decoder_of, num_layers
-from modeling_patches.mtp import BLOCK, Layout, MtpLayers, converted, dtypes, is_mtp, layout_of
+from modeling_patches.mtp import BLOCK, Layout, MtpLayers, dtypes, gathered, is_mtp, layout_of
 from modeling_patches.mtp_blocks import recipe_of
 from modeling_patches.weights import device_of, loaded, placement
 
@@ -152,24 +152,6 @@ def _sources(
     count = 1 + max((layer for layer, _ in of_layers), default=0)
     shared = {(layer, own): of_all[own] for layer in range(count) for own in of_all}
     return of_layers | shared, unknown
-
-
-def gathered(
-    model: Any, sources: Mapping[tuple[int, str], str], numbers: Callable[[str], Tensor]
-) -> dict[str, Tensor]:
-    """The tensors of all layers by their names in ``MtpLayers.layers``, from ``numbers`` by their
-    names in the checkpoint."""
-    found: dict[str, Tensor] = {}
-    blocks: dict[int, dict[str, Tensor]] = {}
-    for (layer, own), source in sources.items():
-        if own.startswith(BLOCK):
-            blocks.setdefault(layer, {})[own.removeprefix(BLOCK)] = numbers(source)
-        else:
-            found[f"{layer}.{own}"] = numbers(source)
-    for layer, block in blocks.items():
-        made = converted(model, block)
-        found |= {f"{layer}.{BLOCK}{own}": value for own, value in made.items()}
-    return found
 
 
 def _final_norms(model: Any, count: int) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
 """``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
 
 from hf_spec.adapters.predicting import TRAINED
-from hf_spec.methods.ppd.adapter import FILES, PPDAdapter, PPDConfig, convert, loss, wants
+from hf_spec.methods.ppd.adapter import PPDAdapter, PPDConfig, loss
 from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
 from hf_spec.methods.ppd.dynamic_tree import make_dynamic_tree as make_dynamic_tree
-from hf_spec.methods.registry import Method, Published
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="ppd",
@@ -18,5 +18,5 @@ METHOD = Method(
     training={"learning_rate": 1e-2, "num_train_epochs": 8},
     trained=TRAINED,
     num_anchors=32,
-    published=Published(wants, convert, FILES),
+    formats="hf_spec.formats.prompts",
 )

@@ -13,7 +13,7 @@ Learned weights, heads and prefixes are in other files, which are not read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,13 +26,13 @@ from hf_spec.adapters.predicting import FrontConfig, of_tokens, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
-from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.losses import future_losses, own_logits, wanted_mean
+from hf_spec.drafting.losses import Ahead, future_losses, mean_loss, own_logits
 from hf_spec.methods.ppd.dynamic_tree import states_of
 from hf_spec.model.hidden_states import Head, model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.sequences import future_labels, probe_sequences
+from hf_spec.model.sequences import probe_sequences
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_features
 
@@ -265,49 +265,17 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     token), as in distillation and in the authors' code. With ``loss="hard"`` it is the
     cross-entropy of the sequence's token.
     """
-    input_ids, labels, anchors, attention_mask = batch
     prompts = PromptTokens(adapter)
-    config = prompts.config
-    group = ProbeGroup.causal(prompts.distances)
-    wanted = future_labels(labels, anchors, group)  # (batch, anchors, m)
-    states = probe_sequences(
-        model, input_ids, attention_mask, anchors, prompts.group, prompts.inputs
+    config, weights = prompts.config, prompts.weights
+    found = probe_sequences(
+        model, batch.input_ids, batch.attention_mask, batch.anchors, prompts.group, prompts.inputs
     )
-    device = states.probe_hidden.device
-    wanted, anchors = wanted.to(device), anchors.to(device)
-    made = prompts.states(states.probe_hidden.flatten(1, 2)).unflatten(1, wanted.shape[1:])
-    offsets, _ = group_tensors(group, str(device))
+    ahead = Ahead.of(batch, prompts.distances, found.probe_hidden.device)
+    states = prompts.states(found.probe_hidden.flatten(1, 2)).unflatten(1, ahead.wanted.shape[1:])
     own = None
     if config.loss == "distillation":
-        vocabulary = DraftVocabulary.of(prompts.weights, model)
-        own = own_logits(model, states.token_hidden, anchors[:, :, None] + offsets, vocabulary)
-    losses, logits, labels = future_losses(
-        model, prompts.weights, lambda states, head: prompts.logits(model, states, head=head), made,
-        input_ids, anchors, wanted, own,
-    )  # fmt: skip
-    share = config.decay ** (offsets - 1).to(losses.dtype)
-    means = wanted_mean(losses * share, labels, (1, 2))
-    return {"loss": means.mean(), "logits": logits, "labels": labels}
-
-
-EMBEDDINGS = "prompt_embeddings"
-#: Files that hold them, the first one of these in a folder.
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
-
-
-def wants(name: str) -> bool:
-    return name == EMBEDDINGS
-
-
-def convert(
-    tensors: Mapping[str, Tensor], _: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields of ``PPDConfig`` and the adapter's parameters, from published tensors by name.
-
-    Raises:
-        ValueError: there are no prompt embeddings.
-    """
-    found = tensors.get(EMBEDDINGS)
-    if found is None or found.ndim != 2:
-        raise ValueError(f"it has no tensor {EMBEDDINGS!r} (prompt tokens, hidden)")
-    return {"num_prompt_tokens": len(found)}, {"prompts": found}
+        vocabulary = DraftVocabulary.of(weights, model)
+        own = own_logits(model, found.token_hidden, ahead.columns, vocabulary)
+    predict = partial(prompts.logits, model)
+    losses = future_losses(model, weights, states, ahead, own, predict)
+    return mean_loss(*losses, config.decay, pooled=True)

@@ -20,10 +20,10 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import setting
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count
-from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig, loss_of_states
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
+from hf_spec.drafting.losses import Ahead, heads_loss, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import model_logits, states_at
-from hf_spec.model.sequences import IGNORED, token_hidden
+from hf_spec.model.sequences import token_hidden
 from modeling_patches.early_pruning import layer_input
 from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes
@@ -114,16 +114,10 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     changes = Changes()
     seen = layer_input(model, changes, config.prune_layer)
     hidden = changes.run(token_hidden, model, batch.input_ids, batch.attention_mask)
-    found = loss_of_states(model, adapter, hidden, batch)
-    anchors, labels = batch.anchors.to(hidden.device), batch.labels.to(hidden.device)
-    states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))
-    logits = model_logits(model, states.to(hidden))
-    inside = anchors + 1 < labels.shape[1]
-    wanted = labels.gather(1, (anchors + 1).clamp(max=labels.shape[1] - 1))
-    wanted = torch.where(inside, wanted, IGNORED)
-    own = None
-    if config.loss == "distillation":
-        with torch.no_grad():
-            own = model_logits(model, states_at(hidden, anchors))
-    early = wanted_mean(prediction_losses(logits, wanted, own), wanted, 1)
-    return {**found, "loss": found["loss"] + early.mean()}
+    found = heads_loss(model, adapter, batch, hidden)
+    states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), batch.anchors))
+    logits = model_logits(model, states.to(hidden))[:, :, None]
+    ahead = Ahead.of(batch, 1, hidden.device, first=0)
+    own = own_logits(model, hidden, ahead.columns) if config.loss == "distillation" else None
+    early = mean_loss(prediction_losses(logits, ahead.wanted, own), logits, ahead.wanted)
+    return {**found, "loss": found["loss"] + early["loss"]}

@@ -1,10 +1,9 @@
 """``space``: mask tokens with low-rank updates of their own (SPACE; Samragh et al., 2025)."""
 
 from hf_spec.adapters.predicting import TRAINED
-from hf_spec.methods.registry import Export, Method
+from hf_spec.methods.registry import Method
 from hf_spec.methods.space.adapter import SpaceAdapter, SpaceConfig, loss
 from hf_spec.methods.space.drafter import SpaceDrafter, SpaceOptions
-from hf_spec.methods.space.sglang import uno_files
 
 METHOD = Method(
     name="space",
@@ -18,5 +17,5 @@ METHOD = Method(
     training={"num_train_epochs": 2},
     trained={**TRAINED, "num_mask_tokens": 4},
     num_anchors=32,
-    exports={"sglang": Export(uno_files, "adapter_config.json", "adapter_model.safetensors")},
+    formats="hf_spec.formats.uno",
 )

@@ -20,10 +20,10 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
 from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.losses import future_losses, prediction_losses, wanted_mean
+from hf_spec.drafting.losses import Ahead, future_losses, prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
+from hf_spec.model.sequences import IGNORED, probe_sequences
 from modeling_patches.modules import linear_modules, output_projections
 from modeling_patches.support import check_unquantized
 from modeling_patches.weights import input_features, placement
@@ -193,14 +193,14 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
 
     Returns:
         ``loss``, a scalar; unless no sequence has mask tokens, ``logits`` and ``labels``, see
-        :func:`future_losses`.
+        :func:`mean_loss`.
     """
     input_ids, labels, anchors, attention_mask = batch
     config: Any = adapter.config
     frozen = not config.changes_model
     group = ProbeGroup.causal(config.num_mask_tokens)
-    wanted = future_labels(labels, anchors, group)
-    useful = (wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
+    ahead = Ahead.of(batch, len(group), labels.device)
+    useful = (ahead.wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
     noise = None
     if config.masks == "noise":
         shape = (anchors.shape[1], len(group))
@@ -209,26 +209,24 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     inputs = mask_tokens(adapter, model, noise)
     share = _sar_share(config, model.training, input_ids, labels, anchors, useful)
     if not bool(share.any()):
-        anchors, wanted, useful = anchors[:, :0], wanted[:, :0], useful[:, :0]
+        anchors, useful, ahead = anchors[:, :0], useful[:, :0], Ahead(*(x[:, :0] for x in ahead))
     hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs, frozen)
 
-    device = hidden.token_hidden.device
-    precision = torch.promote_types(hidden.token_hidden.dtype, torch.float32)
-    anchors, wanted, useful, share = (x.to(device) for x in (anchors, wanted, useful, share))
+    states, device = hidden.token_hidden, hidden.token_hidden.device
+    anchors, useful, share = (one.to(device) for one in (anchors, useful, share))
+    ahead = Ahead(*(one.to(device) for one in ahead))
     output: dict[str, Tensor] = {}
-    mask_losses = hidden.token_hidden.new_zeros(wanted.shape, dtype=precision)
-    if wanted.shape[1]:
-        mask_losses, logits, wanted = future_losses(
-            model, adapter.weights(), lambda states, head: model_logits(model, states, head=head),
-            hidden.probe_hidden, input_ids, anchors, wanted,
-        )  # fmt: skip
+    sums = states.new_zeros(useful.shape, dtype=torch.promote_types(states.dtype, torch.float32))
+    counts = torch.zeros_like(useful, dtype=torch.long)  # both (batch, anchors)
+    if useful.shape[1]:
+        losses, logits, wanted = future_losses(model, adapter.weights(), hidden.probe_hidden, ahead)
         output = {"logits": logits, "labels": wanted}
-    sums, counts = mask_losses.sum(-1), (wanted >= 0).sum(-1)  # (batch, anchors)
-    ar_loss = sums.new_zeros(len(wanted))
+        sums, counts = losses.sum(-1), (wanted >= 0).sum(-1)
+    ar_loss = sums.new_zeros(len(useful))
     if not frozen:
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(device)
         real = following != IGNORED  # (batch, seq)
-        predicted = model_logits(model, hidden.token_hidden[real][None])[0]
+        predicted = model_logits(model, states[real][None])[0]
         losses = sums.new_zeros(real.shape)
         losses = losses.masked_scatter(real, prediction_losses(predicted, following[real]))
         ar_loss = wanted_mean(losses, following, 1)
@@ -238,9 +236,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     sar_losses = torch.where(useful, sums / counts.clamp(min=1), 0.0)
     sar_loss = sar_losses.sum(-1) / useful.sum(-1).clamp(min=1)
     share = torch.where(useful.any(-1), share, 0.0)  # an answer too short for a mask token
-    total = (1 - share) * ar_loss + share * sar_loss
-    mean = total.mean()
-    if model.training and not wanted.shape[1]:
+    mean = ((1 - share) * ar_loss + share * sar_loss).mean()
+    if model.training and not useful.shape[1]:
         # Other processes have mask tokens: DDP waits for a gradient of every parameter in each.
         trained = [one for one in adapter.weights().values() if one.requires_grad]
         mean = mean + 0.0 * torch.stack([one.sum().to(mean) for one in trained]).sum()

@@ -8,8 +8,6 @@ together with those of q_proj, and of up_proj together with those of gate_proj.
 
 from typing import Any
 
-from torch import Tensor
-
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
 
@@ -21,7 +19,7 @@ NEEDS = {
 }  # fmt: skip
 
 
-def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def uno(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     """``adapter_config.json`` and the tensors of ``adapter_model.safetensors``.
 
     Raises:
@@ -62,4 +60,7 @@ def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[
         "base_model_name_or_path": config.base_model_name_or_path, "r": config.rank,
         "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
     }  # fmt: skip
-    return description, tensors
+    return {"adapter_config.json": description, "adapter_model.safetensors": tensors}
+
+
+WRITERS = {"sglang": uno}

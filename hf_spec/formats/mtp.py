@@ -1,59 +1,48 @@
 """Layers for multi-token prediction that others have fine-tuned, in speculators' format.
 
 Such files hold the layers alone, with a config that describes the model's decoder layers. What is
-the model's own, its embeddings, is not read.
+the model's own, its embeddings, is not read. The table of names is ``SPECULATORS`` of
+:mod:`modeling_patches.mtp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_BLOCKS
-from hf_spec.methods.mtp.weights import gathered
-from hf_spec.methods.registry import Published
-from modeling_patches.mtp import SPECULATORS
+from hf_spec.formats.tables import KIND, Files, Reader
+from modeling_patches.mtp import SPECULATORS, gathered
 
-KIND = "mtp"
-#: Prefix of all parameters of an adapter.
-LAYERS = "layers."
+#: Field with the number of layers, and prefix of all parameters of an adapter.
+COUNT, LAYERS = "num_nextn_predict_layers", "layers."
 
 
-def wants(name: str) -> bool:
-    return SPECULATORS.parse(name, 0) is not None
-
-
-def recognizes(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    return config.get("speculators_model_type") == KIND
-
-
-def convert(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     """Fields of ``MtpConfig``, and the layers' tensors by their names in ``MtpLayers``.
 
     Raises:
         ValueError: it is not in speculators' format, or has other layers than its config says.
     """
-    if not recognizes(config, tensors):
+    if config.get(KIND) != "mtp":
         raise ValueError(
-            f"config.json beside it does not say speculators_model_type={KIND!r}: layers of "
-            "a model's own checkpoint need no import, assistant_strategy='mtp' reads them"
+            f"config.json beside it does not say {KIND}='mtp': layers of a model's own checkpoint "
+            "need no import, assistant_strategy='mtp' reads them"
         )
-    count = config.get("num_nextn_predict_layers")
-    check_count("num_nextn_predict_layers in config.json", count, high=MAX_BLOCKS)
-    found = {}
+    count = config.get(COUNT)
+    check_count(f"{COUNT} in config.json", count, high=MAX_BLOCKS)
+    found, there = {}, set()
     for name, tensor in tensors.items():
         layer, own = SPECULATORS.parse(name, 0) or (None, None)
+        there.add(layer)
         found[f"{LAYERS}{layer}.{own}"] = tensor
-    there = {name.split(".")[1] for name in found}
-    if there != {str(layer) for layer in range(count or 0)}:
+    if there != {*range(count or 0)}:
         raise ValueError(
-            f"its config.json has num_nextn_predict_layers={count}, its tensors are of layers "
-            f"{', '.join(sorted(there)) or 'none'}"
+            f"its config.json has {COUNT}={count}, its tensors are of layers "
+            f"{', '.join(sorted(map(str, there))) or 'none'}"
         )
     return {"num_layers": count, "sparse": any(".experts." in name for name in found)}, found
 
@@ -71,4 +60,9 @@ def as_the_model_has_them(
     return config, {f"{LAYERS}{name}": tensor for name, tensor in found.items()}
 
 
-PUBLISHED = Published(wants, convert, recognizes=recognizes, share=as_the_model_has_them)
+READERS = {
+    "mtp": Reader(
+        lambda name: SPECULATORS.parse(name, 0) is not None, convert,
+        recognizes=lambda config, _: config.get(KIND) == "mtp", share=as_the_model_has_them,
+    ),
+}  # fmt: skip
