@@ -49,10 +49,9 @@ class Steps:
         state, drafter, policy = self.state, self.strategy.drafter, self.policy
         prepared = state.target.prepared
         catch_up(state)
-        tree = Tree.roots(state.root)
-        if policy.drafts(state.lookups is not None):
+        tree, limits = Tree.roots(state.root), _depth_limits(state)
+        if any(limits) and policy.drafts(state.lookups is not None):
             with self.watch.phase("draft"):
-                limits = _depth_limits(state)
                 tree = policy.choose(self._draft(), drafter, state.active, limits).within(limits)
         with self.watch.phase("forward"):
             match = self.acceptance.matches(tree)
@@ -64,7 +63,7 @@ class Steps:
             drafter.advance(result, _read(drafter.reads, output, result))
         with self.watch.phase("draft"):
             # Near the end, trees are grown once it is known how deep they may be.
-            room = state.max_depth - tree.max_depth - 1
+            room = max(limits) - tree.max_depth - 1
             ahead = not policy.paused and room >= drafter.distances
             run = self.strategy.draft_changes.run
             started = run(drafter.prefetch, state) if ahead else None
@@ -150,8 +149,9 @@ def _read(reads: Reads, output: Output, result: StepResult) -> Tensor | None:
 def _depth_limits(state: DecodeState) -> list[int]:
     """Depth of the deepest draft token that each row can still use."""
     limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
-    if state.target.reach is not None:
-        limits = list(map(min, limits, state.target.reach.room(state.cache.host_lengths)))
+    if state.target.rope is not None:
+        room = state.target.rope.room(sum(state.active))
+        limits = [min(limit, room) for limit in limits]
     return limits
 
 
