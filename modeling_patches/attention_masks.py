@@ -19,9 +19,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches.fingerprint import is_users_attention
-from modeling_patches.given_positions import Positions
 from modeling_patches.per_call import Changes, Replaceable, step_aside
-from modeling_patches.positions import needs_positions, tree_positions
+from modeling_patches.positions import Positions, needs_positions, tree_positions
 
 logger = logging.getLogger(__name__)
 

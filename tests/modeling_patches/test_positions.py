@@ -1,16 +1,9 @@
-"""ALiBi and local attention in tree forwards against plain forwards of every path alone."""
+"""ALiBi in tree forwards against plain forwards of every path alone."""
 
 import pytest
 import torch
 from running import added, fingerprint
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    FalconConfig,
-    GPT2Config,
-    GPTNeoConfig,
-    MptConfig,
-)
+from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, GPT2Config
 from tree_oracle import (
     STALE,
     Decoding,
@@ -21,8 +14,8 @@ from tree_oracle import (
     random_tokens,
 )
 
-from modeling_patches.given_positions import Positions
-from modeling_patches.positions import needs_positions, tree_positions
+from modeling_patches.positions import Positions, needs_positions, tree_positions
+from modeling_patches.support import check_model
 
 TINY = {"vocab_size": 128, "hidden_size": 48, "initializer_range": 0.3}
 
@@ -31,43 +24,13 @@ def bloom(heads=4):
     return BloomConfig(n_head=heads, n_layer=2, **TINY)
 
 
-def falcon(heads=4, **fields):
-    settings = {"alibi": True, "num_attention_heads": heads, "num_hidden_layers": 2}
-    return FalconConfig(**TINY, **settings | fields)
-
-
-def mpt(heads=4, **fields):
-    settings = {"vocab_size": 128, "d_model": 48, "n_layers": 2, "max_seq_len": 64}
-    return MptConfig(n_heads=heads, initializer_range=0.3, **settings, **fields)
-
-
-def neo(window=4, layers=("global", "local", "local")):
-    """Two trees behind a prompt take 23 slots, but never more than 20 positions."""
-    return GPTNeoConfig(
-        num_layers=len(layers), num_heads=4, window_size=window, max_position_embeddings=20,
-        attention_types=[[[layer], 1] for layer in layers], **TINY,
-    )  # fmt: skip
-
-
 #: The number of heads decides the slopes: with 12, not all are powers of two and rounding shows.
-CASES = {
-    "bloom": (bloom(), "eager"),
-    "bloom-12-heads": (bloom(12), "eager"),
-    "falcon-sdpa": (falcon(), "sdpa"),
-    "falcon-eager": (falcon(), "eager"),
-    "falcon-12-heads": (falcon(12, num_kv_heads=4, new_decoder_architecture=True), "sdpa"),
-    "falcon-sequential": (falcon(multi_query=False, parallel_attn=False), "sdpa"),
-    "mpt": (mpt(), "eager"),
-    "mpt-12-heads-clipped": (mpt(12, attn_config={"clip_qkv": 2.0}), "eager"),
-    "gpt_neo-3": (neo(3), "eager"),
-    "gpt_neo-8": (neo(8), "eager"),
-}
+CASES = {"4 heads": bloom(), "12 heads": bloom(12)}
 
 
 def build(name):
-    config, attention = CASES[name]
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return AutoModelForCausalLM.from_config(CASES[name]).eval()
 
 
 def with_positions(model, changes):
@@ -111,7 +74,6 @@ def test_tree_logits_equal_plain_forwards_of_each_path(name):
             assert_same(decoding.tree(first, set_positions), want)
             decoding.accept(first, [[0, 1, 3, 6], [0, 2]])
             longer = decoding.rows
-            # 23 slots by now: more than GPT-Neo has positions, which its triangle cannot cover.
             two = decoding.tree(second, set_positions)
             assert all(map(torch.equal, other_masks(model), plain))
             # Token 999 is not in the vocabulary: the forward fails after the first changes ran.
@@ -126,13 +88,10 @@ def test_tree_logits_equal_plain_forwards_of_each_path(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [name for name in CASES if name[:3] in ("blo", "fal")])
+@pytest.mark.parametrize("name", CASES)
 def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(name, dtype):
-    """Bloom and Falcon round ALiBi differently (Falcon always to bf16); each must stay itself.
-
-    MPT counts from another slot than we do, which is the same only up to rounding. Positions of
-    keys that nobody sees do not matter, though times a slope they are infinite in fp16.
-    """
+    """Positions of keys that nobody sees do not matter, though times a slope they are infinite in
+    fp16."""
     model = build(name).to(dtype)
     ids, mask, positions = padded_prompt()
     causal = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
@@ -143,41 +102,30 @@ def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(name, dtype):
     assert torch.equal(got[mask.bool()], want[mask.bool()]) and want.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["mpt", "gpt_neo-3"])
-def test_a_method_the_instance_had_still_runs(name):
-    model, calls = build(name), []
-    if name == "mpt":
-        attention, method = model.transformer.blocks[0].attn, "forward"
-    else:
-        attention, method = model.transformer.h[1].attn.attention, "_attn"
-    stock = getattr(attention, method)
-    setattr(attention, method, lambda *args, **kwargs: calls.append(1) or stock(*args, **kwargs))
+def test_a_method_the_instance_had_still_runs():
+    model, calls = build("4 heads"), []
+    stock = model.transformer.build_alibi_tensor
+    model.transformer.build_alibi_tensor = lambda *args, **kwargs: (
+        calls.append(1) or stock(*args, **kwargs)
+    )
     with added(with_positions, model):
+        calls.clear()
         Decoding(model)
     Decoding(model)
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon-sdpa", "mpt", "gpt_neo-3"])
-def test_positions_that_do_not_fit_the_mask_are_an_error(name):
-    model = build(name)
-    with added(with_positions, model) as set_positions:
-        with pytest.raises(ValueError, match=r"came with \[\] query and key"):
-            Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
-        set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
-        with pytest.raises(ValueError, match=r"came with \[7, 15\] query and key"):
-            Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
-        ids, _, positions = padded_prompt()
-        set_positions(positions, positions)
-        with pytest.raises(ValueError, match=r"a torch\.bool mask .* must be additive"):
-            model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
-
-
 def test_which_models_need_positions():
-    def needed(config):
-        return needs_positions(AutoModelForCausalLM.from_config(config))
+    def build(config):
+        return AutoModelForCausalLM.from_config(config)
 
-    assert all(needed(config) for config, _ in CASES.values())
-    assert needed(neo(layers=("global", "global")))
-    assert not needed(falcon(alibi=False))
-    assert not needed(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2))
+    def falcon(alibi):
+        return build(FalconConfig(num_hidden_layers=1, num_attention_heads=4, alibi=alibi, **TINY))
+
+    assert all(map(needs_positions, map(build, CASES.values())))
+    gpt2 = build(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2))
+    for model in (gpt2, falcon(False)):
+        assert not needs_positions(model)
+        check_model(model)
+    with pytest.raises(ValueError, match="FalconForCausalLM: its ALiBi counts slots"):
+        check_model(falcon(True))
