@@ -173,18 +173,13 @@ def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
             _rescale(layer.self_attn.q_proj, found, scale, changes)
 
 
-def inkling_scale(config: Any, lengths: Tensor) -> Tensor:
-    """By what queries and biases of full attention are multiplied after so many tokens."""
-    relative = lengths.float() / config.log_scaling_n_floor
-    return 1.0 + config.log_scaling_alpha * torch.log(relative.clamp(min=1.0))
-
-
 def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
     """Biases by relative positions, and the scale of full attention."""
     config = decoder.config
 
     def scale(columns: Tensor) -> Tensor:
-        return inkling_scale(config, columns + 1)
+        relative = (columns + 1).float() / config.log_scaling_n_floor
+        return 1.0 + config.log_scaling_alpha * torch.log(relative.clamp(min=1.0))
 
     _pass_columns(decoder, positions, changes)
     for layer in decoder.layers:

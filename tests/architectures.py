@@ -105,7 +105,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
     "inkling_text": {**_INKLING, "log_scaling_n_floor": 6, "log_scaling_alpha": 2.0,
-                     "rel_extent": 8, "num_mtp_layers": 3, "mtp_local_layer_ids": [0, 2]},
+                     "rel_extent": 8},
     "inkling2_text": _INKLING,
     "inkling2_loop_text": _INKLING,
     "dory": {
@@ -194,7 +194,7 @@ apertus apertus1p5_text axk2 bailing_hybrid bamba beam bert bert-generation big_
 biogpt bloom camembert codegen ctrl data2vec-text
 dbrx dory dots3_note_text electra ernie exaone4 falcon falcon_h1 falcon_mamba flex_olmo
 gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt-sw3 gpt2 gpt_bigcode
-gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 jamba kimi_linear lfm2
+gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear lfm2
 lfm2_moe lfm3 mamba mamba2 megatron-bert mllama modernbert-decoder moshi
 nanochat olmo olmo2 olmo3 olmo_hybrid opt phi4_multimodal rembert roberta
 roberta-prelayernorm roc_bert whisper xglm xlm-roberta xlm-roberta-xl xmod zamba

@@ -27,8 +27,8 @@ from hf_spec.methods.registry import methods
 ALWAYS = [
     ("openai-gpt", "prompt_lookup"), ("modernbert-decoder", "medusa"), ("gemma4_text", "ppd"),
     ("gemma4_text", "space"), ("gemma3n_text", "propd"), ("jetmoe", "layer_skip"),
-    ("inkling_text", "bita"), ("deepseek_v4", "bita"), ("nemotron_h", "bita"), ("zamba2", "bita"),
-    ("git", "prompt_lookup"), ("phimoe", "space"),
+    ("inkling_text", "bita"), ("inkling_text", "mtp"), ("deepseek_v4", "bita"),
+    ("nemotron_h", "bita"), ("zamba2", "bita"), ("git", "prompt_lookup"), ("phimoe", "space"),
     ("gemma3n_text", "bita"), ("gpt_neox_japanese", "prompt_lookup"),
     ("deepseek_v32", "layer_skip"), ("glm_moe_dsa", "propd"), ("dots3_note_text", "ppd"),
     ("llama4_text", "propd"), ("llama4", "space"), ("bart", "medusa"),
