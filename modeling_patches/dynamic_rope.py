@@ -25,7 +25,6 @@ class DynamicRope:
     """Rotates the tokens of a model's forwards as plain generation does at :attr:`length`.
 
     Args:
-        ends: see :func:`rope_ends`; not empty.
         changes: those that the forwards run with.
 
     Attributes:
@@ -37,13 +36,14 @@ class DynamicRope:
         recomputes: whether the cache must be computed anew at the first token beyond ``end``.
     """
 
-    def __init__(self, ends: dict[nn.Module, set[tuple[int, bool]]], changes: Changes):
-        found = set[tuple[int, bool]]().union(*ends.values())
-        self.end = min(end for end, _ in found)
-        self.varies = len(found) > 1 or any(varies for _, varies in found)
+    def __init__(self, model: Any, changes: Changes):
+        ends = rope_ends(model)
+        self.end = min(end for end, _ in ends)
+        self.varies = len(ends) > 1 or any(varies for _, varies in ends)
         self.length, self.limit, self.last, self.recomputes = 1, self.end, _FAR, False
-        for module in ends:
-            changes.instead(module, "forward", partial(self._rotate, module))
+        for module in model.modules():
+            if hasattr(module, "rope_type"):
+                changes.instead(module, "forward", partial(self._rotate, module))
 
     def move(self, length: int) -> None:
         """Set the length of the next forward."""
@@ -70,22 +70,18 @@ class DynamicRope:
         return tuple(part[..., :-1, :] for part in made)  # cosines and sines (batch, n, features)
 
 
-def rope_ends(model: Any) -> dict[nn.Module, set[tuple[int, bool]]]:
-    """The model's rotary modules with such frequencies: each end of the original ones, and whether
-    they go on to change beyond."""
-    found = dict[nn.Module, set[tuple[int, bool]]]()
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
-            if kind == "longrope":
-                rope = module.config.rope_parameters
-                rope = rope if layer_type is None else rope[layer_type]
-                end = rope["original_max_position_embeddings"], False
-            elif kind is not None and "dynamic" in kind:
-                end = module.original_max_seq_len, True
-            else:
-                continue
-            found.setdefault(module, set()).add(end)
+def rope_ends(model: Any) -> set[tuple[int, bool]]:
+    """Lengths up to which rotary frequencies are the original ones, and whether they change with
+    each length beyond: of each kind of layer whose frequencies follow the length."""
+    text = model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    found = set()
+    for one in (rope, *rope.values()):
+        kind = one.get("rope_type") if isinstance(one, dict) else None
+        if kind == "longrope":
+            found.add((one["original_max_position_embeddings"], False))
+        elif kind is not None and "dynamic" in kind:
+            found.add((text.max_position_embeddings, True))
     return found
 
 

@@ -132,9 +132,9 @@ class Target:
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.reads = reads
-        self._changes, ends = self.attention.changes, rope_ends(model)
+        self._changes = self.attention.changes
         #: For models whose rotary frequencies follow the longest sequence.
-        self.rope = DynamicRope(ends, self._changes) if ends else None
+        self.rope = DynamicRope(model, self._changes) if rope_ends(model) else None
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = Pass(), False
