@@ -67,7 +67,9 @@ class DynamicRope:
         longest = torch.full_like(position_ids[..., :1], self.length - 1)
         ids = torch.cat([position_ids.clamp(max=self.limit - 1), longest], dim=-1)
         made = plain(module, "forward")(x, ids, *args, **kwargs)
-        return tuple(part[..., :-1, :] for part in made)  # cosines and sines (batch, n, features)
+        if isinstance(made, Tensor):  # complex (batch, n, features); others: cosines and sines
+            return made[..., :-1, :]
+        return tuple(part[..., :-1, :] for part in made)
 
 
 def rope_ends(model: Any) -> set[tuple[int, bool]]:
