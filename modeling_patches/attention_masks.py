@@ -20,12 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches.fingerprint import is_users_attention
 from modeling_patches.per_call import Changes, Replaceable, step_aside
-from modeling_patches.positions import Positions, needs_positions, tree_positions
+from modeling_patches.positions import tree_positions
 
 logger = logging.getLogger(__name__)
-
-#: What Transformers' files of models call their own attention.
-EAGER = "eager_attention_forward"
 
 
 def grouped_sdpa(
@@ -67,8 +64,9 @@ def grouped_sdpa(
 
 def _eager_attention(module: Any) -> Any:
     """The eager attention of the file that a module's class, or a base of it, comes from."""
+    name = "eager_attention_forward"  # in all of Transformers' files of models
     files = (vars(sys.modules[cls.__module__]) for cls in type(module).__mro__)
-    eager: Any = next(file[EAGER] for file in files if EAGER in file)
+    eager: Any = next(file[name] for file in files if name in file)
     return eager
 
 
@@ -109,8 +107,7 @@ class TreeAttention:
     Attributes:
         locals: what each kind of layer sees (None = all), keyed as the model's forward wants its
             masks; a single entry "" where it wants one mask.
-        set_positions: see :meth:`Positions.set`.
-        wants_positions: whether it must be called before each forward.
+        positions: to be set before each forward; None where the model needs none.
         changes: the changes that forwards run with.
 
     Raises:
@@ -125,9 +122,9 @@ class TreeAttention:
         users = is_users_attention(current)
         #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
         self._boolean = users and ALL_MASK_ATTENTION_FUNCTIONS.get(current) is sdpa_mask
-        self.wants_positions = needs_positions(model)
+        self.positions = tree_positions(model, self.changes)
         if checkpointing:
-            if self.wants_positions or not (users or current in ("eager", "sdpa")):
+            if self.positions is not None or not (users or current in ("eager", "sdpa")):
                 raise ValueError(
                     f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
                     "takes tree masks only with changes of ours, and activations are computed "
@@ -136,10 +133,6 @@ class TreeAttention:
                 )
         elif not users and current != "eager":
             self._take_over(model, current)
-        positions = Positions()
-        self.set_positions = positions.set
-        if self.wants_positions:
-            tree_positions(model, positions, self.changes)
 
     def _take_over(self, model: Any, current: str) -> None:
         """Let attention that is looked up by name take tree masks."""

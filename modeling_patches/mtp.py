@@ -18,17 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import dot_natural_key, rename_source_key
 
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import decoder_layers
 from modeling_patches.mtp_blocks import Recipe, config_of, recipe_of
+from modeling_patches.weights import conversions
 
 #: Prefix of the block's tensors in :class:`MtpLayer`.
 BLOCK = "mtp_block."
@@ -247,11 +242,9 @@ class MtpLayers(nn.Module):
 def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A block's tensors, by their names in checkpoints without the layer's prefix, as the model's
     class wants them: with experts stacked, say."""
-    known = get_model_conversion_mapping(model)
-    for one in known:
+    renamings, converters = conversions(model)
+    for one in (*renamings, *converters):
         one.scope_prefix = None  # also of a part of a multimodal model
-    renamings = [one for one in known if isinstance(one, WeightRenaming)]
-    converters = [one for one in known if isinstance(one, WeightConverter)]
     of_pattern = {source: one for one in converters for source in one.source_patterns}
     prefix, found = "layers.0.", dict[str, Tensor]()
     made: dict[str, Any] = {}

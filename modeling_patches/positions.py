@@ -69,11 +69,13 @@ def slots_as_positions(model: PreTrainedModel) -> str | None:
     return "local attention" if text.model_type == "gpt_neo" else None
 
 
-def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
-    """Let forwards with a 4-D mask go by ``positions``, within ``changes``."""
-    patch = _patch(model)
-    assert patch is not None
+def tree_positions(model: PreTrainedModel, changes: Changes) -> Positions | None:
+    """What forwards with a 4-D mask go by, within ``changes``; None where they need nothing."""
+    patch, positions = _patch(model), Positions()
+    if patch is None:
+        return None
     patch(_decoder(model), positions, changes)
+    return positions
 
 
 _Patch = Callable[[Any, Positions, Changes], None]
@@ -128,34 +130,32 @@ def _pass_columns(
     changes.before(decoder, lambda args, kwargs: (args, kwargs | {name: positions.columns}))
 
 
-def _columns_in(attention: Any, changes: Changes) -> dict[str, Tensor]:
-    """What parts of an attention module find while it runs: ``tree``, the columns ``(batch, n)``
-    of its tokens, and ``stock``, those ``(n,)`` that the module itself takes them to have."""
+def _columns_in(
+    attention: Any, changes: Changes, scale: Callable[[Tensor], Tensor] | None = None,
+    scaled: tuple[str, ...] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """What parts of an attention module find while it runs: ``columns`` ``(batch, n)`` of its
+    tokens. The outputs ``(batch, n, ...)`` of parts that are ``scaled`` are divided by the scale of
+    the slots that attention will multiply them by, and multiplied by that of their columns."""
     found: dict[str, Tensor] = {}
 
     def before(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        columns = kwargs[_COLUMNS]
-        cache = kwargs.get(CACHE)
-        start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
-        stock = torch.arange(columns.shape[1], device=columns.device) + start
-        found.update(tree=columns, stock=stock)
-        return args, {key: value for key, value in kwargs.items() if key != _COLUMNS}
+        columns = found["columns"] = kwargs.pop(_COLUMNS)
+        if scale is not None:
+            cache = kwargs.get(CACHE)
+            start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
+            slots = torch.arange(columns.shape[1], device=columns.device) + start
+            found["ratio"] = scale(columns) / scale(slots)
+        return args, kwargs
 
-    changes.before(attention, before)
-    return found
-
-
-def _rescale(
-    module: Any, found: dict[str, Tensor], scale: Callable[[Tensor], Tensor], changes: Changes
-) -> None:
-    """Divide a module's output ``(batch, n, ...)`` by the scale of the columns that attention will
-    multiply it by, and multiply it by that of its tokens."""
-
-    def after(args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-        ratio = (scale(found["tree"]) / scale(found["stock"])).to(output.device)
+    def rescaled(args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        ratio = found["ratio"].to(output.device)
         return (output * ratio.view(*ratio.shape, *[1] * (output.ndim - 2))).to(output.dtype)
 
-    changes.after(module, after)
+    changes.before(attention, before)
+    for name in scaled:
+        changes.after(getattr(attention, name), rescaled)
+    return found
 
 
 def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
@@ -169,8 +169,7 @@ def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
     _pass_columns(decoder, positions, changes)
     for layer in decoder.layers:
         if not layer.self_attn.use_rope:
-            found = _columns_in(layer.self_attn, changes)
-            _rescale(layer.self_attn.q_proj, found, scale, changes)
+            _columns_in(layer.self_attn, changes, scale, ("q_proj",))
 
 
 def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
@@ -184,19 +183,19 @@ def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
     _pass_columns(decoder, positions, changes)
     for layer in decoder.layers:
         attention = layer.self_attn
-        found = _columns_in(attention, changes)
+        if attention.is_sliding or config.log_scaling_n_floor is None:
+            found = _columns_in(attention, changes)
+        else:  # biases are linear in what `r_proj` returns
+            found = _columns_in(attention, changes, scale, ("q_norm", "r_proj"))
         bias = attention.rel_logits_proj
         changes.instead(bias, "forward", partial(_relative_bias, bias, found, positions))
-        if not attention.is_sliding and config.log_scaling_n_floor is not None:
-            _rescale(attention.q_norm, found, scale, changes)
-            _rescale(attention.r_proj, found, scale, changes)  # biases are linear in these
 
 
 def _relative_bias(
     module: Any, found: dict[str, Tensor], positions: Positions, states: Tensor, *args: Any
 ) -> Tensor:
     """The bias of each query for each key ``(batch, heads, query, key)``."""
-    queries, keys = found["tree"].to(states.device), positions.key_columns.to(states.device)
+    queries, keys = found["columns"].to(states.device), positions.key_columns.to(states.device)
     rows = zip(states.split(1), queries, keys)
     return torch.cat([plain(module, "forward")(*row) for row in rows])
 

@@ -259,17 +259,17 @@ class Target:
         narrow = {local for local in kinds.values() if local is not None and local.size < keys}
         made: dict[Local | None, Tensor] = {None: full}
         front = cache.states.front if cache.block and cache.block.front else 0
-        if narrow or attention.wants_positions:
+        if narrow or attention.positions is not None:
             # Counted from each row's first token, whatever positions the caller gave.
             at_queries = positions - self.position_shift
             last = self.last_position - self.position_shift
             at_keys = slot_positions(lengths, block.tree.depths, keys, last)
             for local in narrow:
                 made[local] = full & near(local, at_queries, at_keys)
-            if attention.wants_positions:
+            if attention.positions is not None:
                 if front:  # they stand where the sequence begins, as in prefix tuning
                     at_keys = pad(at_keys, (front, 0))
-                attention.set_positions(at_queries, at_keys, self.padding)
+                attention.positions.set(at_queries, at_keys, self.padding)
         if front and self.front_seen is not None:
             learned = full.new_zeros((*positions.shape, front))[:, None]
             seen = self.front_seen[block.kinds.to(full.device)]

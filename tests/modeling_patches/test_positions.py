@@ -14,7 +14,7 @@ from tree_oracle import (
     random_tokens,
 )
 
-from modeling_patches.positions import Positions, needs_positions, tree_positions
+from modeling_patches.positions import needs_positions, tree_positions
 from modeling_patches.support import check_model
 
 TINY = {"vocab_size": 128, "hidden_size": 48, "initializer_range": 0.3}
@@ -34,9 +34,7 @@ def build(name):
 
 
 def with_positions(model, changes):
-    positions = Positions()
-    tree_positions(model, positions, changes)
-    return positions.set
+    return tree_positions(model, changes).set
 
 
 def without_patch(model, tokens):
