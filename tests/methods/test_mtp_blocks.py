@@ -102,11 +102,11 @@ def longcat(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: 
     return norm(hidden, of("norm"), eps)
 
 
-def outputs(name: str, layer: int, tokens: Tensor, rows: Tensor) -> Tensor:
-    """``(n, hidden)`` what a layer makes of these tokens and the states before them."""
+def outputs(name: str, tokens: Tensor, rows: Tensor) -> Tensor:
+    """``(n, hidden)`` what the layer makes of these tokens and the states before them."""
     model = model_of(name)
     stored = load_file(Path(model.name_or_path) / SINGLE)
-    start = "mtp.layers." if name == "nemotron_h" else f"model.mtp.layers.{layer}."
+    start = "mtp.layers." if name == "nemotron_h" else "model.mtp.layers.0."
 
     def of(tensor: str) -> Tensor:
         whole = f"{start}{tensor}" if tensor != "norm" else "model.mtp.norm"
@@ -118,24 +118,18 @@ def outputs(name: str, layer: int, tokens: Tensor, rows: Tensor) -> Tensor:
 
 def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
     """``(1 + drafted, vocab)`` logits of the root and these draft tokens, each below the one before
-    it. All rows are computed anew for each. Of several layers, each takes the outputs of the one
-    before it at the rows before, and the last one is used again.
+    it. All rows are computed anew for each.
 
     Args:
         ids: ``(known,)`` of which the base has states of all but the last.
     """
     model, found = model_of(name), list[Tensor]()
     rows, tokens = model.model(ids[None]).last_hidden_state[0, :-1], ids[1:]
-    last = len(mtp_layers(model).layers) - 1
-    for depth, token in enumerate((*drafted, None)):
-        made = outputs(name, min(depth, last), tokens, rows)
+    for token in (*drafted, 0):
+        made = outputs(name, tokens, rows)
         found.append(model.lm_head(made[-1]))
-        if token is not None:
-            tokens = torch.cat([tokens, torch.tensor([token])])
-            if depth < last:
-                tokens, rows = tokens[1:], made
-            else:
-                rows = torch.cat([rows, made[-1:]])
+        tokens = torch.cat([tokens, torch.tensor([token])])
+        rows = torch.cat([rows, made[-1:]])
     return torch.stack(found)
 
 
