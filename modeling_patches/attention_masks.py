@@ -154,22 +154,18 @@ class TreeAttention:
 
     def convert(self, masks: dict[str, Tensor], dtype: torch.dtype) -> Any:
         """Boolean masks (True = attend), keyed like ``locals`` -> the forward's attention_mask."""
-        made: dict[int, Any] = {}
-        for mask in masks.values():
-            if id(mask) not in made:
-                made[id(mask)] = mask if self._boolean else _additive(mask, dtype)
+        made = {id(mask): mask for mask in masks.values()}
+        if not self._boolean:
+            # Additive for sdpa, too: it would otherwise convert a boolean mask in every layer.
+            # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
+            for key, mask in made.items():
+                zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+                made[key] = zeros.masked_fill_(~mask, -torch.inf)
         if "" in masks:
             return made[id(masks[""])]
         by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
         by_kind |= {kind: by_kind[name] for kind, name in BESIDE_STATES.items() if name in by_kind}
         return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    # Additive for sdpa, too: it would otherwise convert a boolean mask again in every layer.
-    # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, -torch.inf)
 
 
 def local_attention(model: Any) -> dict[str, Local | None]:

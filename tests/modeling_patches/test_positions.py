@@ -1,5 +1,7 @@
 """Positions in slots of the cache: ALiBi of Bloom, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import Tiny, ragged
@@ -14,14 +16,18 @@ STALE = 10**6
 TINY = {"vocab_size": 61, "hidden_size": 48, "initializer_range": 0.3}
 
 
+def bloom(heads: int) -> Any:
+    torch.manual_seed(0)
+    config = BloomConfig(n_head=heads, n_layer=2, **TINY)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [4, 12])  # 12: not all slopes are powers of two
 @torch.no_grad()
 def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(heads: int, dtype: torch.dtype) -> None:
     """And other forwards stay as they are; a second use adds nothing to the model."""
-    torch.manual_seed(0)
-    config = BloomConfig(n_head=heads, n_layer=2, **TINY)
-    model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    model = bloom(heads).to(dtype)
     ids, real = ragged((9, 5)).values()
     positions = (real.cumsum(-1) - 1).clamp(min=0)
     seen = torch.ones(9, 9, dtype=torch.bool).tril() & real[:, None, None].bool()
@@ -37,8 +43,8 @@ def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(heads: int, dtype: torch.d
     assert left[0] == left[1]
 
 
-def test_a_method_the_instance_had_still_runs(fresh: Tiny) -> None:
-    model, calls = fresh("bloom"), []
+def test_a_method_the_instance_had_still_runs() -> None:
+    model, calls = bloom(4), list[int]()
     stock = model.transformer.build_alibi_tensor
     model.transformer.build_alibi_tensor = lambda *args, **kwargs: (
         calls.append(1) or stock(*args, **kwargs)
