@@ -142,7 +142,7 @@ def extend(target: Target, rows: list[list[int]]) -> Prefilled:
     return append(target, rows)
 
 
-def follow_rope(target: Target, handover: Handover) -> None:
+def begin_rope(target: Target, handover: Handover) -> None:
     """After the prompt, prepare steps of a model whose rotary frequencies follow the longest
     sequence; see :class:`DynamicRope`.
 
@@ -172,7 +172,7 @@ def follow_rope(target: Target, handover: Handover) -> None:
         )
 
 
-def catch_up(state: DecodeState) -> None:
+def advance_rope(state: DecodeState) -> None:
     """Before a step, set the length that rotary frequencies follow, and compute the cache anew
     where plain generation does."""
     rope, cache = state.target.rope, state.cache

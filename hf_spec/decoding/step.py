@@ -12,7 +12,7 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.continued import catch_up
+from hf_spec.decoding.continued import advance_rope
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
@@ -48,7 +48,7 @@ class Steps:
         """One step of all rows."""
         state, drafter, policy = self.state, self.strategy.drafter, self.policy
         prepared = state.target.prepared
-        catch_up(state)
+        advance_rope(state)
         tree, limits = Tree.roots(state.root), _depth_limits(state)
         if any(limits) and policy.drafts(state.lookups is not None):
             with self.watch.phase("draft"):
