@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from modeling_patches.cache_name import CACHE
-from modeling_patches.modules import takes
+from modeling_patches.modules import decoder_of, takes
 from modeling_patches.per_call import Changes, plain
 
 
@@ -74,7 +74,7 @@ def tree_positions(model: PreTrainedModel, changes: Changes) -> Positions | None
     patch, positions = _patch(model), Positions()
     if patch is None:
         return None
-    patch(_decoder(model), positions, changes)
+    patch(decoder_of(model), positions, changes)
     return positions
 
 
@@ -85,19 +85,9 @@ def _patch(model: PreTrainedModel) -> _Patch | None:
     text = model.config.get_text_config(decoder=True)
     if text.model_type == "llama4_text" and not text.attn_temperature_tuning:
         return None
-    if not _takes_positions(model) and _takes_positions(_decoder(model)):
+    if not takes(model, "position_ids") and takes(decoder_of(model), "position_ids"):
         return _inside
     return _PATCHES.get(text.model_type)
-
-
-def _takes_positions(module: Any) -> bool:
-    return isinstance(module, nn.Module) and takes(module, "position_ids")
-
-
-def _decoder(model: PreTrainedModel) -> Any:
-    decoder = model.get_decoder()
-    # BartDecoderWrapper and its like hold a decoder, Llama4ForCausalLM a model.
-    return getattr(decoder, "decoder", getattr(decoder, "model", decoder))
 
 
 def _bloom(transformer: Any, positions: Positions, changes: Changes) -> None:
