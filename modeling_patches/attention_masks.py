@@ -19,14 +19,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches.fingerprint import is_users_attention
-from modeling_patches.given_positions import Positions
 from modeling_patches.per_call import Changes, Replaceable, step_aside
-from modeling_patches.positions import needs_positions, tree_positions
+from modeling_patches.positions import tree_positions
 
 logger = logging.getLogger(__name__)
-
-#: What Transformers' files of models call their own attention.
-EAGER = "eager_attention_forward"
 
 
 def grouped_sdpa(
@@ -68,8 +64,9 @@ def grouped_sdpa(
 
 def _eager_attention(module: Any) -> Any:
     """The eager attention of the file that a module's class, or a base of it, comes from."""
+    name = "eager_attention_forward"  # in all of Transformers' files of models
     files = (vars(sys.modules[cls.__module__]) for cls in type(module).__mro__)
-    eager: Any = next(file[EAGER] for file in files if EAGER in file)
+    eager: Any = next(file[name] for file in files if name in file)
     return eager
 
 
@@ -110,8 +107,7 @@ class TreeAttention:
     Attributes:
         locals: what each kind of layer sees (None = all), keyed as the model's forward wants its
             masks; a single entry "" where it wants one mask.
-        set_positions: see :meth:`Positions.set`.
-        wants_positions: whether it must be called before each forward.
+        positions: to be set before each forward; None where the model needs none.
         changes: the changes that forwards run with.
 
     Raises:
@@ -126,9 +122,9 @@ class TreeAttention:
         users = is_users_attention(current)
         #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
         self._boolean = users and ALL_MASK_ATTENTION_FUNCTIONS.get(current) is sdpa_mask
-        self.wants_positions = needs_positions(model)
+        self.positions = tree_positions(model, self.changes)
         if checkpointing:
-            if self.wants_positions or not (users or current in ("eager", "sdpa")):
+            if self.positions is not None or not (users or current in ("eager", "sdpa")):
                 raise ValueError(
                     f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
                     "takes tree masks only with changes of ours, and activations are computed "
@@ -137,10 +133,6 @@ class TreeAttention:
                 )
         elif not users and current != "eager":
             self._take_over(model, current)
-        positions = Positions()
-        self.set_positions = positions.set
-        if self.wants_positions:
-            tree_positions(model, positions, self.changes)
 
     def _take_over(self, model: Any, current: str) -> None:
         """Let attention that is looked up by name take tree masks."""
@@ -162,22 +154,18 @@ class TreeAttention:
 
     def convert(self, masks: dict[str, Tensor], dtype: torch.dtype) -> Any:
         """Boolean masks (True = attend), keyed like ``locals`` -> the forward's attention_mask."""
-        made: dict[int, Any] = {}
-        for mask in masks.values():
-            if id(mask) not in made:
-                made[id(mask)] = mask if self._boolean else _additive(mask, dtype)
+        made = {id(mask): mask for mask in masks.values()}
+        if not self._boolean:
+            # Additive for sdpa, too: it would otherwise convert a boolean mask in every layer.
+            # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
+            for key, mask in made.items():
+                zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+                made[key] = zeros.masked_fill_(~mask, -torch.inf)
         if "" in masks:
             return made[id(masks[""])]
         by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
         by_kind |= {kind: by_kind[name] for kind, name in BESIDE_STATES.items() if name in by_kind}
         return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    # Additive for sdpa, too: it would otherwise convert a boolean mask again in every layer.
-    # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, -torch.inf)
 
 
 def local_attention(model: Any) -> dict[str, Local | None]:

@@ -54,7 +54,9 @@ class Fingerprint(NamedTuple):
 def fingerprint(model: Any) -> Fingerprint:
     """How a model runs now."""
     text = model.config.get_text_config(decoder=True)
-    attention = _attention(text._attn_implementation)
+    attention = (
+        _registered(text._attn_implementation), torch.nn.functional.scaled_dot_product_attention
+    )  # fmt: skip
     stock, training = all(map(_is_stock_attention, attention)), False
     kinds: list[Any] = []
     hooks: list[tuple[int, Any]] = []
@@ -72,7 +74,10 @@ def fingerprint(model: Any) -> Fingerprint:
             forwards.append((index, _identity(forward)))
             stock = stock and _is_stock_wrapper(forward) and _origin(kind).startswith(_STOCK)
         if isinstance(module, BaseTunerLayer):
-            adapters.append(_adapters(module))
+            adapters.append((
+                tuple(module.active_adapters), module.disable_adapters,
+                tuple(module.merged_adapters), repr(getattr(module, "scaling", None)),
+            ))  # fmt: skip
     for table in (of_all_modules._global_forward_pre_hooks, of_all_modules._global_forward_hooks):
         hooks += [(-1, hook) for hook in table.values()]
     hooks = [(index, hook) for index, hook in hooks if not _origin(hook).startswith(_IDLE_HOOKS)]
@@ -97,11 +102,6 @@ def is_users_attention(name: str) -> bool:
     """Whether attention of this name is a function that a user has registered. Kernels of the Hub,
     whose names are those of repositories, compute what Transformers' functions do."""
     return "/" not in name and not _is_stock_attention(_registered(name))
-
-
-def _attention(name: str) -> tuple[Any, ...]:
-    """The functions that attention of this name computes with."""
-    return _registered(name), torch.nn.functional.scaled_dot_product_attention
 
 
 def _registered(name: str) -> Any:
@@ -172,14 +172,6 @@ def _settings(thing: Any, depth: int = 3) -> Hashable:
     elif not _origin(thing).startswith(("builtins.", "torch.")):
         held = [*getattr(thing, "__dict__", {}).values()]
     return tuple(_settings(one, depth - 1) for one in held)
-
-
-def _adapters(layer: Any) -> Hashable:
-    """What the adapters of a PEFT layer do."""
-    return (
-        tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
-        repr(getattr(layer, "scaling", None)),
-    )  # fmt: skip
 
 
 # -- identities of objects that outlive neither the object nor its address -----------------------

@@ -59,7 +59,14 @@ class LayerSkipper:
     ) -> None:
         layers = decoder_layers(model)
         for name, indices in (("skip_attention", skip_attention), ("skip_mlp", skip_mlp)):
-            _check(name, indices, len(layers))
+            for place, index in enumerate(indices):
+                known = type(index) is int and 0 <= index < len(layers)
+                if not known or index in indices[:place]:
+                    raise ValueError(
+                        f"{name} must list distinct layer indices from 0 to {len(layers) - 1} (the "
+                        f"model has {len(layers)} layers), got {index!r} in {list(indices)}. "
+                        "Remove or correct it."
+                    )
         base = unwrapped(model)
         shared = getattr(base.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
         if skip_attention and shared:  # layers that read another one's KV (gemma3n)
@@ -80,15 +87,6 @@ class LayerSkipper:
         self.changes = Changes()
         for (module, method), stub in stubs.items():
             self.changes.instead(module, method, stub)
-
-
-def _check(name: str, indices: Sequence[int], count: int) -> None:
-    for place, index in enumerate(indices):
-        if type(index) is not int or not 0 <= index < count or index in indices[:place]:
-            raise ValueError(
-                f"{name} must list distinct layer indices from 0 to {count - 1} (the model has "
-                f"{count} layers), got {index!r} in {list(indices)}. Remove or correct it."
-            )
 
 
 # -- stubs ---------------------------------------------------------------------------------------

@@ -18,17 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import dot_natural_key, rename_source_key
 
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import decoder_layers
 from modeling_patches.mtp_blocks import Recipe, config_of, recipe_of
+from modeling_patches.weights import conversions
 
 #: Prefix of the block's tensors in :class:`MtpLayer`.
 BLOCK = "mtp_block."
@@ -126,14 +121,6 @@ _LAYOUTS = (
         "mtp_hidden_norm.{}.": "hnorm.",
         "mtp_block.{}.": BLOCK,
     }, final_norm=True),
-    # Inkling
-    Layout({
-        "mtp.layers.{}.input_proj.": "eh_proj.",
-        "mtp.layers.{}.embed_norm.": "enorm.",
-        "mtp.layers.{}.hidden_norm.": "hnorm.",
-        "mtp.layers.{}.transformer_block.": BLOCK,
-        "mtp.chain_norm.": "post_norm.",
-    }),
 )  # fmt: skip
 
 
@@ -164,19 +151,14 @@ class MtpLayer(nn.Module):
         width, norm = config.hidden_size, recipe.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         self.enorm, self.hnorm, self.post_norm = (type(norm)(width, eps=eps) for _ in range(3))
-        if not getattr(config, "chain_hidden_post_norm", True):
-            self.post_norm = nn.Identity()
-        self.hidden_first = getattr(config, "mtp_hidden_states_first", False)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.mtp_block = recipe.make(config, index)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
         """``(batch, n, hidden)``, of which the output embeddings make logits and which the next row
         takes, by the embeddings of each row's token and the final states of the token before."""
-        joined = [self.enorm(embeddings), self.hnorm(hidden)]
-        if self.hidden_first:
-            joined.reverse()
-        out = self.mtp_block(self.eh_proj(torch.cat(joined, dim=-1)), **inputs)
+        joined = torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1)
+        out = self.mtp_block(self.eh_proj(joined), **inputs)
         normed: Tensor = self.post_norm(out[0] if isinstance(out, tuple) else out)
         return normed
 
@@ -217,8 +199,6 @@ class MtpLayers(nn.Module):
         kinds = getattr(self.config, "layer_types", None)
         self.kinds: list[str | None] = list(kinds[:: recipe.num_parts]) if kinds else [None] * count
         self.layers = nn.ModuleList(made)
-        known = inspect.signature(type(made[0].mtp_block).forward).parameters
-        self._wants_slots = "key_positions" in known
 
     def place(self, device: torch.device) -> None:
         """Put what is no weight onto a device."""
@@ -227,35 +207,28 @@ class MtpLayers(nn.Module):
 
     def window(self, index: int) -> int | None:
         """Number of positions that a layer sees; None for all."""
-        if self.kinds[index] not in ("sliding_attention", "hybrid_sliding"):
+        if self.kinds[index] != "sliding_attention":
             return None
         size: int = self.config.sliding_window
         return size
 
-    def by_positions(self, index: int) -> bool:
-        """Whether a layer goes by the positions of slots."""
-        return self._wants_slots or self.window(index) is not None
-
     def run(
-        self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, seen: Tensor,
+        self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
         key_positions: Tensor, cache: Any,
     ) -> Tensor:  # fmt: skip
         """Forward of a layer; see :meth:`MtpLayer.forward`.
 
         Args:
             positions: ``(batch, n)`` of the rows.
-            seen: ``(batch, 1, n, slots)`` bool, True where a row sees a slot, but for windows.
+            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot, but for windows.
             key_positions: ``(batch or 1, slots)`` position of every slot; anything of this shape
-                where not :meth:`by_positions`.
+                where there is no :meth:`window`.
             cache: takes ``update(keys, values, index)``.
         """
         inputs: dict[str, Any] = {CACHE: cache, "position_ids": positions}
-        mask, size = seen, self.window(index)
-        if size is not None:
+        if (size := self.window(index)) is not None:
             distances = positions[:, :, None] - key_positions[:, None]
-            mask = seen & (distances < size)[:, None]
-        if self._wants_slots:
-            inputs |= {"seen": seen, "key_positions": key_positions}
+            mask = mask & (distances < size)[:, None]
         if self.rotary is not None:
             by_kind = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
             given = {"layer_type": self.kinds[index]} if by_kind else {}
@@ -269,11 +242,9 @@ class MtpLayers(nn.Module):
 def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A block's tensors, by their names in checkpoints without the layer's prefix, as the model's
     class wants them: with experts stacked, say."""
-    known = get_model_conversion_mapping(model)
-    for one in known:
+    renamings, converters = conversions(model)
+    for one in (*renamings, *converters):
         one.scope_prefix = None  # also of a part of a multimodal model
-    renamings = [one for one in known if isinstance(one, WeightRenaming)]
-    converters = [one for one in known if isinstance(one, WeightConverter)]
     of_pattern = {source: one for one in converters for source in one.source_patterns}
     prefix, found = "layers.0.", dict[str, Tensor]()
     made: dict[str, Any] = {}

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from modeling_patches.modules import decoder_layers, decoder_of
-from modeling_patches.mtp_convolutions import Convolved
 from modeling_patches.weights import in_use
 
 #: What configs of Nemotron-H call layers with keys, and those with a recurrent state.
@@ -61,8 +60,7 @@ class Recipe:
     def make(self, config: Any, index: int) -> nn.Module:
         """Block ``index``, whose forward takes hidden states ``(batch, n, hidden)``, and
         ``position_ids``, ``attention_mask``, the cache and, if there is a rotary module,
-        ``position_embeddings`` by name. One that names them gets ``seen`` and ``key_positions``,
-        too: see :class:`~modeling_patches.mtp_convolutions.Convolved`.
+        ``position_embeddings`` by name.
         """
         made: nn.Module = self.kind(config, index)
         return made
@@ -134,20 +132,8 @@ class DenseRecipe(Recipe):
         return made
 
 
-class ConvolvedRecipe(Recipe):
-    """Inkling: its decoder layer, without the states that its convolutions keep elsewhere."""
-
-    rotates = False
-    num_caches = Convolved.num_caches
-
-    def make(self, config: Any, index: int) -> nn.Module:
-        return Convolved(super().make(config, index), index * self.num_caches)
-
-
 #: By the model's type.
-RECIPES: dict[str, type[Recipe]] = {
-    "nemotron_h": PartsRecipe, "longcat_flash": DenseRecipe, "inkling_text": ConvolvedRecipe,
-}  # fmt: skip
+RECIPES: dict[str, type[Recipe]] = {"nemotron_h": PartsRecipe, "longcat_flash": DenseRecipe}
 
 
 def recipe_of(model: Any) -> Recipe:

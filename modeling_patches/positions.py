@@ -4,32 +4,44 @@ These architectures compute positions from a 2-D padding mask or from slots of t
 siblings of a draft tree make wrong. Here the caller gives the position of every query and key, and
 the mask determines which slots a query sees. Forwards without a 4-D mask are not changed.
 
-* Bloom, Falcon with ALiBi, MPT: :mod:`.alibi`.
-* GPT-Neo: a triangle over slots hides keys, and in local layers also those outside of a window.
+* Bloom: ALiBi (https://huggingface.co/papers/2108.12409) adds ``slope[head] * key position``.
 * Llama 4: queries of layers without RoPE are scaled by their position. Inkling: likewise with full
   attention, and biases depend on distances.
-* Decoders of encoder-decoder models (BART, Marian, ...), RoFormer: a table of positions.
 * A model that takes no positions around a decoder that does (MOSS-Transcribe, Whisper).
 
-The last four count padding, so that a position there is a column of the batch.
+The last two count padding, so that a position there is a column of the batch. Others of this kind
+are refused: see :func:`slots_as_positions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from modeling_patches import alibi
 from modeling_patches.cache_name import CACHE
-from modeling_patches.given_positions import Positions, is_tree
-from modeling_patches.modules import takes
+from modeling_patches.modules import decoder_of, takes
 from modeling_patches.per_call import Changes, plain
+
+
+class Positions:
+    """The positions of the tokens and keys of the next forward with a 4-D mask."""
+
+    def set(self, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> None:
+        """To be called before each such forward.
+
+        Args:
+            queries: ``(batch, query)`` positions counted from each row's first token.
+            keys: ``(batch, key)`` likewise; any where no query attends.
+            padding: ``(batch, 1)`` columns before each row's first token.
+        """
+        self.keys = keys
+        self.columns = queries + padding  # (batch, query)
+        self.key_columns = keys + padding  # (batch, key)
 
 
 def needs_positions(model: PreTrainedModel) -> bool:
@@ -39,20 +51,31 @@ def needs_positions(model: PreTrainedModel) -> bool:
 
 def counts_padding(model: PreTrainedModel) -> bool:
     """Whether states of a token depend on the padding before it."""
-    return _patch(model) in (_table, _inside, _roformer, _llama4, _inkling)
+    return _patch(model) in (_inside, _llama4, _inkling)
 
 
 def counts_columns(model: PreTrainedModel) -> bool:
     """Whether attention goes by distances in the batch's columns, padding between tokens
     included."""
-    return _patch(model) in (alibi.mpt, _gpt_neo, _inkling)
+    return _patch(model) is _inkling
 
 
-def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
-    """Let forwards with a 4-D mask go by ``positions``, within ``changes``."""
-    patch = _patch(model)
-    assert patch is not None
-    patch(_decoder(model), positions, changes)
+def slots_as_positions(model: PreTrainedModel) -> str | None:
+    """What of a model counts slots of the cache in a way that no patch here replaces; None if
+    nothing does."""
+    text = model.config.get_text_config(decoder=True)
+    if text.model_type == "falcon" and text.alibi:
+        return "ALiBi"
+    return "local attention" if text.model_type == "gpt_neo" else None
+
+
+def tree_positions(model: PreTrainedModel, changes: Changes) -> Positions | None:
+    """What forwards with a 4-D mask go by, within ``changes``; None where they need nothing."""
+    patch, positions = _patch(model), Positions()
+    if patch is None:
+        return None
+    patch(decoder_of(model), positions, changes)
+    return positions
 
 
 _Patch = Callable[[Any, Positions, Changes], None]
@@ -60,64 +83,28 @@ _Patch = Callable[[Any, Positions, Changes], None]
 
 def _patch(model: PreTrainedModel) -> _Patch | None:
     text = model.config.get_text_config(decoder=True)
-    if text.model_type == "falcon" and not text.alibi:
-        return None
     if text.model_type == "llama4_text" and not text.attn_temperature_tuning:
         return None
-    if not _takes_positions(model):
-        decoder = _decoder(model)
-        if _takes_positions(decoder):
-            return _inside
-        if _takes_positions(getattr(decoder, "embed_positions", None)):
-            return _table
+    if not takes(model, "position_ids") and takes(decoder_of(model), "position_ids"):
+        return _inside
     return _PATCHES.get(text.model_type)
 
 
-def _takes_positions(module: Any) -> bool:
-    return isinstance(module, nn.Module) and takes(module, "position_ids")
+def _bloom(transformer: Any, positions: Positions, changes: Changes) -> None:
+    stock = plain(transformer, "build_alibi_tensor")
+    two_tokens = torch.ones(1, 2, dtype=torch.long, device=transformer.device)
+    slopes = stock(two_tokens, transformer.num_heads, torch.float32)[:, 0, 1]
 
+    def build_alibi_tensor(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+        if mask.ndim != 4:
+            return stock(mask, num_heads, dtype)
+        # Keys that no query attends count as position 0, as padding does in Transformers: a stale
+        # position times a slope can overflow fp16, and inf survives the addition of the mask.
+        keys = positions.keys.masked_fill((mask < 0).all(dim=-2)[:, 0], 0)
+        alibi = slopes.to(keys.device)[:, None, None] * keys[:, None, None, :]
+        return alibi.to(dtype).flatten(0, 1)  # (batch * heads, 1, key)
 
-def _decoder(model: PreTrainedModel) -> Any:
-    decoder = model.get_decoder()
-    # BartDecoderWrapper and its like hold a decoder, Llama4ForCausalLM a model.
-    return getattr(decoder, "decoder", getattr(decoder, "model", decoder))
-
-
-# -- local attention -----------------------------------------------------------------------------
-
-
-def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
-    band: Tensor | None = None  # the local layers' mask, while a forward has a 4-D one
-
-    def before_model(args: tuple, kwargs: dict) -> None:
-        nonlocal band
-        mask, band = kwargs.get("attention_mask"), None
-        if is_tree(mask):
-            query, key = positions.of(mask)
-            outside = query[:, :, None] - key[:, None, :] >= decoder.config.window_size
-            band = mask.masked_fill(outside[:, None], torch.finfo(mask.dtype).min)
-
-    def before_local_block(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs if band is None else kwargs | {"attention_mask": band}
-
-    def attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
-        if band is None:
-            return plain(attention, "_attn")(query, key, value, mask)
-        # The mask replaces the triangle over slots: one that hides nothing.
-        size = key.shape[-2]
-        triangle = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-        own = SimpleNamespace(
-            bias=triangle.expand(1, 1, size, size), attn_dropout=attention.attn_dropout
-        )
-        mask = mask.to(query.device)  # made where the first layer is
-        return type(attention)._attn(own, query, key, value, mask)
-
-    changes.before(decoder, before_model)
-    for block in decoder.h:
-        attention = block.attn.attention
-        if attention.attention_type == "local":
-            changes.before(block, before_local_block)
-        changes.instead(attention, "_attn", partial(attend, attention))
+    changes.instead(transformer, "build_alibi_tensor", build_alibi_tensor)
 
 
 # -- columns of the batch ------------------------------------------------------------------------
@@ -133,34 +120,32 @@ def _pass_columns(
     changes.before(decoder, lambda args, kwargs: (args, kwargs | {name: positions.columns}))
 
 
-def _columns_in(attention: Any, changes: Changes) -> dict[str, Tensor]:
-    """What parts of an attention module find while it runs: ``tree``, the columns ``(batch, n)``
-    of its tokens, and ``stock``, those ``(n,)`` that the module itself takes them to have."""
+def _columns_in(
+    attention: Any, changes: Changes, scale: Callable[[Tensor], Tensor] | None = None,
+    scaled: tuple[str, ...] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """What parts of an attention module find while it runs: ``columns`` ``(batch, n)`` of its
+    tokens. The outputs ``(batch, n, ...)`` of parts that are ``scaled`` are divided by the scale of
+    the slots that attention will multiply them by, and multiplied by that of their columns."""
     found: dict[str, Tensor] = {}
 
     def before(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        columns = kwargs[_COLUMNS]
-        cache = kwargs.get(CACHE)
-        start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
-        stock = torch.arange(columns.shape[1], device=columns.device) + start
-        found.update(tree=columns, stock=stock)
-        return args, {key: value for key, value in kwargs.items() if key != _COLUMNS}
+        columns = found["columns"] = kwargs.pop(_COLUMNS)
+        if scale is not None:
+            cache = kwargs.get(CACHE)
+            start = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
+            slots = torch.arange(columns.shape[1], device=columns.device) + start
+            found["ratio"] = scale(columns) / scale(slots)
+        return args, kwargs
 
-    changes.before(attention, before)
-    return found
-
-
-def _rescale(
-    module: Any, found: dict[str, Tensor], scale: Callable[[Tensor], Tensor], changes: Changes
-) -> None:
-    """Divide a module's output ``(batch, n, ...)`` by the scale of the columns that attention will
-    multiply it by, and multiply it by that of its tokens."""
-
-    def after(args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-        ratio = (scale(found["tree"]) / scale(found["stock"])).to(output.device)
+    def rescaled(args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        ratio = found["ratio"].to(output.device)
         return (output * ratio.view(*ratio.shape, *[1] * (output.ndim - 2))).to(output.dtype)
 
-    changes.after(module, after)
+    changes.before(attention, before)
+    for name in scaled:
+        changes.after(getattr(attention, name), rescaled)
+    return found
 
 
 def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
@@ -174,14 +159,7 @@ def _llama4(decoder: Any, positions: Positions, changes: Changes) -> None:
     _pass_columns(decoder, positions, changes)
     for layer in decoder.layers:
         if not layer.self_attn.use_rope:
-            found = _columns_in(layer.self_attn, changes)
-            _rescale(layer.self_attn.q_proj, found, scale, changes)
-
-
-def inkling_scale(config: Any, lengths: Tensor) -> Tensor:
-    """By what queries and biases of full attention are multiplied after so many tokens."""
-    relative = lengths.float() / config.log_scaling_n_floor
-    return 1.0 + config.log_scaling_alpha * torch.log(relative.clamp(min=1.0))
+            _columns_in(layer.self_attn, changes, scale, ("q_proj",))
 
 
 def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
@@ -189,60 +167,31 @@ def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
     config = decoder.config
 
     def scale(columns: Tensor) -> Tensor:
-        return inkling_scale(config, columns + 1)
+        relative = (columns + 1).float() / config.log_scaling_n_floor
+        return 1.0 + config.log_scaling_alpha * torch.log(relative.clamp(min=1.0))
 
     _pass_columns(decoder, positions, changes)
     for layer in decoder.layers:
         attention = layer.self_attn
-        found = _columns_in(attention, changes)
-        scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
-        if scaled:
-            _rescale(attention.q_norm, found, scale, changes)
-        module = attention.rel_logits_proj
-        bias = partial(_relative_bias, module, found, positions, scale if scaled else None)
-        changes.instead(module, "forward", bias)
+        if attention.is_sliding or config.log_scaling_n_floor is None:
+            found = _columns_in(attention, changes)
+        else:  # biases are linear in what `r_proj` returns
+            found = _columns_in(attention, changes, scale, ("q_norm", "r_proj"))
+        bias = attention.rel_logits_proj
+        changes.instead(bias, "forward", partial(_relative_bias, bias, found, positions))
 
 
 def _relative_bias(
-    module: Any, found: dict[str, Tensor], positions: Positions,
-    scale: Callable[[Tensor], Tensor] | None, relative_states: Tensor, *args: Any,
-) -> Tensor:  # fmt: skip
-    stock, device = plain(module, "forward"), relative_states.device
-    queries, keys = found["tree"].to(device), positions.key_columns.to(device)
-    rows = zip(relative_states.split(1), queries, keys)
-    bias = torch.cat([stock(states, query, key) for states, query, key in rows])
-    if scale is None:
-        return bias
-    ratio = (scale(found["tree"]) / scale(found["stock"])).to(device)
-    return (bias * ratio[:, None, :, None]).to(bias.dtype)  # (batch, heads, query, key)
-
-
-def _roformer(decoder: Any, positions: Positions, changes: Changes) -> None:
-    def before_attention(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        angles = kwargs["sinusoidal_pos"].flatten(0, 2)[:, None]  # (batch, 1, query, dim)
-        return args, kwargs | {"sinusoidal_pos": angles}
-
-    _table(decoder.encoder, positions, changes)
-    for layer in decoder.encoder.layer:
-        changes.before(layer.attention, before_attention)
-
-
-def _table(decoder: Any, positions: Positions, changes: Changes) -> None:
-    table = decoder.embed_positions
-
-    def forward(given: Any, *args: Any, **kwargs: Any) -> Tensor:
-        columns = positions.columns.to(table.weight.device)
-        found: Tensor = plain(table, "forward")(given, 0, position_ids=columns)
-        return found.view(*columns.shape, -1)  # some add a dimension to position_ids
-
-    changes.instead(table, "forward", forward)
+    module: Any, found: dict[str, Tensor], positions: Positions, states: Tensor, *args: Any
+) -> Tensor:
+    """The bias of each query for each key ``(batch, heads, query, key)``."""
+    queries, keys = found["columns"].to(states.device), positions.key_columns.to(states.device)
+    rows = zip(states.split(1), queries, keys)
+    return torch.cat([plain(module, "forward")(*row) for row in rows])
 
 
 def _inside(decoder: Any, positions: Positions, changes: Changes) -> None:
     _pass_columns(decoder, positions, changes, "position_ids")
 
 
-_PATCHES: dict[str, _Patch] = {
-    "bloom": alibi.bloom, "falcon": alibi.falcon, "mpt": alibi.mpt, "gpt_neo": _gpt_neo,
-    "llama4_text": _llama4, "inkling_text": _inkling, "roformer": _roformer,
-}  # fmt: skip
+_PATCHES: dict[str, _Patch] = {"bloom": _bloom, "llama4_text": _llama4, "inkling_text": _inkling}

@@ -26,11 +26,7 @@ from peft.utils.other import (
 )
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 #: Attributes with the numbers of input and output features: of torch's linear module and most
 #: quantized ones, of Transformers' `Conv1D`, and of GPTQ.
@@ -214,10 +210,16 @@ def _read(module: Any, name: str) -> Tensor | None:
 # -- names in checkpoints ------------------------------------------------------------------------
 
 
+def conversions(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """How Transformers renames tensors of the model's checkpoints, and makes others of them."""
+    known = get_model_conversion_mapping(model)
+    return (
+        [one for one in known if isinstance(one, WeightRenaming)],
+        [one for one in known if isinstance(one, WeightConverter)],
+    )
+
+
 def renamed(model: Any) -> Callable[[str], str]:
     """What a tensor of the model's checkpoint is called in the model, by its name there."""
-    known = get_model_conversion_mapping(model)
-    renamings = [one for one in known if isinstance(one, WeightRenaming)]
-    converters = [one for one in known if isinstance(one, WeightConverter)]
-    own = model.base_model_prefix, model.state_dict()
-    return lambda name: rename_source_key(name, renamings, converters, *own)[0]
+    rules, own = conversions(model), (model.base_model_prefix, model.state_dict())
+    return lambda name: rename_source_key(name, *rules, *own)[0]

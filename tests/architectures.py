@@ -105,7 +105,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
     "inkling_text": {**_INKLING, "log_scaling_n_floor": 6, "log_scaling_alpha": 2.0,
-                     "rel_extent": 8, "num_mtp_layers": 3, "mtp_local_layer_ids": [0, 2]},
+                     "rel_extent": 8},
     "inkling2_text": _INKLING,
     "inkling2_loop_text": _INKLING,
     "dory": {
@@ -155,12 +155,15 @@ REFUSED: dict[str, str] = {
     # Recurrent states by code of their own, or outside the cache.
     **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "qwen4_exp",
             "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"),
+    # Positions that are counted in slots of the cache.
+    **_same(_ALL, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "gpt_neo", "marian",
+            "mbart", "mpt", "mvp", "pegasus", "plbart", "roformer", "trocr"),
     # Blocks of slots in the cache; positions that are made in several places; no cache of keys; a
     # mask that is wrong where a batch is padded.
     **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
     **_same(f"{_NO_MLP} {_TRANSFORM}", "bert", "big_bird", "camembert", "data2vec-text", "electra",
             "ernie", "megatron-bert", "roberta",
-            "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+            "roberta-prelayernorm", "roc_bert", "xlm-roberta",
             "xlm-roberta-xl", "xmod"),
     "rembert": f"{_NO_MLP} {_TRANSFORM} dflash dspark",
     "modernbert-decoder": f"{_NO_MLP} {_TRANSFORM} {_READS}",
@@ -187,14 +190,14 @@ REFUSED: dict[str, str] = {
 #: ``mtp`` has no use for their decoder layers, which have norms elsewhere, are not given rotations,
 #: or wait for more.
 NO_MTP = """
-apertus apertus1p5_text axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird
-bigbird_pegasus biogpt blenderbot blenderbot-small bloom camembert codegen ctrl data2vec-text
+apertus apertus1p5_text axk2 bailing_hybrid bamba beam bert bert-generation big_bird
+biogpt bloom camembert codegen ctrl data2vec-text
 dbrx dory dots3_note_text electra ernie exaone4 falcon falcon_h1 falcon_mamba flex_olmo
 gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt-sw3 gpt2 gpt_bigcode
-gpt_neo gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 jamba kimi_linear lfm2
-lfm2_moe lfm3 mamba mamba2 marian mbart megatron-bert mllama modernbert-decoder moshi mpt mvp
-nanochat olmo olmo2 olmo3 olmo_hybrid opt pegasus phi4_multimodal plbart rembert roberta
-roberta-prelayernorm roc_bert roformer trocr whisper xglm xlm-roberta xlm-roberta-xl xmod zamba
+gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear lfm2
+lfm2_moe lfm3 mamba mamba2 megatron-bert mllama modernbert-decoder moshi
+nanochat olmo olmo2 olmo3 olmo_hybrid opt phi4_multimodal rembert roberta
+roberta-prelayernorm roc_bert whisper xglm xlm-roberta xlm-roberta-xl xmod zamba
 zamba2
 """
 for _kind in NO_MTP.split():

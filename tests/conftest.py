@@ -60,18 +60,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", _LLAMA),
     "opt": ("opt", {**_LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
     "falcon": ("falcon", {**_FALCON, "new_decoder_architecture": True}),
-    "falcon_alibi": ("falcon", {
-        **_FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False,
-    }),
     "bloom": ("bloom", {**_GPT, "hidden_size": 32, "initializer_range": 0.3}),
-    # Mpt's own default is to generate without a cache.
-    "mpt": ("mpt", {
-        **_BASE, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128, "use_cache": True,
-    }),
-    "gpt_neo": ("gpt_neo", {
-        **_BASE, "hidden_size": 32, "max_position_embeddings": 128, "num_layers": 4,
-        "num_heads": 4, "window_size": 5, "attention_types": [[["global", "local"], 2]],
-    }),
     "phi": ("phi", {**_LLAMA, "initializer_range": 0.3}),
     "phi3": ("phi3", _LLAMA),
     "stablelm": ("stablelm", _LLAMA),
@@ -89,12 +78,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 #: How these know where a token stands; the others rotate queries and keys.
 POSITIONS = {
     **dict.fromkeys(("mistral", "gemma3", "gemma2", "cohere2"), "rotated, windows"),
-    **dict.fromkeys(("falcon_alibi", "bloom", "mpt"), "slopes"),
-    **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gpt_bigcode"), "learned"),
+    "bloom": "slopes",
+    **dict.fromkeys(("gpt2", "opt", "gpt_bigcode"), "learned"),
 }
 
 #: Architectures that Transformers has no sdpa for.
-EAGER_ONLY = frozenset({"bloom", "gemma2", "gpt_neo", "gptj", "mpt"})
+EAGER_ONLY = frozenset({"bloom", "gemma2", "gptj"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -80,7 +80,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "StableLM": ("stablelm",),
     "CodeGen": ("codegen",),
     "GPT-2": ("gpt2",),
-    "GPT-Neo, GPT-J": ("gpt_neo", "gptj"),
+    "GPT-Neo": ("gpt_neo",),
+    "GPT-J": ("gptj",),
     "GPT-NeoX, Pythia": ("gpt_neox",),
     "OPT": ("opt",),
     "BLOOM": ("bloom",),
@@ -89,7 +90,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "BitNet": ("bitnet",),
     "Inkling": ("inkling_text",),
     "BERT, RoBERTa as decoders": ("bert", "roberta"),
-    "BART, Whisper decoders without an encoder": ("bart", "whisper"),
+    "Whisper's decoder without an encoder": ("whisper",),
 }
 
 #: Why single strategies are refused: what errors say, and what the page says.

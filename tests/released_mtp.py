@@ -19,7 +19,7 @@ FAMILIES = {
     "deepseek_v3": "numbered", "glm4_moe": "numbered", "glm4_moe_lite": "numbered",
     "exaone_moe": "shared", "mellum": "shared", "qwen3_next": "shared", "qwen3_5_text": "shared",
     "qwen3_5_moe_text": "shared", "mimo_v2_flash": "mimo", "ernie4_5_moe": "ernie",
-    "nemotron_h": "nemotron", "longcat_flash": "longcat", "inkling_text": "inkling",
+    "nemotron_h": "nemotron", "longcat_flash": "longcat",
 }  # fmt: skip
 NAMES = {
     "numbered": ("model.layers.4.", "model.layers.4.", {"post_norm": "shared_head.norm"}),
@@ -42,10 +42,6 @@ NAMES = {
         "model.mtp.layers.0.", "model.mtp.",
         {"eh_proj": "layers.0.eh_proj", "enorm": "layers.0.enorm.m", "hnorm": "layers.0.hnorm.m",
          "post_norm": "norm"},
-    ),
-    "inkling": (
-        "model.mtp.layers.0.transformer_block.", "model.mtp.layers.0.",
-        {"eh_proj": "input_proj", "enorm": "embed_norm", "hnorm": "hidden_norm"},
     ),
 }  # fmt: skip
 #: Parts of blocks that are called otherwise.
@@ -89,22 +85,17 @@ def checkpoint(model_type: str, folder: Path) -> tuple[Any, dict[str, Tensor], M
 
     Returns:
         The model, and of its layers for multi-token prediction the tensors by their names there and
-        the layers: one, or as many as the config says.
+        the layer.
     """
     model: Any = copy.deepcopy(architectures.build(model_type))
     ernie = FAMILIES[model_type] == "ernie"
     if ernie:
         torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
     model.save_pretrained(folder)
-    count = getattr(model.config, "num_mtp_layers", None) or 1
-    made = random_layers(model, torch.device("cpu"), torch.float32, count, sparse=not ernie)
+    made = random_layers(model, torch.device("cpu"), torch.float32, sparse=not ernie)
     if ernie:
         made.layers[0].post_norm.weight = model.model.norm.weight
-    stored = {
-        name.replace("layers.0.", f"layers.{index}."): tensor
-        for index, layer in enumerate(made.layers)
-        for name, tensor in released(model_type, layer).items()
-    }
+    stored = released(model_type, made.layers[0])
     if model_type == "longcat_flash":  # a copy, which is not read
         stored["model.mtp.embed_tokens.weight"] = torch.full((64, 32), torch.nan)
     tensors = load_file(folder / SINGLE)

@@ -27,14 +27,14 @@ from hf_spec.methods.registry import methods
 ALWAYS = [
     ("openai-gpt", "prompt_lookup"), ("modernbert-decoder", "medusa"), ("gemma4_text", "ppd"),
     ("gemma4_text", "space"), ("gemma3n_text", "propd"), ("jetmoe", "layer_skip"),
-    ("inkling_text", "bita"), ("deepseek_v4", "bita"), ("nemotron_h", "bita"), ("zamba2", "bita"),
-    ("mpt", "prompt_lookup"), ("git", "prompt_lookup"), ("phimoe", "space"),
+    ("inkling_text", "bita"), ("inkling_text", "mtp"), ("deepseek_v4", "bita"),
+    ("nemotron_h", "bita"), ("zamba2", "bita"), ("git", "prompt_lookup"), ("phimoe", "space"),
     ("gemma3n_text", "bita"), ("gpt_neox_japanese", "prompt_lookup"),
     ("deepseek_v32", "layer_skip"), ("glm_moe_dsa", "propd"), ("dots3_note_text", "ppd"),
-    ("llama4_text", "propd"), ("llama4", "space"), ("bart", "medusa"), ("marian", "layer_skip"),
-    ("whisper", "bita"), ("qwen3_5_text", "propd"), ("zaya", "layer_skip"),
-    ("gemma4_text", "eagle3"), ("hy_v4", "eagle3"), ("rembert", "eagle3"),
-    ("longcat_flash", "dflash"),
+    ("llama4_text", "propd"), ("llama4", "space"), ("bart", "medusa"),
+    ("moss_transcribe_diarize", "layer_skip"), ("whisper", "bita"), ("qwen3_5_text", "propd"),
+    ("zaya", "layer_skip"), ("gemma4_text", "eagle3"), ("hy_v4", "eagle3"),
+    ("rembert", "eagle3"), ("longcat_flash", "dflash"),
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "draft_exit": "fixed", "max_draft": 3},

@@ -17,7 +17,7 @@ from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.target import Target
 from modeling_patches.attention_masks import local_attention
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import Reach, followers, forgets_at
+from modeling_patches.dynamic_rope import recompute_end
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.positions import counts_columns, counts_padding
 
@@ -79,7 +79,7 @@ def new_tokens(
         known = cache.padding or [-1] * len(rows)
         same = [one == other for one, other in zip(padding_before(width, map(len, rows)), known)]
         cache.truncate([length * kept for length, kept in zip(cache.host_lengths, same)])
-    end = forgets_at(model)
+    end = recompute_end(model)
     if end is not None and cache.max_length <= end < max(map(len, rows)):
         cache.truncate([0] * len(rows))  # plain generation computes all of it anew
     handover.cache, handover.history = cache, [[] for _ in rows]
@@ -137,42 +137,50 @@ def padding_before(columns: int, lengths: Iterable[int]) -> list[int]:
 def extend(target: Target, rows: list[list[int]]) -> Prefilled:
     """Append each row's new tokens to a continued TreeCache."""
     cache = target.cache
-    if followers(target.model):
-        target.reach = Reach(target.model, [1] * len(rows))
-        target.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
+    if target.rope is not None:
+        target.rope.move(max(map(sum, zip(map(len, rows), cache.host_lengths))))
     return append(target, rows)
 
 
-def reach_of(target: Target, width: int) -> Reach | None:
-    """The reach, after a prompt of so many columns, of a model whose rotary frequencies follow the
-    longest position; else None."""
-    if not followers(target.model):
-        return None
-    lengths = target.cache.host_lengths
-    longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
-    end = forgets_at(target.model)
-    if end is not None and width <= end and bool(target.position_shift.any()):
-        raise ValueError(
-            f"position_ids that don't count from 0: {type(target.model).__name__} computes its "
-            f"cache anew at position {end}, which strategies cannot follow then. Leave them out."
-        )
-    # Plain generation uses the width of the ids; if all rows are padded, frequencies change later.
-    near = end if end is not None and longest == width <= end else None
-    return Reach(target.model, [longest - length + 1 for length in lengths], near)
+def begin_rope(target: Target, handover: Handover) -> None:
+    """After the prompt, prepare steps of a model whose rotary frequencies follow the longest
+    sequence; see :class:`DynamicRope`.
 
-
-def catch_up(state: DecodeState) -> None:
-    """Before a step, recompute the rows that plain generation would recompute at their length."""
-    target, cache = state.target, state.cache
-    if target.reach is None:
+    Raises:
+        ValueError: the call's result would not be that of plain generation.
+    """
+    rope, sequences, name = target.rope, handover.sequences, type(target.model).__name__
+    if rope is None:
         return
-    due = [room < 0 for room in target.reach.room(cache.host_lengths)]
-    if any(due):
-        lengths = cache.host_lengths
-        least = max(target.reach.next(lengths))
-        rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
-        cache.truncate([0 if now else length for length, now in zip(lengths, due)])
-        target.reach.least = least
-        append(target, rows)
-        target.reach.least = 0
-        target.reach.renewed(lengths)
+    longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
+    rope.last = longest + sequences.max_length - sequences.width - 1
+    rope.move(longest + 1)
+    if recompute_end(target.model) is not None and sequences.width <= rope.end:
+        if bool(target.position_shift.any()):
+            raise ValueError(
+                f"position_ids that don't count from 0: {name} computes its cache anew at position "
+                f"{rope.end}, which strategies cannot follow then. Leave them out."
+            )
+        # Plain generation uses the width of the ids; if all are padded, frequencies change later.
+        rope.recomputes = longest == sequences.width
+    if rope.room(2) == 0 and len(target.cache.host_lengths) > 1 and handover.filled is not None:
+        raise ValueError(
+            f"a DynamicCache as {CACHE} with several rows, of which the longest has {longest} "
+            f"tokens and may get more than {rope.end}, where the rotary frequencies of {name} "
+            "change: what plain generation adds to rows that end early depends on the others. "
+            f"Leave {CACHE} out, or lower max_new_tokens."
+        )
+
+
+def advance_rope(state: DecodeState) -> None:
+    """Before a step, set the length that rotary frequencies follow, and compute the cache anew
+    where plain generation does."""
+    rope, cache = state.target.rope, state.cache
+    if rope is None:
+        return
+    left = min(n for n, active in zip(state.remaining, state.active) if active)
+    rope.move(rope.last + 1 - left)
+    if rope.recomputes and rope.length > rope.end:
+        rope.recomputes = False
+        cache.truncate([0] * cache.batch_size)
+        append(state.target, [tokens[:-1] for tokens in state.tokens])

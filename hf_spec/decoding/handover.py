@@ -40,6 +40,7 @@ class Handover:
         history: tokens of each row that the cache holds before those of ``sequences``; None if they
             are unknown.
         start: lengths of the rows after the prompt; None while it runs.
+        filled: the caller's own ``DynamicCache``, if there is one, to which states are returned.
         wanted: whether the cache is returned, so that finished rows must stay in it.
     """
 
@@ -56,7 +57,7 @@ class Handover:
         self.start: list[int] | None = None
         # generate() creates a cache if the caller passed none; only the caller's is filled again.
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
-        self._target: DynamicCache | None = given if callers else None
+        self.filled: DynamicCache | None = given if callers else None
         self.wanted = returned or callers or isinstance(given, TreeCache)
         #: The layers, and what brings each back to where it was before the prompt.
         self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
@@ -80,7 +81,7 @@ class Handover:
         if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
         take_over(cache, source, mask, more, front, self.sequences.width)
-        if self._target is None:  # nobody needs what is left, such as recurrent states
+        if self.filled is None:  # nobody needs what is left, such as recurrent states
             source.layers.clear()
         return cache
 
@@ -97,7 +98,7 @@ class Handover:
         and then padding, and so fills a caller's ``DynamicCache``. In a ``TreeCache``, rows are
         independent.
         """
-        if self._target is None or self.cache is None or self.start is None:
+        if self.filled is None or self.cache is None or self.start is None:
             return []
         rows = [tokens[:-1] for tokens in self.sequences.padded()]
         if not self._padded:  # criteria may have cut off what is cached already
@@ -112,25 +113,25 @@ class Handover:
 
         May be called again, also after an interrupt.
         """
-        if self._before is not None and self._target is not None:
+        if self._before is not None and self.filled is not None:
             for layer, state in self._before:
                 if isinstance(state, int):
                     layer.keys, layer.values = layer.keys[:, :, :state], layer.values[:, :, :state]
                 else:
                     vars(layer).clear()
                     vars(layer).update(state)
-            del self._target.layers[len(self._before) :]
+            del self.filled.layers[len(self._before) :]
         elif self.cache is not None and self.wanted and not self._done:
             self._give_back(self.cache)
             self._done = True
-        return self.cache if self._target is None else self._target
+        return self.cache if self.filled is None else self.filled
 
     def release(self) -> list[Tensor]:
         """The buffers of the call's cache, once the call is over, for later calls: graphs are for
         places in memory. A cache that is returned goes on in others."""
         if self.cache is None:
             return []
-        returned = isinstance(self.given, TreeCache) or (self.wanted and self._target is None)
+        returned = isinstance(self.given, TreeCache) or (self.wanted and self.filled is None)
         states = self.cache.states
         return states.rehouse(None) if returned else states.release()
 
@@ -146,7 +147,7 @@ class Handover:
         ]
         unfinished = [
             have for have, end, on in zip(cached, most, active)
-            if on or have < end or self._target is not None  # all whose rows are equally long
+            if on or have < end or self.filled is not None  # all whose rows are equally long
         ]  # fmt: skip
         cached = [min(have, *unfinished) for have in cached] if unfinished else cached
         lengths = [begin + have for begin, have in zip(start, cached)]
@@ -160,11 +161,11 @@ class Handover:
             rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
         cache.states.limit = None
-        if self._target is None:
+        if self.filled is None:
             cache.states.allocate_by(None)
         else:
             mask = None if self._mask is None else pad(self._mask, (0, cached[0]), value=True)
-            unpack_into(cache, self._target, mask)
+            unpack_into(cache, self.filled, mask)
 
 
 def _state_of(layer: Any) -> dict[str, Any] | int:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, GenerationConfig
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding.continued import check_gaps, extend, new_tokens, padding_before, reach_of
+from hf_spec.decoding.continued import begin_rope, check_gaps, extend, new_tokens, padding_before
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
@@ -134,7 +134,7 @@ def prefill(
     handover.begin(cache)
     columns = 0 if mask is None else mask.shape[1]
     cache.padding = padding_before(columns, cache.host_lengths)
-    found.target.reach = reach_of(found.target, input_ids.shape[1])
+    begin_rope(found.target, handover)
     return found
 
 

@@ -35,7 +35,7 @@ from hf_spec.model.hidden_states import Reads, output_logits, taken
 from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import as_before, forgets_at
+from modeling_patches.dynamic_rope import rope_ends
 from modeling_patches.fingerprint import Fingerprint, fingerprint
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import decoder_of
@@ -99,8 +99,8 @@ def check_tree_forward(
         return
     reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
     trials = [(Trial(model, padded, rows=rows), drafter, reads)]
-    if not checked and forgets_at(model) is None:
-        # Trials that cross the end of a context, where rotary frequencies may change.
+    if not checked and not rope_ends(model):
+        # Trials that cross the end of a context, where rotary frequencies may change unseen.
         ends = [end for end in context_ends(model) if end > _PROMPT]
         before = [Trial(model, False, end - _PROMPT - 1, rows) for end in ends]
         trials = [(trial, None, False) for trial in before] + trials
@@ -189,35 +189,34 @@ class Trial:
         (root, first, *_), (_, second, third, again) = self._plain()
         expected = torch.stack([root, first, second, third], 1)
         errors = []
-        with as_before(model):
-            reads_last = Reads("last" if reads else None)
-            target = self._target(drafter, reads_last)
-            if drafter is not None and drafter.drafting is not None:
-                for node in range(2):
-                    chain = Tree.chain(self.nodes[:, : node + 1])
-                    target(chain, first=node, changes=drafter.drafting)
-                target.cache.rollback()
-            for shape, nodes in _TREES:
-                tree = Tree.of_shapes([shape] * rows, device).with_tokens(self.nodes[:, nodes])
-                if drafter is not None and drafter.probe_inputs is not None:
-                    probes = len(drafter.probe_inputs.embeddings)
-                    tree = tree.attach_probes(ProbeGroup.causal(probes))
-                output = target(tree)
-                if output.hidden is not None:
-                    hidden = output.hidden[:, : tree.num_tokens]
-                    error = _disagreement(output_logits(model, hidden), output.logits)
-                    if not error <= tolerance(self.dtypes):
-                        return _NO_STATES, error
-                errors.append(_error(output.logits, expected[:, nodes]))
-            path = _PATH
-            if drafter is not None and drafter.pruning is not None:
-                output = target(tree, pruning=_Pruning(drafter.pruning.layer))
-                path = [*range(len(_PATH))]
-                errors.append(_error(output.logits, expected[:, _PATH]))
-            # The cache must then hold the accepted path as if it had been forwarded alone.
-            accepted = torch.tensor([path] * rows, device=device)
-            target.cache.commit([len(path)] * rows, accepted, output.tree.slots)
-            errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
+        reads_last = Reads("last" if reads else None)
+        target = self._target(drafter, reads_last)
+        if drafter is not None and drafter.drafting is not None:
+            for node in range(2):
+                chain = Tree.chain(self.nodes[:, : node + 1])
+                target(chain, first=node, changes=drafter.drafting)
+            target.cache.rollback()
+        for shape, nodes in _TREES:
+            tree = Tree.of_shapes([shape] * rows, device).with_tokens(self.nodes[:, nodes])
+            if drafter is not None and drafter.probe_inputs is not None:
+                probes = len(drafter.probe_inputs.embeddings)
+                tree = tree.attach_probes(ProbeGroup.causal(probes))
+            output = target(tree)
+            if output.hidden is not None:
+                hidden = output.hidden[:, : tree.num_tokens]
+                error = _disagreement(output_logits(model, hidden), output.logits)
+                if not error <= tolerance(self.dtypes):
+                    return _NO_STATES, error
+            errors.append(_error(output.logits, expected[:, nodes]))
+        path = _PATH
+        if drafter is not None and drafter.pruning is not None:
+            output = target(tree, pruning=_Pruning(drafter.pruning.layer))
+            path = [*range(len(_PATH))]
+            errors.append(_error(output.logits, expected[:, _PATH]))
+        # The cache must then hold the accepted path as if it had been forwarded alone.
+        accepted = torch.tensor([path] * rows, device=device)
+        target.cache.commit([len(path)] * rows, accepted, output.tree.slots)
+        errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
     def _plain(self) -> list[list[Tensor]]:
@@ -233,11 +232,10 @@ class Trial:
             step = min(ids.shape[1] - _PROMPT, forced.shape[1] - 1)
             return torch.full_like(scores, -torch.inf).scatter_(1, forced[:, step, None], 0.0)
 
-        with as_before(self.model):
-            output = changes.run(
-                GenerationMixin._sample, self.model, self.prompt, LogitsProcessorList([force]),
-                _until(_PROMPT + forced.shape[1] + 1), self.config, **self._inputs(),
-            )  # fmt: skip
+        output = changes.run(
+            GenerationMixin._sample, self.model, self.prompt, LogitsProcessorList([force]),
+            _until(_PROMPT + forced.shape[1] + 1), self.config, **self._inputs(),
+        )  # fmt: skip
         logits: Sequence[Tensor] = output.logits
         return logits[1:]
 

@@ -15,7 +15,7 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.continued import catch_up
+from hf_spec.decoding.continued import advance_rope
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
@@ -54,11 +54,10 @@ class Steps:
         """One step of all rows."""
         state, drafter, policy = self.state, self.strategy.drafter, self.policy
         prepared = state.target.prepared
-        catch_up(state)
-        tree = Tree.roots(state.root)
-        if policy.drafts(state.lookups is not None):
+        advance_rope(state)
+        tree, limits = Tree.roots(state.root), _depth_limits(state)
+        if policy.drafts(state.lookups is not None) and any(limits):
             with self.watch.phase("draft"):
-                limits = _depth_limits(state)
                 tree = policy.choose(self._draft(), drafter, state.active, limits).within(limits)
         output, result, hidden, found = self._run(tree, self.acceptance)
         grown = Grown(found[0]) if found and not policy.paused else None
@@ -182,8 +181,9 @@ class Steps:
 def _depth_limits(state: DecodeState) -> list[int]:
     """Depth of the deepest draft token that each row can still use."""
     limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
-    if state.target.reach is not None:
-        limits = list(map(min, limits, state.target.reach.room(state.cache.host_lengths)))
+    if state.target.rope is not None:
+        room = state.target.rope.room(sum(state.active))
+        limits = [min(limit, room) for limit in limits]
     return limits
 
 

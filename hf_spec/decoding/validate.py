@@ -66,7 +66,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
                 "without a strategy, or with one of its LoRAs alone."
             )
         refuse("use_cache", False, "tree attention needs the cache.", remedy)
-    config.use_cache = True  # some models' own default is False (MPT)
+    config.use_cache = True  # some models' own default is False
     if config.cache_implementation not in (None, "dynamic", STATIC):
         refuse(
             "cache_implementation", config.cache_implementation,

@@ -161,8 +161,8 @@ class _Run:
             learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
             seen = {local: torch.cat([learned, mask], dim=3) for local, mask in seen.items()}
             key_positions = pad(key_positions, (front, 0))
-        if self.attention.wants_positions:
-            self.attention.set_positions(query_positions, key_positions)
+        if self.attention.positions is not None:
+            self.attention.positions.set(query_positions, key_positions)
         by_layers = {kind: seen[local] for kind, local in self.attention.locals.items()}
         return self.attention.convert(by_layers, self.dtype)
 

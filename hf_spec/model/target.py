@@ -6,9 +6,8 @@ caches, but not drafting, acceptance or generation options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import Reach
+from modeling_patches.dynamic_rope import DynamicRope, rope_ends
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import Running, tree_recurrences
@@ -148,8 +147,9 @@ class Target:
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.reads = reads
-        self.reach: Reach | None = None
         self._changes = self.attention.changes
+        #: For models whose rotary frequencies follow the longest sequence.
+        self.rope = DynamicRope(model, self._changes) if rope_ends(model) else None
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = Pass(), False
@@ -191,7 +191,7 @@ class Target:
         keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(tree, keys, pruning)
-        if logits_at is None and self.reach is None:
+        if logits_at is None and self.rope is None:
             return self.step(tree, first, keys, changes, match, after)
         return self.forward(Block.of(tree, slice(first, None)), keys, changes, logits_at)
 
@@ -212,13 +212,13 @@ class Target:
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
-        tree, call, inputs = block.tree, self._reaching(block), self._inputs(block, keys)
+        tree, inputs = block.tree, self._inputs(block, keys)
         if changes is not None:  # which come before packed weights where both replace a module
-            return Output(tree, self._changes.run(changes.run, call, **inputs).logits)
+            return Output(tree, self._changes.run(changes.run, self.model, **inputs).logits)
         if not self.reads_hidden(tree) and logits_at is None:
-            return Output(tree, self._changes.run(call, **inputs).logits)
+            return Output(tree, self._changes.run(self.model, **inputs).logits)
         watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
-        logits = watching.run(call, **inputs).logits
+        logits = watching.run(self.model, **inputs).logits
         running = self._pass
         return Output(tree, logits, seen.pop()[:, : running.tokens + running.probes])
 
@@ -277,17 +277,17 @@ class Target:
         narrow = {local for local in kinds.values() if local is not None and local.size < keys}
         made: dict[Local | None, Tensor] = {None: full}
         front = cache.states.front if cache.block and cache.block.front else 0
-        if narrow or attention.wants_positions:
+        if narrow or attention.positions is not None:
             # Counted from each row's first token, whatever positions the caller gave.
             at_queries = positions - self.position_shift
             last = self.last_position - self.position_shift
             at_keys = slot_positions(lengths, block.tree.depths, keys, last)
             for local in narrow:
                 made[local] = full & near(local, at_queries, at_keys)
-            if attention.wants_positions:
+            if attention.positions is not None:
                 if front:  # they stand where the sequence begins, as in prefix tuning
                     at_keys = pad(at_keys, (front, 0))
-                attention.set_positions(at_queries, at_keys, self.padding)
+                attention.positions.set(at_queries, at_keys, self.padding)
         if front and self.front_seen is not None:
             learned = full.new_zeros((*positions.shape, front))[:, None]
             seen = self.front_seen[block.kinds.to(full.device)]
@@ -295,15 +295,6 @@ class Target:
             made = {local: torch.cat([learned, mask], dim=3) for local, mask in made.items()}
         by_kind = {kind: made.get(local, made[None]) for kind, local in kinds.items()}
         return attention.convert(by_kind, self.dtype)
-
-    def _reaching(self, block: Block) -> Callable[..., Any]:
-        """The model's call, with the nodes' reach if its rotary frequencies depend on it."""
-        if self.reach is None:
-            return self.model
-        tree, group = block.tree, block.tree.group
-        deepest = tree.max_depth + max(group.offsets if group else (), default=0)
-        lengths = self.cache.host_lengths
-        return partial(self.reach.run, self.model, lengths, block.depths, deepest)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
@@ -320,8 +311,6 @@ class Target:
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
         self.padding = own(self.padding)
-        if self.reach is not None:
-            self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
         self.per_token = {name: own(value) for name, value in self.per_token.items()}
         if self.axes is not None:
@@ -343,8 +332,7 @@ class Target:
             running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
             return rows
 
-        block = Block.of(tree)
-        call, inputs = self._reaching(block), self._inputs(block, keys)
+        inputs = self._inputs(Block.of(tree), keys)
         changes, seen = self._watched(tree.num_tokens, tree.num_probes)
         if not self._prunes:
             # After averaged exits, which must see the last layer's output first.
@@ -355,7 +343,7 @@ class Target:
             self._prunes = True
         running.choose = choose
         try:
-            logits = changes.run(call, **inputs).logits
+            logits = changes.run(self.model, **inputs).logits
         finally:
             running.choose = None  # break the reference cycle
         return Output(smaller, logits, seen.pop()[:, : running.tokens + running.probes])

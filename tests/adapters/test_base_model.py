@@ -16,9 +16,7 @@ from hf_spec.adapters.base_model import FACTS, facts_of, fingerprint
 
 #: Where key-value heads are not 2: no grouped queries, or a single head.
 KEY_VALUE_HEADS = {
-    **dict.fromkeys(
-        ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "gpt_neo", "gptj", "falcon_alibi"), 4
-    ),
+    **dict.fromkeys(("gpt2", "gpt_neox", "opt", "bloom", "gptj"), 4),
     "gpt_bigcode": 1,
 }
 
@@ -29,8 +27,7 @@ def test_facts_of_all_architectures(architecture: str) -> None:
     if model_type in ("falcon", "gpt_neox", "opt"):  # have no such field, though it was given
         fields = {key: fields[key] for key in fields if key != "num_key_value_heads"}
     config = AutoConfig.for_model(model_type, **fields)
-    layers = 4 if architecture == "gpt_neo" else 3
-    values = (model_type, 32, layers, KEY_VALUE_HEADS.get(architecture, 2), 61)
+    values = (model_type, 32, 3, KEY_VALUE_HEADS.get(architecture, 2), 61)
     assert facts_of(SimpleNamespace(config=config)) == dict(zip(FACTS, values))
 
 

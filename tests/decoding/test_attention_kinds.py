@@ -18,8 +18,8 @@ from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
-#: An index in every layer, in every other one, chunks, and a table of positions.
-KINDS = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "bart")
+#: An index in every layer, in every other one, chunks, and positions that a decoder inside takes.
+KINDS = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "whisper")
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -68,7 +68,7 @@ def test_a_callers_cache_is_filled_as_by_plain_generation(kind: str) -> None:
     assert again.tolist() == model.generate(**turn, **GREEDY, **{CACHE: plain}).tolist()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", "llama4_text", "bart"])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "llama4_text", "whisper"])
 def test_captured_steps(kind: str) -> None:
     model, batch = build(kind), ragged()
     if kind == "deepseek_v32":  # torch captures the grouped product of experts in bfloat16 only
@@ -82,14 +82,14 @@ def test_captured_steps(kind: str) -> None:
 
 
 def test_new_tokens_alone_where_positions_count_padding() -> None:
-    model, batch = build("bart"), {key: value[1:2] for key, value in ragged().items()}
+    model, batch = build("whisper"), {key: value[1:2] for key, value in ragged().items()}
     first = model.generate(**batch, **GREEDY, **LOOKUP, return_dict_in_generate=True)
     cache, new = first[CACHE], prompt(4)
     whole = torch.cat([first.sequences[:, :-1], new], 1)
     mask = torch.cat([batch["attention_mask"], torch.ones(1, 19).long()], 1)
     expected = model.generate(whole, attention_mask=mask, **GREEDY)
     missing = {"input_ids": new, "attention_mask": mask[:, 2:]}
-    with pytest.raises(ValueError, match=r"29 columns.* count \[7\].*BartForCausalLM does.*mask"):
+    with pytest.raises(ValueError, match=r"29 columns.* count \[7\].*WhisperForCausalLM does.*m"):
         model.generate(**missing, **GREEDY, **LOOKUP, **{CACHE: copy.deepcopy(cache)})
     alone = {"input_ids": new, "attention_mask": mask}
     ours = model.generate(**alone, **GREEDY, **LOOKUP, **{CACHE: cache})

@@ -30,7 +30,7 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False}
 # -- lengths ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom", "gpt_neo"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom"])
 def test_prompt_of_one_token(tiny: Tiny, spec: Spec, architecture: str) -> None:
     model = tiny(architecture)
     check_same(model, spec, input_ids=prompt(1))
@@ -69,7 +69,7 @@ def test_eos_anywhere_in_a_draft(tiny: Tiny, spec: Spec) -> None:
             assert out[CACHE].host_lengths[row] == length + end - 1
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt", "gpt_neo", "llama"])
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
 def test_context_filled_to_the_last_position(tiny: Tiny, spec: Spec, architecture: str) -> None:
     """128 positions: prompt and output fill them; a candidate behind them must not be looked up."""
     model = tiny(architecture)
@@ -112,7 +112,7 @@ def test_skipping_nothing_accepts_everything(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom", "gpt_neo"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])
 def test_half_precision(tiny: Tiny, spec: Spec, architecture: str, dtype: torch.dtype) -> None:
     """A row may leave plain generation's only where the two best logits lie within rounding."""
     model = tiny(architecture, dtype=dtype)
@@ -340,7 +340,7 @@ def test_flash_is_switched_to_sdpa_for_the_call(
 
 
 def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
-    model = fresh("gpt_neo")
+    model = fresh("bloom")
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(
         ValueError, match="flash_attention_2.*attn_implementation='sdpa' or 'eager'"

@@ -2,7 +2,6 @@
 longest position (dynamic NTK, LongRoPE), caches that are computed anew, keys that are not kept."""
 
 import copy
-import inspect
 from functools import cache
 from itertools import product
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaFo
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_spec.methods.registry import methods
-from modeling_patches import dynamic_rope
 from modeling_patches.cache_name import CACHE
 
 #: Where frequencies change.
@@ -103,12 +101,43 @@ def test_special_batches() -> None:
         check_same(kind, padded, STRATEGIES["prompt_lookup"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "lengths", "new", "plain"),
+    [
+        ("dynamic", (5, 9), 20, 0),  # the call stays before the end
+        ("dynamic", (20, 9), 24, 23),  # it does not: plain steps, in which rows stay together
+        ("dynamic", (33,), 12, 11),
+        ("longrope", (20, 9), 36, 12),  # until the longest has passed the end
+        ("phi3", (33, 9), 24, 0),
+    ],
+    ids=str,
+)
+def test_where_steps_are_plain(kind: str, lengths: tuple[int, ...], new: int, plain: int) -> None:
+    given = ragged(lengths)
+    settings = {**GREEDY, **STRATEGIES["layer_skip"]}
+    settings |= {"max_new_tokens": new, "return_dict_in_generate": True}
+    ours = fresh(kind).generate(**given, **settings)
+    expected = fresh(kind).generate(**given, **GREEDY, max_new_tokens=new)
+    assert ours.sequences.tolist() == expected.tolist()
+    assert (ours.spec_stats.num_drafted_tokens == 0) == (plain == new - 1)
+    assert plain + 1 <= ours.spec_stats.num_steps <= new
+
+
+def test_a_callers_cache_for_rows_that_pass_the_end_together() -> None:
+    model = fresh("longrope")
+    given = {**ragged((20, 9)), **GREEDY, **STRATEGIES["prompt_lookup"]}
+    cache: Any = DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="DynamicCache.*20 tokens.*more than 32.*Leave"):
+        model.generate(**given, **{CACHE: cache}, max_new_tokens=24)
+    model.generate(**given, **{CACHE: cache}, max_new_tokens=12)
+
+
 @pytest.mark.parametrize("name", [name for name, m in methods().items() if m.needs_adapter])
 def test_adapters(name: str) -> None:
-    """Probes lie deeper than candidates; heads' and probes' rows are none of plain generation's."""
+    """Probes lie deeper than candidates."""
     for kind in ("dynamic", "phi3"):
         model = fresh(kind)
-        given = {**ragged((20, 9, 15)), **GREEDY, "max_new_tokens": 24}
+        given = {"input_ids": prompt(20), **GREEDY, "max_new_tokens": 24}
         plain = fresh(kind).generate(**given)
         torch.manual_seed(2)
         model.add_adapter(methods()[name].adapter_config())
@@ -140,15 +169,6 @@ def test_positions_of_the_callers_own() -> None:
         fresh("phi3").generate(**given, max_new_tokens=2)
 
 
-class Remote(LlamaForCausalLM):
-    """An architecture that our tests do not cover."""
-
-    def __init__(self, config: Any, rotary: type) -> None:
-        super().__init__(config)
-        self.config.model_type = "remote"
-        self.model.rotary_emb = rotary(config=config)
-
-
 class Scaled(LlamaRotaryEmbedding):
     """Longer than ever before, frequencies shrink."""
 
@@ -159,39 +179,22 @@ class Scaled(LlamaRotaryEmbedding):
         return super().forward(x, position_ids * (END / self.longest))
 
 
-class Hidden(Scaled):
-    """The same, asked in a way of its own."""
+class Remote(LlamaForCausalLM):
+    """An architecture that our tests do not cover."""
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return Scaled.forward(self, x, position_ids)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config.model_type = "remote"
+        self.model.rotary_emb = Scaled(config=config)
 
 
-Hidden.forward.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
-
-
-def remote(rotary: type) -> Any:
+def test_a_module_of_another_kind_is_refused() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **_LLAMA | {"max_position_embeddings": END})
-    return Remote(config, rotary).eval()
-
-
-def test_a_module_is_found_by_its_answers() -> None:
-    model = remote(Scaled)
-    assert dynamic_rope.followers(model) == [model.model.rotary_emb]
-    assert dynamic_rope.followers(_build("longrope")) and not dynamic_rope.followers(
-        remote(LlamaRotaryEmbedding)
-    )
-    settings = {**ragged((20, 9, 15)), **GREEDY, "max_new_tokens": 24}
-    plain = copy.deepcopy(model).generate(**settings)
-    ours = model.generate(**settings, **STRATEGIES["prompt_lookup"])
-    assert ours.tolist() == plain.tolist()
-
-
-def test_the_trial_notices_a_module_that_cannot_be_asked() -> None:
-    model = remote(Hidden)
-    assert not dynamic_rope.followers(model)
     with pytest.raises(ValueError, match="Remote does not work with prompt_lookup.*position 23"):
-        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], max_new_tokens=2)
+        Remote(config).eval().generate(
+            prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], max_new_tokens=2
+        )
 
 
 def test_doge_past_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

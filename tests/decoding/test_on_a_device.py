@@ -188,10 +188,7 @@ def test_sequences_that_end(shallow: Any, monkeypatch: pytest.MonkeyPatch, name:
 
 
 #: Waits in Transformers' own code of a model's attention.
-OWN = {
-    "falcon": "model/target forward: copied with a wait",
-    "gpt_neo": "modeling_patches/positions attend: copied with a wait",
-}
+OWN = {"falcon": "model/target forward: copied with a wait"}
 ATTENTION = [*ARCHITECTURES] if os.environ.get(EVERY_CASE) else ["falcon", "gpt2", *KINDS]
 
 

@@ -34,7 +34,7 @@ LAYERS = {
 }  # fmt: skip
 NAMES = [*LAYERS]
 #: Types whose layer is no decoder layer of theirs, or not as it is.
-BUILT = ["nemotron_h", "longcat_flash", "inkling_text"]
+BUILT = ["nemotron_h", "longcat_flash"]
 #: Sums in other orders, over some hundred products.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
@@ -52,11 +52,6 @@ def model_of(name: str) -> Any:
     )
     model.generation_config.eos_token_id = None
     return model.eval()
-
-
-def scale_of(model: Any) -> float:
-    """What a model divides its final states by before its output embeddings."""
-    return getattr(model.config, "logits_mup_width_multiplier", 1.0)
 
 
 def recorded(name: str) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:

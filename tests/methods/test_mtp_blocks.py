@@ -2,7 +2,6 @@
 on the tensors as released checkpoints call them."""
 
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from random_mtp import random_layers
 from released_mtp import released
 from running import drafting
 from safetensors.torch import load_file, save_file
-from test_mtp import BUILT, CLOSE, advance, chain, drafter_of, model_of, scale_of
+from test_mtp import BUILT, CLOSE, advance, chain, drafter_of, model_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -103,94 +102,34 @@ def longcat(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: 
     return norm(hidden, of("norm"), eps)
 
 
-def inkling(
-    config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: Tensor, layer: int
-) -> Tensor:
-    """Four convolutions, biases by distance, and scores that grow with the position of a token
-    where there is no window. No norm behind it."""
-    eps, local = config.rms_norm_eps, layer in config.mtp_local_layer_ids
-    joined = [norm(rows, of("hidden_norm"), eps), norm(embeddings, of("embed_norm"), eps)]
-    hidden = torch.cat(joined, -1) @ of("input_proj").T
-    count, heads, dim = len(hidden), config.num_attention_heads, config.head_dim
-
-    def of_block(name: str) -> Tensor:
-        return of(f"transformer_block.{name}")
-
-    def convolved(name: str, value: Tensor) -> Tensor:
-        taps = of_block(f"{name}.conv1d")[:, 0].T
-        found = value.clone()
-        for row in range(count):
-            for back in range(min(len(taps), row + 1)):
-                found[row] += taps[-1 - back] * value[row - back]
-        return found
-
-    inputs = norm(hidden, of_block("input_layernorm"), eps)
-    queries, keys, values, mixed = (
-        inputs @ of_block(f"self_attn.{one}_proj").T for one in ("q", "k", "v", "r")
-    )
-    keys, values = convolved("self_attn.k_sconv", keys), convolved("self_attn.v_sconv", values)
-    queries = norm(queries.unflatten(-1, (heads, dim)), of_block("self_attn.q_norm"), eps)
-    keys = norm(keys.unflatten(-1, (-1, dim)), of_block("self_attn.k_norm"), eps)
-    values = values.unflatten(-1, (-1, dim))
-    keys, values = (one.repeat_interleave(heads // one.shape[1], 1) for one in (keys, values))
-    profiles = mixed.unflatten(-1, (heads, -1)) @ of_block("self_attn.rel_logits_proj.proj")
-    found = []
-    for row in range(count):
-        first = max(0, row + 1 - config.sliding_window_size) if local else 0
-        scores = torch.stack([(queries[row] * keys[key]).sum(-1) for key in range(first, row + 1)])
-        scores = scores / dim
-        for key in range(first, row + 1):
-            if row - key < profiles.shape[-1]:
-                scores[key - first] += profiles[row, :, row - key]
-        if not local:  # the row's token is at position `layer + 1 + row`
-            length = max(1.0, (layer + 2 + row) / config.log_scaling_n_floor)
-            scores = scores * (1 + config.log_scaling_alpha * math.log(length))
-        weights = scores.softmax(0)
-        found.append((weights[..., None] * values[first : row + 1]).sum(0).flatten())
-    attention = torch.stack(found) @ of_block("self_attn.o_proj").T
-    hidden = hidden + convolved("attn_sconv", attention)
-    inputs = norm(hidden, of_block("post_attention_layernorm"), eps)
-    gate, up = (inputs @ of_block(f"mlp.{one}_proj").T for one in ("gate", "up"))
-    made = (functional.silu(gate) * up) @ of_block("mlp.down_proj").T
-    return hidden + convolved("mlp_sconv", made * of_block("mlp.global_scale"))
-
-
-def outputs(name: str, layer: int, tokens: Tensor, rows: Tensor) -> Tensor:
-    """``(n, hidden)`` what a layer makes of these tokens and the states before them."""
+def outputs(name: str, tokens: Tensor, rows: Tensor) -> Tensor:
+    """``(n, hidden)`` what the layer makes of these tokens and the states before them."""
     model = model_of(name)
     stored = load_file(Path(model.name_or_path) / SINGLE)
-    start = "mtp.layers." if name == "nemotron_h" else f"model.mtp.layers.{layer}."
+    start = "mtp.layers." if name == "nemotron_h" else "model.mtp.layers.0."
 
     def of(tensor: str) -> Tensor:
         whole = f"{start}{tensor}" if tensor != "norm" else "model.mtp.norm"
         return stored.get(f"{whole}.weight", stored.get(whole))  # type: ignore[return-value]
 
     given = model.config, of, model.get_input_embeddings()(tokens), rows
-    if name == "inkling_text":
-        return inkling(*given, layer)
     return {"nemotron_h": nemotron, "longcat_flash": longcat}[name](*given)
 
 
 def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
     """``(1 + drafted, vocab)`` logits of the root and these draft tokens, each below the one before
-    it. All rows are computed anew for each. Of several layers, each takes the outputs of the one
-    before it at the rows before, and the last one is used again.
+    it. All rows are computed anew for each.
 
     Args:
         ids: ``(known,)`` of which the base has states of all but the last.
     """
     model, found = model_of(name), list[Tensor]()
     rows, tokens = model.model(ids[None]).last_hidden_state[0, :-1], ids[1:]
-    last = len(mtp_layers(model).layers) - 1
-    for depth, token in enumerate((*drafted, None)):
-        made = outputs(name, min(depth, last), tokens, rows)
-        found.append(model.lm_head(made[-1] / scale_of(model)))
-        if token is not None:
-            tokens = torch.cat([tokens, torch.tensor([token])])
-            if depth < last:
-                tokens, rows = tokens[1:], made
-            else:
-                rows = torch.cat([rows, made[-1:]])
+    for token in (*drafted, 0):
+        made = outputs(name, tokens, rows)
+        found.append(model.lm_head(made[-1]))
+        tokens = torch.cat([tokens, torch.tensor([token])])
+        rows = torch.cat([rows, made[-1:]])
     return torch.stack(found)
 
 

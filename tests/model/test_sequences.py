@@ -27,7 +27,7 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.support import kv_shape
 
 #: Everything that moves a mask or a position: windows, hybrids, learned positions, ALiBi.
-ARCHITECTURES = ["llama", "mistral", "gemma3", "gpt2", "opt", "bloom", "falcon_alibi", "gpt_neo"]
+ARCHITECTURES = ["llama", "mistral", "gemma3", "gpt2", "opt", "bloom"]
 GROUP = ProbeGroup.causal(3)
 #: Models with recurrent layers.
 RECURRENT = sorted(CONFIGS)

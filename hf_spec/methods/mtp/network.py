@@ -32,7 +32,7 @@ class MtpNetwork(DraftNetwork):
         self._logits = model_logits if shapes_logits(model) else output_logits
         # A graph would hold the positions of the block's nodes, and the model's forward.
         self.compiles = self._logits is output_logits and not any(
-            map(layers.by_positions, range(self.depth))
+            map(layers.window, range(self.depth))
         )
         self.own = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
@@ -80,7 +80,7 @@ class MtpNetwork(DraftNetwork):
         """Forward of one layer, which has no rows of the first ``index`` tokens."""
         if isinstance(cache, ChainCache):
             at_keys = cache.positions
-        elif not self.layers.by_positions(index):  # drafted rows come behind all others
+        elif self.layers.window(index) is None:  # drafted rows come behind all others
             at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
         else:
             assert cache.block is not None and cache.block.tree is not None
