@@ -42,31 +42,31 @@ class Steps:
             state.root = result.bonus.to(state.root.device)
             host, _ = result.to_host()
         self._emit(tree, host, tree)
-        self.strategy.drafter.advance(prompt.committed(result), prompt.hidden)
+        drafter = self.strategy.drafter
+        self.strategy.run(drafter.advance, prompt.committed(result), prompt.hidden)
 
     def take(self) -> None:
         """One step of all rows."""
         state, drafter, policy = self.state, self.strategy.drafter, self.policy
-        prepared = state.target.prepared
-        catch_up(state)
+        prepared, run = state.target.prepared, self.strategy.run
+        run(catch_up, state)
         tree = Tree.roots(state.root)
         if policy.drafts(state.lookups is not None):
             with self.watch.phase("draft"):
                 limits = _depth_limits(state)
-                tree = policy.choose(self._draft(), drafter, state.active, limits).within(limits)
+                tree = policy.choose(run(self._draft), drafter, state.active, limits).within(limits)
         with self.watch.phase("forward"):
             match = self.acceptance.matches(tree)
-            output = state.target(tree, pruning=drafter.pruning, match=match)
+            output = run(state.target, tree, pruning=drafter.pruning, match=match)
         with self.watch.phase("verify"):
             result = output.result or self.acceptance(output.tree, output.logits, state.active)
             state.root = result.bonus.to(state.root.device)
             state.moved = output.result is not None
-            drafter.advance(result, _read(drafter.reads, output, result))
+            run(drafter.advance, result, _read(drafter.reads, output, result))
         with self.watch.phase("draft"):
             # Near the end, trees are grown once it is known how deep they may be.
             room = state.max_depth - tree.max_depth - 1
             ahead = not policy.paused and room >= drafter.distances
-            run = self.strategy.draft_changes.run
             started = run(drafter.prefetch, state) if ahead else None
         with self.watch.phase("verify"):
             host, state.prefetched = result.to_host(started)  # the step's one transfer
@@ -88,8 +88,7 @@ class Steps:
         state, lookups = self.state, self.state.lookup()
         if self.policy.paused:
             return Tree.of_rows(lookups, state.root.device)
-        strategy = self.strategy
-        tree = strategy.draft_changes.run(strategy.drafter.propose, state)
+        tree = self.strategy.drafter.propose(state)
         return merged(tree, lookups) if lookups else tree
 
     def complete(self) -> None:
@@ -107,10 +106,7 @@ class Steps:
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
         drafter, target = self.strategy.drafter, self.state.target
-        found = {**drafter.details(), **self.policy.details(), **target.details()}
-        if self.strategy.packed_bytes:
-            found["packed_bytes"] = self.strategy.packed_bytes
-        return found
+        return {**drafter.details(), **self.policy.details(), **target.details()}
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree) -> HostResult:
         """Append and stream what was accepted of a tree, of which pruning left ``kept``, and
