@@ -105,7 +105,7 @@ def decode(
         steps.first(prefilled)
         del prefilled  # hidden states of the whole prompt, perhaps, which the drafter has now
         if any(state.active):
-            run(drafter.start, state)
+            drafter.start(state)
         if getattr(config, "_warms_up", False):
             shapes = step_shapes(len(drafter.group), strategy.lookup)
             match = acceptance.matches(Tree.roots(state.root))

@@ -42,8 +42,7 @@ class Steps:
             state.root = result.bonus.to(state.root.device)
             host, _ = result.to_host()
         self._emit(tree, host, tree)
-        drafter = self.strategy.drafter
-        self.strategy.run(drafter.advance, prompt.committed(result), prompt.hidden)
+        self.strategy.drafter.advance(prompt.committed(result), prompt.hidden)
 
     def take(self) -> None:
         """One step of all rows."""
@@ -62,7 +61,7 @@ class Steps:
             result = output.result or self.acceptance(output.tree, output.logits, state.active)
             state.root = result.bonus.to(state.root.device)
             state.moved = output.result is not None
-            run(drafter.advance, result, _read(drafter.reads, output, result))
+            drafter.advance(result, _read(drafter.reads, output, result))
         with self.watch.phase("draft"):
             # Near the end, trees are grown once it is known how deep they may be.
             room = state.max_depth - tree.max_depth - 1
