@@ -3,8 +3,8 @@
 PyTorch's product of several tokens with a weight arranges it anew each time. A packed copy costs
 its memory once. Its products may round differently, as those of another number of tokens do.
 
-A model's memory says that it is packed, and each call of a strategy computes with the copies, after
-a look at the weights: nothing on the model changes, and no copy is older than its weight.
+A model's memory says that it is packed. Each call of a strategy computes with the copies, after a
+look at the weights (:mod:`modeling_patches.contents`); nothing on the model changes.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ def pack_weights(model: nn.Module, pack: bool = True) -> int:
     On a CPU, products of few tokens are faster with weights that oneDNN has arranged. Every later
     call with a strategy uses the copies for the prompt, steps and drafts; an assistant model and
     the layers of ``mtp`` get theirs at the first call. Plain generation and other forwards use the
-    model's own weights. Where these have changed, a call makes the copies anew. A copied or
-    reloaded model is not packed.
+    model's own weights. Where these have changed, a call makes the copies anew; only single
+    entries that were written through ``.data`` may go unnoticed. A copied or reloaded model is not
+    packed.
 
     Args:
         model: a causal language model or a `PeftModel`.
