@@ -28,6 +28,7 @@ from hf_spec.methods.propd import ProPDConfig
 from hf_spec.methods.registry import Method, register_method
 from hf_spec.methods.registry import methods as _methods
 from hf_spec.methods.space import SpaceConfig
+from hf_spec.model.packed_weights import pack_weights
 from modeling_patches import generation_mode as _generation_mode
 from modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
 
@@ -71,6 +72,7 @@ __all__ = [
     "generate",
     "last_stats",
     "merge_adapter",
+    "pack_weights",
     "register_method",
     "strategies",
     "unmerge_adapter",

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_checkpoint import save_checkpoint, write_prompts
 
 import hf_spec
@@ -17,6 +18,7 @@ from hf_spec import cli
 from hf_spec.bench import session
 from hf_spec.bench.prompts import BUNDLED, read_prompts
 from hf_spec.cli import common
+from hf_spec.model import packed_weights
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "doctor",
@@ -107,6 +109,17 @@ def test_bench_with_an_adapter(checkpoint, prompts, tmp_path, capsys):
     assert set(rows) == {"plain", "layer_skip"}  # the adapter's strategy, without naming it
     assert rows["layer_skip"]["identical"] == 3
     assert rows["layer_skip"]["stats"]["num_draft_forwards"] > 0
+
+
+def test_bench_packs_weights_where_it_pays(checkpoint, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_weights, "SMALLEST", dict.fromkeys(packed_weights.SMALLEST, 1))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    packed = []
+    for more in ([], ["--no-pack-weights"]):
+        assert bench(checkpoint, prompts, tmp_path, "--limit", "1", *more) == 0
+        data = json.loads((tmp_path / "results.json").read_text())
+        packed.append(data["environment"]["settings"]["packed_bytes"] > 0)
+    assert packed == [torch.backends.mkldnn.is_available(), False]
 
 
 def test_bench_without_a_file_takes_prompts_of_its_own(checkpoint, tmp_path, capsys):

@@ -17,6 +17,7 @@ from hf_spec.bench.contenders import PLAIN, Contender, with_compiled
 from hf_spec.bench.prompts import Prompt, batches, encode_long, encode_prompts, spread
 from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
+from hf_spec.model.packed_weights import packed_weights
 
 
 def run(
@@ -79,6 +80,7 @@ def run(
         "batch_sizes": list(batch_sizes),
         "prompt_tokens": prompt_tokens,
         "seed": seed,
+        "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
         "strategies": {item.name: _plain_options(item) for item in contenders},
     }
     result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)

@@ -60,6 +60,13 @@ def bench(
     seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
+    pack_weights: Annotated[
+        bool,
+        Option(
+            help="On a CPU, let strategies compute with packed copies of large weights, if they "
+            "fit into a quarter of the free memory."
+        ),
+    ] = True,
     attn_implementation: Annotated[
         str | None, Option(help="eager, sdpa, ...  [default: the model's]")
     ] = None,
@@ -117,7 +124,9 @@ def bench(
     read = read_prompts(source)
     check_writable(output)
 
-    loaded, tokenizer = load_model(model, dtype, device, attn_implementation, adapters)
+    loaded, tokenizer = load_model(
+        model, dtype, device, attn_implementation, adapters, pack_weights
+    )
     assistants = {name: _assistant(name, loaded, tokenizer) for name in assistant or ()}
     generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
     if repetition_penalty is not None:
@@ -169,7 +178,8 @@ def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     if adapters:
         path = read_json(config).get("base_model_name_or_path") or path
     device = str(model.device)
-    assistant, assistant_tokenizer = load_model(path, dtype, device, adapters=adapters)
+    # If the model is packed, it is where it drafts.
+    assistant, assistant_tokenizer = load_model(path, dtype, device, None, adapters, pack=False)
     for adapter in adapters:
         assistant.generation_config.assistant_strategy = adapter.strategy
         assistant.generation_config.assistant_kwargs = adapter.options

@@ -39,5 +39,5 @@ def export(
     if not name:
         raise ValueError(f"{str(folder)!r} does not name its base model: give --model")
     check_writable(output)
-    base, _ = load_model(name, dtype, device)
+    base, _ = load_model(name, dtype, device, pack=False)
     echo(f"written: {work.export_adapter(folder, form, base, output)}")

@@ -91,6 +91,7 @@ def _prepare_models(
     from hf_spec.bench.contenders import read_adapters
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.model.loading import load_adapters
+    from hf_spec.model.packed_weights import pack_where_it_pays
     from modeling_patches.served_models import on_load
 
     adapters = read_adapters(paths)
@@ -108,6 +109,7 @@ def _prepare_models(
         if do_sample is not None:
             config.do_sample = do_sample
         if chosen is not None:
+            pack_where_it_pays(model)
             config.assistant_strategy = chosen
             config.assistant_kwargs = options
             check_strategy(model, config)

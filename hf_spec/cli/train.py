@@ -102,7 +102,7 @@ def train(
 
     from hf_spec.training.dataset import read_answers, read_provenance
 
-    base, tokenizer = load_model(model, dtype, device)
+    base, tokenizer = load_model(model, dtype, device, pack=False)
     rows = read_answers(data, tokenizer)
     onward = "the same command with --resume goes on from the last checkpoint, if one was written"
     with explained_interrupt(onward):

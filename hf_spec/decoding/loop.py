@@ -70,7 +70,7 @@ def decode(
     scorer = Scorer(logits_processor, sequences)
     padded = real is not None
     strategy = Strategy.of(model, config, len(input_ids), padded, synced_gpus, assistant_model)
-    drafter, graphs = strategy.drafter, strategy.graphs
+    drafter, graphs, run = strategy.drafter, strategy.graphs, strategy.run
     acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
@@ -80,9 +80,9 @@ def decode(
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
         with watch.phase("forward"):
-            prefilled = prefill(
-                model, input_ids, config, model_kwargs, handover,
-                drafter, drafter.reads, graphs, strategy.packed,
+            prefilled = run(
+                prefill, model, input_ids, config, model_kwargs, handover, drafter, drafter.reads,
+                graphs,
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
@@ -117,7 +117,7 @@ def decode(
             not any(state.active) and not any(handover.missing()), synced_gpus, model.device
         ):
             if not any(state.active):
-                steps.complete()
+                run(steps.complete)
                 continue
             rows = _remaining_rows(state.active, graphs is not None) if shrinks else None
             if rows is not None:

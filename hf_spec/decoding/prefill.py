@@ -25,7 +25,6 @@ from hf_spec.model.appending import Prefilled
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
-from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import loses_state
@@ -60,7 +59,6 @@ def prefill(
     drafter: Drafter | None,
     reads: Reads,
     graphs: Graphs | None = None,
-    packed: PackedWeights | None = None,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
@@ -68,7 +66,6 @@ def prefill(
         drafter: the drafter whose probes later forwards run.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
-        packed: weights for all forwards.
     """
     given, sequences = handover.given, handover.sequences
     budget = sequences.max_length - sequences.width
@@ -88,7 +85,7 @@ def prefill(
         make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
         return make(
             model, cache, limit, shift, padding, later.others, later.per_token, probe_inputs,
-            reads, packed=packed,
+            reads,
         )  # fmt: skip
 
     mask = model_kwargs.get("attention_mask")
@@ -109,14 +106,10 @@ def prefill(
         if given is not None:
             check_packable(given)
             _check_state_stays(model, given, input_ids, config, mask)
-        changes, run = Changes(), model._prefill
-        chunks = []
-        if reads.nodes:
+        run, chunks = model._prefill, []
+        if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
+            changes = Changes()
             chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
-        if packed is not None:
-            packed.add_to(changes)
-        # Otherwise the model runs as it is, compiled if it is compiled.
-        if reads.nodes or packed is not None:
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
         source = with_layers(outputs.get(CACHE))

@@ -47,18 +47,17 @@ class Steps:
             host, _ = result.to_host()
         self._emit(tree, host, tree)
         with self.watch.phase("draft"):
-            changes = self.strategy.draft_changes
-            changes.run(drafter.advance, prompt.committed(result), prompt.hidden)
+            self.strategy.run(drafter.advance, prompt.committed(result), prompt.hidden)
 
     def take(self) -> None:
         """One step of all rows."""
         state, drafter, policy = self.state, self.strategy.drafter, self.policy
-        prepared = state.target.prepared
-        advance_rope(state)
+        prepared, run = state.target.prepared, self.strategy.run
+        run(advance_rope, state)
         tree, limits = Tree.roots(state.root), _depth_limits(state)
         if policy.drafts(state.lookups is not None) and any(limits):
             with self.watch.phase("draft"):
-                tree = policy.choose(self._draft(), drafter, state.active, limits).within(limits)
+                tree = policy.choose(run(self._draft), drafter, state.active, limits).within(limits)
         output, result, hidden, found = self._run(tree, self.acceptance)
         grown = Grown(found[0]) if found and not policy.paused else None
         with self.watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
@@ -72,7 +71,7 @@ class Steps:
             if found:
                 drafter.received(found, result)
             else:
-                self.strategy.draft_changes.run(drafter.advance, result, hidden)
+                run(drafter.advance, result, hidden)
         seconds = self.watch.step()
         drafter.observe(state, tree, host)
         if state.lookups is not None:
@@ -89,11 +88,11 @@ class Steps:
         """What a step computes on the device: the forward, its result, the hidden states that the
         drafter reads, and what its program has found, if steps are recorded or compiled."""
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        match, grows = self.acceptance.matches(tree), not self.policy.paused
+        match, grows, run = self.acceptance.matches(tree), not self.policy.paused, self.strategy.run
         inside = match and graphs is not None and graphs.records
         program = drafter.program(state, tree, grows) if inside else None
         with self.watch.phase("forward"):
-            output = state.target(tree, pruning=drafter.pruning, match=match, after=program)
+            output = run(state.target, tree, pruning=drafter.pruning, match=match, after=program)
         with self.watch.phase("verify"):
             result = output.result or accept(output.tree, output.logits, state.active)
             state.root = result.bonus.to(state.root.device)
@@ -104,10 +103,9 @@ class Steps:
             return output, result, hidden, found
         with self.watch.phase("draft"):
             if program is not None:  # the code for all has just been made
-                found = program.run(result, hidden)
+                found = run(program.run, result, hidden)
             elif not inside and (program := drafter.program(state, tree, grows)) is not None:
-                changes = self.strategy.draft_changes
-                found = changes.run(program.run_by, graphs, result, hidden)
+                found = run(program.run_by, graphs, result, hidden)
         return output, result, hidden, found
 
     def warm(self) -> None:
@@ -131,8 +129,7 @@ class Steps:
         state, lookups = self.state, self.state.lookup()
         if self.policy.paused:
             return Tree.of_rows(lookups, state.root.device)
-        strategy = self.strategy
-        tree = strategy.draft_changes.run(strategy.drafter.propose, state)
+        tree = self.strategy.drafter.propose(state)
         return merged(tree, lookups) if lookups else tree
 
     def complete(self) -> None:
@@ -150,10 +147,7 @@ class Steps:
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
         drafter, target = self.strategy.drafter, self.state.target
-        found = {**drafter.details(), **self.policy.details(), **target.details()}
-        if self.strategy.packed_bytes:
-            found["packed_bytes"] = self.strategy.packed_bytes
-        return found
+        return {**drafter.details(), **self.policy.details(), **target.details()}
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree) -> HostResult:
         """Append and stream what was accepted of a tree, of which pruning left ``kept``, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.loading import warn_if_slow
-from hf_spec.model.packed_weights import SMALLEST, PackedWeights, packed_weights
+from hf_spec.model.packed_weights import packed_weights
 from hf_spec.policy.learned import Learned
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.per_call import Changes
@@ -33,10 +34,7 @@ class Strategy:
         samples: whether the call samples.
         kind: what compiled code and what is learned are kept by.
         graphs: compiled code for its steps; None if they are not compiled.
-        packed: copies of the model's weights for its forwards, if they use them.
-        draft_changes: let drafts compute with these copies, and with those of the modules that run
-            beside the model.
-        packed_bytes: memory of all these copies.
+        packed: lets forwards compute with packed copies of weights; None if there are none.
         rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
             count on it.
     """
@@ -48,11 +46,9 @@ class Strategy:
     timed: bool
     lookup: bool
     samples: bool
-    kind: tuple[str, str, str | None]
+    kind: tuple[str, str, str | None, int]
     graphs: Graphs | None
-    packed: PackedWeights | None
-    draft_changes: Changes
-    packed_bytes: int
+    packed: Changes | None
     rows_stay: bool
 
     @classmethod
@@ -82,19 +78,22 @@ class Strategy:
         samples = bool(config.do_sample)
         timed, lookup = resolve(options, drafter, samples)
         adapter = _adapter(method, model)
-        kind = method.name, key_of(options), adapter and adapter.name
+        copies, packed = packed_weights(model, *drafter.beside), Changes()
+        for one in copies:
+            one.add_to(packed)
+        kind = method.name, key_of(options), adapter and adapter.name, len(copies)
         graphs = graphs_for(model, config, drafter, kind)
-        packed, changes, size = _packed(model, options), Changes(), 0
-        if packed is not None:
-            unasked = options.pack_weights == AUTO
-            beside = [packed_weights(module, unasked) for module in drafter.beside]
-            for copies in filter(None, [packed, *beside]):
-                copies.add_to(changes)
-                size += copies.num_bytes
         return cls(
-            model, method, options, drafter, timed, lookup, samples, kind, graphs, packed, changes,
-            size, running.rows_stay,
+            model, method, options, drafter, timed, lookup, samples, kind, graphs,
+            packed if copies else None, running.rows_stay,
         )  # fmt: skip
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function, whose forwards compute with packed copies of weights if there are any;
+        else the model runs as it is, compiled if it is compiled."""
+        if self.packed is None:
+            return function(*args, **kwargs)
+        return self.packed.run(function, *args, **kwargs)
 
     @property
     def learned(self) -> Learned:
@@ -122,20 +121,3 @@ def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
         with suppress(ValueError):  # several are active; the drafter raises if that is a problem
             return find_active(model, method.peft_type)
     return None
-
-
-def _packed(model: Any, options: DraftOptions) -> PackedWeights | None:
-    """The packed weights that a call's forwards use; None if they use the model's own."""
-    if not options.pack_weights:
-        return None
-    if options.pack_weights == AUTO:
-        return packed_weights(model, unasked=True)
-    found = packed_weights(model)
-    if found is None:
-        raise ValueError(
-            f"pack_weights=True: oneDNN packs none of the weights of this {type(model).__name__}. "
-            f"It packs linear layers with {min(SMALLEST.values()):,} weights or more on a CPU, in "
-            "bfloat16 and float16 if the CPU has instructions for them; in float32 larger ones. "
-            "Leave it out."
-        )
-    return found

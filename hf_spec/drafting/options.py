@@ -49,10 +49,6 @@ class DraftOptions:
             or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
             (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
-        pack_weights: whether forwards use copies of the model's large weights that oneDNN arranges
-            for products of few tokens, on a CPU; they are made once and take as much memory as
-            these weights. ``auto``: in float32 and bfloat16, if they fit into a quarter of the free
-            memory.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
@@ -64,13 +60,11 @@ class DraftOptions:
     acceptance: str = "match"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
-    pack_weights: bool | str = AUTO
 
     def __post_init__(self) -> None:
         check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=(AUTO, "always"))
-        for name in ("lookup", "pack_weights"):
-            if not isinstance(value := getattr(self, name), bool) and value != AUTO:
-                raise ValueError(f"{name}={value!r}: must be 'auto', True or False.")
+        if not isinstance(self.lookup, bool) and self.lookup != AUTO:
+            raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
         check_count("lookup_history", self.lookup_history, low=0, high=MAX_HISTORY)
         if self.lookup is False:
             refuse(self, ["lookup_history"], "with lookup=False looks nothing up. Leave one out.")

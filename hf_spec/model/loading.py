@@ -38,7 +38,7 @@ class NamedAdapter(Protocol):
 
 def load_model(
     path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None,
-    adapters: Iterable[NamedAdapter] = (),
+    adapters: Iterable[NamedAdapter] = (), pack: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A causal language model in evaluation mode on its device, and its tokenizer.
 
@@ -48,12 +48,15 @@ def load_model(
         device: None for an accelerator if there is one.
         attn_implementation: None for the model's own.
         adapters: see :func:`load_adapters`.
+        pack: whether to call :func:`pack_where_it_pays`.
 
     Raises:
         ValueError: model or adapter cannot be loaded, or there is no such device.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_spec.model.packed_weights import pack_where_it_pays
 
     dtype, device = native_dtype(device) if dtype == NATIVE else dtype, chosen_device(device)
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -62,6 +65,8 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra).to(target)
     load_adapters(model.eval(), adapters)
+    if pack:
+        pack_where_it_pays(model)
     return model, tokenizer
 
 

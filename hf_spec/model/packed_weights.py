@@ -2,6 +2,9 @@
 
 PyTorch's product of several tokens with a weight arranges it anew each time. A packed copy costs
 its memory once. Its products may round differently, as those of another number of tokens do.
+
+A model's memory says that it is packed. Each call of a strategy computes with the copies, after a
+look at the weights (:mod:`modeling_patches.contents`); nothing on the model changes.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeGuard
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import psutil
 import torch
@@ -20,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_spec.core.memory import locked, memory
 from hf_spec.model.loading import has_instructions
 from modeling_patches.contents import contents
+from modeling_patches.modules import unwrapped
 from modeling_patches.per_call import Changes, plain
 
 #: Names of modules that read the same input: one product with all their weights takes less time
@@ -32,8 +36,6 @@ SMALLEST = {torch.bfloat16: 2**18, torch.float16: 2**19, torch.float32: 2**19}
 LEAST_TOKENS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 2}
 #: Most tokens of a product: with more, arranging the weight hardly counts.
 MOST_TOKENS = {torch.bfloat16: 256, torch.float16: 64, torch.float32: 64}
-#: Share of the free memory that copies take unasked.
-MOST_OF_MEMORY = 0.25
 #: Number of tokens that weights are arranged for.
 _TOKENS = 8
 
@@ -122,30 +124,71 @@ class _Together:
 
 
 @locked
-def packed_weights(model: nn.Module, unasked: bool = False) -> PackedWeights | None:
-    """The packed copies of a model's large weights, made anew if these have changed.
+def pack_weights(model: nn.Module, pack: bool = True) -> int:
+    """Let strategies compute with packed copies of a model's large weights from now on.
+
+    On a CPU, products of few tokens are faster with weights that oneDNN has arranged. Every later
+    call with a strategy uses the copies for the prompt, steps and drafts; an assistant model and
+    the layers of ``mtp`` get theirs at the first call. Plain generation and other forwards use the
+    model's own weights. Where these have changed, a call makes the copies anew; only single
+    entries that were written through ``.data`` may go unnoticed. A copied or reloaded model is not
+    packed.
 
     Args:
-        unasked: make them only where they are known to pay and memory is plentiful: in float32 and
-            bfloat16, in at most `MOST_OF_MEMORY` of what is free.
+        model: a causal language model or a `PeftModel`.
+        pack: False frees the copies and undoes this.
 
     Returns:
-        None if there are none that oneDNN packs on this machine.
+        Memory of the copies, in bytes; it is taken beside that of the weights.
+
+    Raises:
+        ValueError: oneDNN packs none of the model's weights on this machine.
     """
-    kept, groups, key = memory(model), _groups(model), "packed weights"
-    found: PackedWeights | None = kept.get(key)
-    if unasked:
-        weights = [linear.weight for linear in chain.from_iterable(groups)]
-        fast = torch.backends.cpu.get_cpu_capability().startswith("AVX")  # where it was measured
-        if not weights or not fast or any(weight.dtype == torch.float16 for weight in weights):
-            return None
-        size = sum({weight.data_ptr(): weight.nbytes for weight in weights}.values())
-        if found is None and size > MOST_OF_MEMORY * psutil.virtual_memory().available:
-            return None
-    if found is None or found.groups != groups or found.packed != _contents(groups):
-        kept[key] = found = None  # frees the memory first
-        if groups:
-            kept[key] = found = PackedWeights(groups)
+    model = unwrapped(model)
+    if not pack:
+        memory(model).pop(PackedWeights, None)
+        return 0
+    if not _groups(model):
+        raise ValueError(
+            f"pack_weights: oneDNN packs none of the weights of this {type(model).__name__}. It "
+            f"packs linear layers with {min(SMALLEST.values()):,} weights or more on a CPU, in "
+            "bfloat16 and float16 if the CPU has instructions for them; in float32 larger ones. "
+            "Leave the call out."
+        )
+    memory(model).setdefault(PackedWeights, WeakKeyDictionary())
+    return sum(one.num_bytes for one in packed_weights(model))
+
+
+def pack_where_it_pays(model: nn.Module) -> None:
+    """:func:`pack_weights`, as the command line does it: where it is known to pay, with AVX in
+    float32 and bfloat16, if the copies fit into a quarter of the free memory."""
+    weights = [linear.weight for linear in chain.from_iterable(_groups(model))]
+    room = psutil.virtual_memory().available / 4 - sum(weight.nbytes for weight in weights)
+    pays = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    pays = pays and all(weight.dtype != torch.float16 for weight in weights)
+    if weights and pays and room >= 0:
+        pack_weights(model)
+
+
+@locked
+def packed_weights(model: nn.Module, *beside: nn.Module) -> list[PackedWeights]:
+    """The copies that a call computes with, made anew where weights have changed.
+
+    Args:
+        beside: modules that run beside the model; they are packed if the model or they are.
+    """
+    own, found = memory(model).get(PackedWeights), []
+    for module in (model, *beside):
+        kept = memory(module).get(PackedWeights, own)
+        if kept is None:
+            continue
+        groups, copies = _groups(module), kept.pop(module, None)
+        if copies is None or copies.groups != groups or copies.packed != _contents(groups):
+            copies = None  # frees the memory first
+            copies = PackedWeights(groups)
+        kept[module] = copies
+        if groups:  # there may be none any more, on another device
+            found.append(copies)
     return found
 
 

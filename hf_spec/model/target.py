@@ -25,7 +25,6 @@ from hf_spec.model.block import Block, near, slot_positions
 from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
-from hf_spec.model.packed_weights import PackedWeights
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
@@ -107,7 +106,6 @@ class Target:
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
-        packed: copies of the model's weights that all forwards use; None to use its own.
     """
 
     #: Compiled code for its forwards, if they are compiled.
@@ -124,7 +122,6 @@ class Target:
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
-        packed: PackedWeights | None = None,
     ):
         self.model = model
         self.cache = cache
@@ -132,8 +129,6 @@ class Target:
         self._running = Running()
         if cache.recurrent is not None:
             tree_recurrences(model, self.attention.changes, self._running)
-        if packed is not None:
-            packed.add_to(self.attention.changes)
         self.last_position = last_position[:, None]
         none = torch.zeros_like(self.last_position)
         shift = none[None] if position_shift is None else position_shift[:, :, None]
@@ -213,7 +208,7 @@ class Target:
             changes, logits_at: see :meth:`__call__`.
         """
         tree, inputs = block.tree, self._inputs(block, keys)
-        if changes is not None:  # which come before packed weights where both replace a module
+        if changes is not None:
             return Output(tree, self._changes.run(changes.run, self.model, **inputs).logits)
         if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(self.model, **inputs).logits)

@@ -1,7 +1,10 @@
 """``pack_weights``: the same tokens, copies that follow the weights, and what is refused."""
 
+import copy
 import gc
+import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +13,9 @@ import torch
 from adapter_oracle import lent
 from conftest import Tiny, prompt, ragged
 from peft import LoraConfig, get_peft_model
-from test_compiled import CAPTURED, adapt, generate, strategy
+from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 
-from hf_spec import LayerSkipConfig
+from hf_spec import LayerSkipConfig, pack_weights
 from hf_spec.methods.eagle3.adapter import Eagle3Adapter
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.model import packed_weights as packing
@@ -21,7 +24,7 @@ from modeling_patches.per_call import Changes
 
 pytestmark = pytest.mark.instructions
 
-PACKED = {"pack_weights": True, "drafting": "always"}
+ALWAYS = {"drafting": "always"}
 
 
 class Unpacked(packing._Copy):
@@ -49,30 +52,46 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def calls(**options: Any) -> list[dict[str, Any]]:
-    """An eager call with packed weights, and a captured one."""
-    eager = {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {**PACKED, **options}}
+    """An eager call, and a captured one."""
+    eager = {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {**ALWAYS, **options}}
     return [eager, {**eager, **CAPTURED}]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
 def test_same_tokens(fresh: Tiny, used: list[int], architecture: str) -> None:
     model, inputs = fresh(architecture), ragged((12, 5))
-    plain = generate(model, inputs).sequences
-    assert not used
-    for kwargs in calls():
-        output = generate(model, inputs, **kwargs)
-        assert torch.equal(output.sequences, plain)
-        # gpt2 has Conv1D instead of linear layers, but for the head.
-        assert used and max(used) > 2, "products of trees must use the copies"
-        assert output.spec_stats.details["packed_bytes"] > 0
+    plain, made = generate(model, inputs).sequences, []
+    for packs in (False, True, False):
+        assert (pack_weights(model, packs) > 0) == packs
+        for kwargs in calls():
+            output = generate(model, inputs, **kwargs)
+            assert torch.equal(output.sequences, plain)
+            # gpt2 has Conv1D instead of linear layers, but for the head.
+            assert bool(used and max(used) > 2) == packs, "products of trees must use the copies"
+            used.clear()
+        made.append(compiled(output)["made"] > 0)
+        assert torch.equal(generate(model, inputs).sequences, plain)
+        assert not used, "plain generation must not"
+    assert made == [True, True, False], "code with copies and code without are kept side by side"
+
+
+def test_models_and_files_are_as_they_were(shallow: Tiny, used: list[int], tmp_path: Any) -> None:
+    model, inputs = shallow(), prompt()
+    names = [*model.state_dict()]
+    pack_weights(model)
+    plain = generate(model, inputs, **calls()[0]).sequences
+    assert used and [*model.state_dict()] == names
+    model.save_pretrained(tmp_path)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+                  type(model).from_pretrained(tmp_path)):  # fmt: skip
         used.clear()
-    assert torch.equal(generate(model, inputs).sequences, plain)
-    assert not used, "plain generation must not"
+        assert torch.equal(generate(other, inputs, **calls()[0]).sequences, plain) and not used
 
 
 def test_weights_that_change(shallow: Tiny, used: list[int]) -> None:
     model, inputs = shallow(), prompt()
     head = model.get_output_embeddings()
+    pack_weights(model)
     for kwargs in calls():
         generate(model, inputs, **kwargs)
     for change in (
@@ -86,13 +105,20 @@ def test_weights_that_change(shallow: Tiny, used: list[int]) -> None:
         plain = generate(model, inputs).sequences
         assert not torch.equal(plain, before)
         for kwargs in calls():
-            assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
+            used.clear()
+            assert torch.equal(generate(model, inputs, **kwargs).sequences, plain) and used
+    model.to(torch.float64)  # which is not packed
+    used.clear()
+    plain = generate(model, inputs).sequences
+    assert torch.equal(generate(model, inputs, **calls()[0]).sequences, plain) and not used
 
 
 def test_with_lora(shallow: Tiny, used: list[int]) -> None:
     config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    model: Any = get_peft_model(shallow(), config).eval()
+    model = shallow()
+    pack_weights(model)
+    model = get_peft_model(model, config).eval()
     plain = generate(model, prompt()).sequences
     for kwargs in calls():
         assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain) and used
@@ -100,24 +126,33 @@ def test_with_lora(shallow: Tiny, used: list[int]) -> None:
     merged = generate(model, prompt()).sequences
     for kwargs in calls():
         assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged)
+    assert pack_weights(model, False) == 0
+    used.clear()
+    assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged) and not used
 
 
 def test_copies_are_shared_and_freed(fresh: Tiny, used: list[int]) -> None:
     model = fresh("llama")
     model.set_output_embeddings(model.get_output_embeddings())
     embedding = model.get_input_embeddings()
-    first = packing.packed_weights(model)
-    assert first is not None and packing.packed_weights(model) is first
+    before, size = len(packing._COPIES), pack_weights(model)
     linears = [x.weight for x in model.modules() if type(x) is torch.nn.Linear]
-    assert first.num_bytes == sum(weight.nbytes for weight in linears)
+    assert size == sum(weight.nbytes for weight in linears)
+    (first,) = packing.packed_weights(model)
+    assert packing.packed_weights(model) == [first] and pack_weights(model) == size
     model.get_output_embeddings().weight = embedding.weight  # tied: a copy, not a third one
-    second = packing.packed_weights(model)
-    assert second is not None and second is not first
-    count = len(packing._COPIES)
-    assert count >= len(second.groups)
-    del model, embedding, linears, first, second
+    (second,) = packing.packed_weights(model)
+    assert second is not first
+    del first
+    assert len(packing._COPIES) == before + len(second.groups)
+    del second
+    pack_weights(model, False)
+    assert len(packing._COPIES) == before and not packing.packed_weights(model)
+    pack_weights(model)
+    assert len(packing._COPIES) > before
+    del model, embedding, linears
     gc.collect()
-    assert len(packing._COPIES) < count
+    assert len(packing._COPIES) == before
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "stablelm", "gpt2"])
@@ -126,11 +161,10 @@ def test_queries_keys_and_values_are_one_product(
 ) -> None:
     """Also with biases, in captured code, and where an input is changed or repeated."""
     model = fresh(architecture)
-    parts = packing.packed_weights(model)
-    assert parts is not None
+    pack_weights(model)
+    (parts,) = packing.packed_weights(model)
     joint = [group for group in parts.groups if len(group) > 1]
     assert len(joint) == (0 if architecture == "gpt2" else len(decoder_layers(model)))
-    assert packing.packed_weights(model) is parts
     if not joint:
         return
     plain = generate(model, prompt()).sequences
@@ -168,7 +202,7 @@ def test_drafts_take_them(
 ) -> None:
     model = shallow()
     plain = generate(model, prompt()).sequences
-    call = strategy(name, pack_weights=True)
+    call = strategy(name)
     drafter = call.get("assistant_model")
     if drafter is None:
         adapt(model, name)
@@ -182,12 +216,19 @@ def test_drafts_take_them(
         return counted(copy, inputs, bias)
 
     monkeypatch.setattr(packing._Copy, "product", seen)
+    pack_weights(model)
     for kwargs in (call, {**call, **CAPTURED}):
         assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain)
         assert any(inside) and not all(inside)
         inside.clear()
-    generate(model, prompt(), **{**call, "assistant_kwargs": {"pack_weights": False}})
+    pack_weights(model, False)
+    generate(model, prompt(), **call)
     assert not inside
+    if name == "draft_model":  # it can be packed by itself
+        pack_weights(drafter)
+        assert torch.equal(generate(model, prompt(), **call).sequences, plain)
+        assert inside and all(inside)
+        pack_weights(drafter, False)
 
 
 @pytest.mark.parametrize("settings", [{}, CAPTURED], ids=["eager", "captured"])
@@ -209,7 +250,8 @@ def test_learned_updates_draft_beside_them(
     drafts = []
     with lent(model, skip, random=True):
         for packed in (False, True):
-            options = {**PACKED, "pack_weights": packed, "draft_exit": "fixed", "max_draft": 3}
+            pack_weights(model, packed)
+            options = {**ALWAYS, "draft_exit": "fixed", "max_draft": 3}
             kwargs = {"assistant_strategy": "layer_skip", "assistant_kwargs": options, **settings}
             generate(model, prompt(), **kwargs)
             assert bool(used) == packed
@@ -227,46 +269,50 @@ def test_long_prompts_and_gradients_take_the_models_own(
     monkeypatch.setattr(packing, "MOST_TOKENS", dict.fromkeys(packing.MOST_TOKENS, 4))
     model, inputs = fresh("llama"), prompt(24)
     plain = generate(model, inputs).sequences
+    pack_weights(model)
     for kwargs in calls(max_nodes=7):
         assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
     assert used and min(used) >= 2 and max(used) <= 4
 
 
+def test_threads(shallow: Tiny, used: list[int]) -> None:
+    """Calls share the copies, and one of plain generation beside them uses none."""
+    model = shallow()
+    plain = generate(model, prompt())
+    pack_weights(model)
+    kwargs: list[dict[str, Any]] = [{}, calls()[0], calls()[0], {}]
+    with ThreadPoolExecutor(len(kwargs)) as pool:
+        outputs = [*pool.map(lambda one: generate(model, prompt(), **one), kwargs)]
+    assert used and all(torch.equal(one.sequences, plain.sequences) for one in outputs)
+
+
 def test_refused(fresh: Tiny) -> None:
     model, inputs = fresh("llama"), prompt()
-    spec = {"assistant_strategy": "prompt_lookup"}
-    with pytest.raises(ValueError, match=r"pack_weights=True: oneDNN packs none of the weights"):
-        generate(model, inputs, **spec, assistant_kwargs={"pack_weights": True})
-    with pytest.raises(ValueError, match="pack_weights='yes'"):
-        generate(model, inputs, **spec, assistant_kwargs={"pack_weights": "yes"})
+    with pytest.raises(ValueError, match=r"pack_weights: oneDNN packs none of the weights"):
+        pack_weights(model)
+    assert pack_weights(model, False) == 0
+    options = {"pack_weights": True}
+    with pytest.raises(ValueError, match="pack_weights"):
+        generate(model, inputs, assistant_strategy="prompt_lookup", assistant_kwargs=options)
 
 
-def test_by_itself(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 and bfloat16, with room, in steps that have no weights of their own."""
+def test_where_it_pays(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AVX and room, in float32 and bfloat16."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    inputs, spec = prompt(), {"assistant_strategy": "prompt_lookup"}
-    always = {"drafting": "always"}
+    monkeypatch.setattr(packing, "_Copy", Unpacked)
+    for name in ("bf16", "fp16"):
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: True)
 
-    def packs(model: Any = None, **more: Any) -> bool:
-        used.clear()
-        generate(model or shallow(), inputs, **spec, **{"assistant_kwargs": always, **more})
-        return bool(used)
+    def packs(dtype: torch.dtype = torch.float32) -> bool:
+        model = shallow().to(dtype)
+        packing.pack_where_it_pays(model)
+        return bool(packing.packed_weights(model))
 
-    assert packs()
-    assert not packs(assistant_kwargs={**always, "pack_weights": False})
-    assert packs(**CAPTURED)
+    assert packs() and packs(torch.bfloat16) and not packs(torch.float16)
+    assert not packs(torch.float64)
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_Copy", Unpacked)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            patch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: True)
-            found = packing.packed_weights(shallow().to(dtype), unasked=True)
-            assert (found is None) == (name == "fp16")
-    model, small = shallow(), SimpleNamespace(available=1000)
-    assert packs(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(packing.psutil, "virtual_memory", lambda: small)
-        assert not packs() and packs(model)  # copies that are there are used
-        assert packs(assistant_kwargs=PACKED)
+        patch.setattr(packing.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+        assert not packs()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert not packs()
 
@@ -288,7 +334,7 @@ def test_logits_of_an_unpacked_prompt_are_of_a_tensor_of_its_own(batch: int, fre
     """PyTorch's product with a part of another copies the whole weight in 16 bits."""
     model, seen = adapt(fresh(), "medusa"), []
     hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    generate(model, prompt(12, batch), **strategy("medusa", pack_weights=False), max_new_tokens=1)
+    generate(model, prompt(12, batch), **strategy("medusa"), max_new_tokens=1)
     hook.remove()
     first = seen[0]
     assert first.shape[:2] == (batch, 1) and first.stride() == torch.empty(first.shape).stride()

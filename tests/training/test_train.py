@@ -341,7 +341,7 @@ def test_interrupts_and_missing_packages(
         raise KeyboardInterrupt
 
     (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n' * 3)
-    monkeypatch.setattr("hf_spec.cli.train.load_model", lambda *_: (None, None))
+    monkeypatch.setattr("hf_spec.cli.train.load_model", lambda *_, pack: (None, None))
     monkeypatch.setattr("hf_spec.training.train.train", interrupt)
     command = ["train", "bita", "--model", "M", "--data", str(tmp_path)]
     command += ["--output", str(tmp_path / "out")]
