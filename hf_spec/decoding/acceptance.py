@@ -9,12 +9,19 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_spec.core import verify
+from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.options import DraftOptions
+from hf_spec.model.programs import VerifyProgram
+
+#: Greedy decoding by argmax.
+GREEDY = VerifyProgram(
+    "greedy", lambda tree, logits, _: verify.match(tree, verify.likeliest(logits))
+)
 
 
 class Acceptance:
@@ -60,6 +67,37 @@ class Acceptance:
         """Whether the match rule applies to unprocessed logits: greedy decoding by argmax."""
         known = self.scorer.trivial and not self.do_sample and not self.records
         return known and tree.q is None and self.options.acceptance != "typical"
+
+    def program(self, tree: Tree, recorded: bool = False, ahead: int = 0) -> VerifyProgram | None:
+        """The rule as a function of tensors; None if there is none.
+
+        Args:
+            recorded: whether the host should read nothing: scores may then be computed at all nodes
+                where those along the accepted path are needed.
+            ahead: number of tokens after the step whose noise is wanted.
+        """
+        if self.matches(tree):
+            return GREEDY
+        scorer, noise, key = self.scorer, self.noise, self.scorer.key
+        if not recorded or noise is None or key is None or self.records or tree.q is not None:
+            return None
+
+        def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
+            every, rows = logits.flatten(0, 1), torch.arange(len(logits), device=logits.device)
+            scores = scorer(every, tree.tokens.new_zeros(len(every), 0), [True] * len(every))
+            chosen = inputs[0][rows[:, None], tree.depths[:, : logits.shape[1]]]
+            p = scores.unflatten(0, logits.shape[:2]).softmax(-1)
+            return verify.match(tree, verify.sample(p, chosen))
+
+        def later(inputs: Sequence[Tensor], result: StepResult, depth: int) -> Tensor:
+            rows, order = (
+                torch.arange(n, device=inputs[0].device) for n in (len(inputs[0]), depth)
+            )
+            own = inputs[0][rows[:, None], result.counts[:, None] + order]
+            return -noise.temperature * own.log()
+
+        drawn = noise.drawn(bucket(tree.max_depth + 1 + ahead))
+        return VerifyProgram(("sampled", key, noise.temperature), accept, [drawn], later)
 
     def __call__(self, tree: Tree, logits: Tensor, unfinished: list[bool]) -> StepResult:
         """Choose the accepted path of every row that is unfinished, by logits ``(batch, tokens,

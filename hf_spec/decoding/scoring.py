@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,6 +74,16 @@ class Scorer:
         self.lockstep = bool(self.stateful) and len(sequences.lengths) > 1
         #: The last logits of all sequences of the call.
         self._logits: Tensor | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What scores depend on besides the logits, if all processors treat rows alone and hold no
+        tensors; else None."""
+        processors = self._all[1]
+        settings = [(type(one).__name__, *sorted(vars(one).items())) for one in processors]
+        plain = (bool, int, float, str, type(None))
+        known = all(isinstance(value, plain) for one in processors for value in vars(one).values())
+        return tuple(settings) if self.rowwise and known else None
 
     def __call__(
         self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False

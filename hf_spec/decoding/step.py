@@ -88,11 +88,14 @@ class Steps:
         """What a step computes on the device: the forward, its result, the hidden states that the
         drafter reads, and what its program has found, if steps are recorded or compiled."""
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        match, grows, run = self.acceptance.matches(tree), not self.policy.paused, self.strategy.run
-        inside = match and graphs is not None and graphs.records
+        grows, run, recorded = not self.policy.paused, self.strategy.run, False
+        if graphs is not None:
+            recorded = graphs.records
+        rule = self.acceptance.program(tree, recorded, drafter.distances)
+        inside = recorded and rule is not None
         program = drafter.program(state, tree, grows) if inside else None
         with self.watch.phase("forward"):
-            output = run(state.target, tree, pruning=drafter.pruning, match=match, after=program)
+            output = run(state.target, tree, pruning=drafter.pruning, verify=rule, after=program)
         with self.watch.phase("verify"):
             result = output.result or accept(output.tree, output.logits, state.active)
             state.root = result.bonus.to(state.root.device)
@@ -102,10 +105,15 @@ class Steps:
         if graphs is None:
             return output, result, hidden, found
         with self.watch.phase("draft"):
-            if program is not None:  # the code for all has just been made
-                found = run(program.run, result, hidden)
-            elif not inside and (program := drafter.program(state, tree, grows)) is not None:
-                found = run(program.run_by, graphs, result, hidden)
+            made, program = program, program or drafter.program(state, tree, grows)
+            if program is not None:
+                noise = None
+                if state.noise is not None and program.depth:
+                    noise = state.noise.ahead(program.depth)
+                if made is not None:  # the code for all has just been made
+                    found = run(program.run, result, hidden, noise)
+                else:
+                    found = run(program.run_by, graphs, result, hidden, noise)
         return output, result, hidden, found
 
     def warm(self) -> None:
@@ -141,7 +149,7 @@ class Steps:
             append(state.target, [row[:size] for row in rows])
         else:
             tree = Tree.roots(state.root)
-            state.target(tree, match=self.acceptance.matches(tree))
+            state.target(tree, verify=self.acceptance.program(tree))
             state.cache.rollback()
 
     def details(self) -> dict[str, Any]:

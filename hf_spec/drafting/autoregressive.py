@@ -26,9 +26,9 @@ from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions, Growth
 from hf_spec.drafting.grow import Children, Frontier, extended, grow
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
+from hf_spec.model.programs import DraftProgram
 from modeling_patches.per_call import Changes
 
 #: Committed rows that run at once, of each sequence.
@@ -106,7 +106,7 @@ class _Traced:
         noise: ``(batch, depth, tokens)``, see :func:`as_sampled`.
     """
 
-    def __init__(self, drafter: AutoregressiveDrafter, children: int, noise: Tensor | None = None):
+    def __init__(self, drafter: AutoregressiveDrafter, children: int, noise: Tensor | None):
         self._drafter, self._children, self._noise = drafter, children, noise
 
     def expand(self, frontier: Frontier) -> Children:
@@ -190,24 +190,24 @@ class AutoregressiveDrafter(ForwardDrafter):
         state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
         buffers = cache.tensors()
         inputs = [cache.lengths, *self._root, sent(growth.trust, state.root.device)]
-        noise = None if state.noise is None else state.noise.ahead(self.depth, self.token_ids)
-        if noise is not None:
-            inputs.append(noise)
 
         def function(
-            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None
-        ) -> tuple[Tensor, ...]:
-            lengths, states, after, trust, *noise = tensors[len(buffers) :]
+            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
+            noise: Tensor | None,
+        ) -> tuple[Tensor, ...]:  # fmt: skip
+            lengths, states, after, trust = tensors[len(buffers) :]
+            if noise is not None and self.token_ids is not None:
+                noise = noise[..., self.token_ids]
             own = copy.copy(self)
             held = [*tensors[: len(buffers)], lengths]
             own.cache, own._root = TracedDraftCache(cache, held, graphs.records), (states, after)
             own.advance(result, hidden)
-            source = _Traced(own, children, *noise)
+            source = _Traced(own, children, noise)
             packed = grow(source, result.bonus, count, levels, trust, expanded=width)
             return packed, *own._root
 
-        key = "decoder", levels, count, children, noise is not None, cache.layout
-        return DraftProgram(key, buffers, inputs, function, num_results=3)
+        key = "decoder", levels, count, children, cache.layout
+        return DraftProgram(key, buffers, inputs, function, levels, num_results=3)
 
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:
         assert result.host is not None

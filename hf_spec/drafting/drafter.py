@@ -16,8 +16,8 @@ from hf_spec.drafting.chains import ChainGenerator
 from hf_spec.drafting.forward_needs import ForwardNeeds
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.hidden_states import Reads
+from hf_spec.model.programs import DraftProgram
 
 #: Drafting runs modules of the model, such as its output embeddings.
 MODULES = "modules"

@@ -128,6 +128,13 @@ class SamplingNoise:
             noise = noise[torch.arange(len(place), device=self.device)[:, None], place]
         return -self.temperature * noise.log()
 
+    def drawn(self, count: int) -> Tensor:
+        """E of the next tokens of each sequence, ``(batch, count, vocab)``."""
+        rows = range(len(self._drawn))
+        return torch.stack(
+            [torch.stack([self._of(row, place) for place in range(count)]) for row in rows]
+        )
+
     def emit(self, counts: Tensor, most: int) -> None:
         """Go on to the tokens after those that a step emitted, which the host does not know yet:
         ``counts`` (batch,), 0 for finished sequences, and at most ``most``."""

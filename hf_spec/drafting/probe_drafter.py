@@ -13,6 +13,7 @@ from hf_spec.core.verify import StepResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import Reads
+from hf_spec.model.programs import DraftProgram
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
 
@@ -56,6 +57,9 @@ class ProbeDrafter(TreeDrafter):
             self.num_predicted = result.num_probes.div(self.per_distance, rounding_mode="floor")
         else:
             self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
+
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        return super().program(state, tree, grows) if tree.num_probes else None
 
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         return self.distance_states(hidden[:, : depth * self.per_distance])

@@ -22,8 +22,8 @@ from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transitions import Conditional, Transitions
-from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
+from hf_spec.model.programs import DraftProgram
 
 #: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
 AT_ONCE = 384

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
-from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.graphs import Graphs
+from hf_spec.model.programs import DraftProgram, VerifyProgram
 from hf_spec.model.target import Output, Pass, Target
 from modeling_patches.per_call import Changes
 
@@ -48,13 +47,13 @@ class CompiledTarget(Target):
         return {"compiled": self.graphs.details()}
 
     def step(
-        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool,
-        after: DraftProgram | None,
+        self, tree: Tree, first: int, keys: int, changes: Changes | None,
+        verify: VerifyProgram | None, after: DraftProgram | None,
     ) -> Output:  # fmt: skip
-        """By compiled code, which leaves the accepted nodes of a ``match`` in the first slots."""
+        """By compiled code, which leaves accepted nodes that it knows in the first slots."""
         if first and self.cache.recurrent is not None:
             # What earlier forwards of the step have kept has no recurring size.
-            return super().step(tree, first, keys, changes, match, after)
+            return super().step(tree, first, keys, changes, verify, after)
         if first:
             width = bucket(tree.num_tokens - first)
             padded = tree.padded(max(PARTS, bucket(first + width)), 0)
@@ -67,7 +66,8 @@ class CompiledTarget(Target):
         before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
         named, others = self.variables()
         start = sent([first] if first else [], cache.lengths.device)
-        small = [cache.lengths, *parts, *named.values(), start, *drafting]
+        rules = () if verify is None else verify.inputs
+        small = [cache.lengths, *parts, *named.values(), start, *rules, *drafting]
         # In compiled code for each layer's buffer, as all is one launch; else after it, at once for
         # all, which takes no compiling and fewer kernels.
         moves = graphs.shares_memory and not graphs.records
@@ -78,9 +78,9 @@ class CompiledTarget(Target):
             held = [next(given) for _ in buffers]
             lengths, rows = next(given), padded.with_tensors([next(given) for _ in parts])
             variables = {place: next(given) for place in named}
-            nodes = torch.arange(width, device=lengths.device)
+            nodes, start = torch.arange(width, device=lengths.device), next(given)
             if first:
-                nodes = nodes + next(given)
+                nodes = nodes + start
             slots = lengths[:, None] + nodes
             traced = cache.traced_with(held, lengths, slots, rows, graphs.records)
             own = self.traced_with(traced, variables)
@@ -88,15 +88,16 @@ class CompiledTarget(Target):
             output = own.forward(block, cache.capacity, changes)
             found = [output.logits] + ([] if output.hidden is None else [output.hidden])
             kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
-            if not match:
+            if verify is None:
                 return (*found, *kept)
-            result = verify.match(rows, verify.likeliest(output.logits))
+            ruling = [next(given) for _ in rules]
+            result = verify.function(rows, output.logits, ruling)
             if moves and result.path.shape[1] > 1:  # else the root, which is in place
                 traced.states.move(lengths, result.path)
             if after is not None:
-                if not first:
-                    next(given)
-                drafted = after.function([*fixed, *given], result, output.read(self.reads, result))
+                noise = verify.noise and verify.noise(ruling, result, after.depth)
+                read = output.read(self.reads, result)
+                drafted = after.function([*fixed, *given], result, read, noise)
                 return (*found, *result.on_device(), *drafted, *kept)
             return (*found, *result.on_device(), *kept)
 
@@ -123,8 +124,8 @@ class CompiledTarget(Target):
             return [*(one[:, :0] for one in tensors[:count]), *tensors[count:]]
 
         key = (
-            "forward", cache.layout, changes is not None, tuple(named), others, bool(first), match,
-            padded.group, after and after.key,
+            "forward", cache.layout, changes is not None, tuple(named), others, bool(first),
+            verify and verify.key, padded.group, after and after.key,
         )  # fmt: skip
         inputs = [*before, *buffers, *(tensor.contiguous() for tensor in small)]
         static = len(before) + len(cache.states.members)  # each commit makes other recurrent states
@@ -134,7 +135,7 @@ class CompiledTarget(Target):
         hidden = found.pop(0) if has_hidden else None
         # Where the code was just made, the forward has run uncompiled.
         result, drafted = None, found[:0]
-        if match and found:
+        if verify is not None and found:
             result, found = StepResult.of(found[:6]), found[6:]
             if not moves and result.path.shape[1] > 1:
                 cache.states.move(cache.lengths, result.path)

@@ -22,10 +22,10 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block, near, slot_positions
-from hf_spec.model.draft_program import DraftProgram
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.programs import DraftProgram, VerifyProgram
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import DynamicRope, rope_ends
@@ -47,8 +47,8 @@ class Output(NamedTuple):
             the model's dtype.
         hidden: ``(batch, nodes, features)`` hidden states of the forwarded nodes, those of probes
             last; None if none are read.
-        result: the result of exact-match verification if it was requested and the forward was
-            compiled; the accepted nodes are then in the first slots after each row's tokens.
+        result: the step's result if its :class:`VerifyProgram` was compiled, too; the accepted
+            nodes are then in the first slots after each row's tokens.
         drafted: what the step's :class:`DraftProgram` has found, if the same code ran it; there are
             then no logits and hidden states.
     """
@@ -166,7 +166,7 @@ class Target:
         pruning: Pruning | None = None,
         changes: Changes | None = None,
         logits_at: Tensor | None = None,
-        match: bool = False,
+        verify: VerifyProgram | None = None,
         after: DraftProgram | None = None,
     ) -> Output:
         """Run the tree's nodes ``first ..``.
@@ -178,21 +178,20 @@ class Target:
             changes: other changes to the model in this forward, such as skipped layers.
             logits_at: ``(batch, n)`` forwarded nodes whose logits are needed, for prompts; such a
                 forward is not compiled and has none of the three before. None for all nodes.
-            match: whether exact-match verification of unprocessed logits ends the step; compiled
-                code then applies it, too. Not with ``first``.
-            after: what the same code does then if it is recorded, where ``match``.
+            verify: how the step ends; compiled code then does that, too. Not with ``first``.
+            after: what the same code does then if it is recorded.
         """
         front = self.num_front if tree.num_probes else 0
         keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(tree, keys, pruning)
         if logits_at is None and self.rope is None:
-            return self.step(tree, first, keys, changes, match, after)
+            return self.step(tree, first, keys, changes, verify, after)
         return self.forward(Block.of(tree, slice(first, None)), keys, changes, logits_at)
 
     def step(
-        self, tree: Tree, first: int, keys: int, changes: Changes | None, match: bool,
-        after: DraftProgram | None,
+        self, tree: Tree, first: int, keys: int, changes: Changes | None,
+        verify: VerifyProgram | None, after: DraftProgram | None,
     ) -> Output:  # fmt: skip
         """:meth:`forward` of a tree's nodes ``first ..``; the arguments as of :meth:`__call__`."""
         return self.forward(Block.of(tree, slice(first, None)), keys, changes)

@@ -24,7 +24,7 @@ from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
-from hf_spec.model.draft_program import DraftProgram
+from hf_spec.model.programs import DraftProgram
 
 #: Number of draft tokens grown for the policy to choose from: mostly, and after a step that has
 #: taken so many.
@@ -79,28 +79,27 @@ class AdaptiveTrees(TreeSource):
             return None
         # Those of the step after this one, as :meth:`observe` will say.
         count = self._exactly(state) or (MOST if tree.num_tokens > FEWEST else FEWEST)
-        noise = self._noise(drafter, state, depth)
         held, (fixed, changing) = drafter.tensors(), drafter.carried(tree)
         buffers, self._ahead = [*fixed, *held], self._trust
         inputs = [*changing, sent(self._ahead, state.root.device)]
-        if noise is not None:
-            inputs.append(noise)
 
         def function(
-            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None
-        ) -> tuple[Tensor, ...]:
-            given, others = tensors[: len(buffers)], tensors[len(buffers) :]
-            carried, (trust, *noise) = others[: len(changing)], others[len(changing) :]
+            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
+            noise: Tensor | None,
+        ) -> tuple[Tensor, ...]:  # fmt: skip
+            given, (*carried, trust) = tensors[: len(buffers)], tensors[len(buffers) :]
             drafting = drafter.traced(
                 given[len(fixed) :], [*given[: len(fixed)], *carried], graphs.records
             )
             drafting.advance(result, hidden)
             known, read = drafting.num_predicted, drafting.hidden_after(result.bonus)
-            predictions = drafting.predictions(read, result.bonus, known, depth, count, *noise)
+            if noise is not None and drafter.token_ids is not None:
+                noise = noise[..., drafting.token_ids]
+            predictions = drafting.predictions(read, result.bonus, known, depth, count, noise)
             return (grow(predictions, result.bonus, count, depth, trust),)
 
-        key = "tree", count, depth, noise is not None, len(held), drafter.cache_layout
-        return DraftProgram(key, buffers, inputs, function)
+        key = "tree", count, depth, len(held), drafter.cache_layout
+        return DraftProgram(key, buffers, inputs, function, depth)
 
     @property
     def _trust(self) -> list[float]:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt
+from replay import RECORDED, Replay
 from running import as_if, draft_everything, drafting
 from test_compiled import CAPTURED, adapt, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_spec.decoding.step import Steps
+from hf_spec.model import captures
 from hf_spec.model.graphs import Graphs
 
 NEW = 16
@@ -89,24 +91,28 @@ WARPED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 20}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {}, "sampled": WARPED, "processed": {"repetition_penalty": 1.3},
 }  # fmt: skip
-#: Most launches of the median step, as it is and compiled, by strategy and settings. Those of space
-#: and eagle3 depend on what the policy chooses by times, and have room for it.
+#: Most launches of the median step, as it is, compiled and recorded, by strategy and settings. Those
+#: of space and eagle3 depend on what the policy chooses by times, and have room for it.
 MOST = {
-    ("prompt_lookup", "greedy"): (45, 12),
-    ("prompt_lookup", "sampled"): (47, 46),
-    ("medusa", "greedy"): (124, 16),
-    ("medusa", "sampled"): (220, 160),
-    ("medusa", "processed"): (183, 125),
-    ("space", "greedy"): (200, 75),
-    ("eagle3", "greedy"): (430, 270),
+    ("prompt_lookup", "greedy"): (45, 12, 0),
+    ("prompt_lookup", "sampled"): (47, 46, 0),
+    ("medusa", "greedy"): (124, 16, 0),
+    ("medusa", "sampled"): (220, 160, 0),
+    ("medusa", "processed"): (183, 125, 0),
+    ("space", "greedy"): (200, 75, 0),
+    ("eagle3", "greedy"): (430, 270, 0),
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+WAYS: list[dict[str, Any]] = [{}, CAPTURED, RECORDED]
+
+
+@pytest.mark.parametrize("way", range(3), ids=["eager", "compiled", "recorded"])
 @pytest.mark.parametrize(("name", "setting"), MOST)
 def test_few_launches(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, setting: str, compiled: bool
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, setting: str, way: int
 ) -> None:
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     as_if(True, monkeypatch)  # as on a GPU, where reads are not free
     whole = property(lambda self: True, lambda *_: None)
     monkeypatch.setattr(Graphs, "shares_memory", whole, raising=False)
@@ -116,7 +122,7 @@ def test_few_launches(
     model = adapt(shallow(layers=1), name)
     kwargs = {
         **drafting(name, max_depth=3, **({"num_draft_tokens": 6} if sized else {})),
-        **SETTINGS[setting], **(CAPTURED if compiled else {}),
+        **SETTINGS[setting], **WAYS[way],
     }  # fmt: skip
     # Much is made in a first call that later ones find.
     torch.manual_seed(0)
@@ -124,4 +130,4 @@ def test_few_launches(
     torch.manual_seed(0)
     steps = launches(monkeypatch, model, **kwargs)
     typical = sorted(steps, key=Counter.total)[len(steps) // 2]
-    assert len(steps) >= 8 and 0 < typical.total() <= MOST[name, setting][compiled], typical
+    assert len(steps) >= 8 and 0 < typical.total() <= MOST[name, setting][way], typical

@@ -1,0 +1,88 @@
+"""What a step does besides the model's forward, as functions of tensors: recorded steps are one
+program, from the forward to the next step's trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
+from hf_spec.model.graphs import Graphs
+
+
+class VerifyProgram(NamedTuple):
+    """Chooses what a step accepts.
+
+    Attributes:
+        key: what it depends on besides the shapes of its inputs.
+        function: from the step's trees, logits ``(batch, tokens, vocab)`` and :attr:`inputs` to
+            its result.
+        inputs: tensors that change from step to step.
+        noise: what tokens to come will be sampled with, ``(batch, depth, vocab)`` (see
+            :func:`as_sampled`), given :attr:`inputs`, the result and the number of these tokens;
+            None if they are not sampled.
+    """
+
+    key: Hashable
+    function: Callable[[Tree, Tensor, Sequence[Tensor]], StepResult]
+    inputs: Sequence[Tensor] = ()
+    noise: Callable[[Sequence[Tensor], StepResult, int], Tensor] | None = None
+
+
+class DraftProgram(NamedTuple):
+    """Takes what a step has committed and grows the next trees.
+
+    Attributes:
+        key: what it depends on besides the shapes of its inputs.
+        buffers: tensors in fixed memory, which it may write into if doing so twice does no harm.
+        inputs: all others that change from step to step.
+        function: given :attr:`buffers` and :attr:`inputs`, the step's result, what the drafter
+            reads of its hidden states, and what the next tokens will be sampled with (see
+            :attr:`VerifyProgram.noise`), returns the packed trees (:meth:`Tree.packed`), and what
+            the drafter gets besides.
+        depth: depth of the trees.
+        num_results: number of tensors that it returns.
+    """
+
+    key: Hashable
+    buffers: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    function: Callable[
+        [Sequence[Tensor], StepResult, Tensor | None, Tensor | None], tuple[Tensor, ...]
+    ]
+    depth: int
+    num_results: int = 1
+
+    def run(
+        self, result: StepResult, hidden: Tensor | None, noise: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Run it as it is."""
+        return self.function([*self.buffers, *self.inputs], result, hidden, noise)
+
+    def run_by(
+        self, graphs: Graphs, result: StepResult, hidden: Tensor | None, noise: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Run it by code of its own."""
+        own, results = [*self.buffers, *self.inputs], result.on_device()
+        read = [one for one in (hidden, noise) if one is not None]
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = iter(tensors)
+            first = [next(given) for _ in own]
+            result = StepResult.of([next(given) for _ in results])
+            states, ahead = (None if one is None else next(given) for one in (hidden, noise))
+            packed, *others = self.function(first, result, states, ahead)
+            # New code is checked by how likely the nodes are: which of several equally likely ones
+            # it takes, as there are many in 16 bits, may differ.
+            return packed.view(torch.int32), packed.chunk(4, dim=1)[3], *others
+
+        inputs = [*own, *(one.contiguous() for one in (*results, *read))]
+        key = "draft", self.key, hidden is None, noise is None
+        packed, _, *others = graphs.run(
+            key, function, inputs, lambda: function(*inputs), tuple, static=len(self.buffers)
+        )
+        return [packed.view(torch.float32), *others]
