@@ -309,19 +309,19 @@ def options_of(name: str, candidates: int, layers: int) -> Row:
             "max_draft": candidates, "draft_exit": "fixed", "skip_attention": skipped,
             "skip_mlp": skipped,
         },
-        "propd": {"num_draft_tokens": candidates},
+        "plain": {},
     }  # fmt: skip
     return {"drafting": "always", **own.get(name, {"num_draft_tokens": candidates})}
 
 
 def measure(bench: Bench, shape: str, say: Callable[[str], None]) -> dict[str, list[Row]]:
     """Everything of one model, context and batch size."""
-    found: dict[str, list[Row]] = {"forward": [], "plain": [], "strategies": []}
+    found: dict[str, list[Row]] = {"forward": [], "generate": [], "strategies": []}
     model, args = bench.model, bench.args
-    say("plain")
+    say("generate")
     for row in bench.measure(bench.plain()):
-        found["plain"].append({**row, "tokens_per_second": 1e3 * len(bench.ids) / row["ms"]})
-    base = found["plain"][1]["ms"]
+        found["generate"].append({**row, "tokens_per_second": 1e3 * len(bench.ids) / row["ms"]})
+    base = found["generate"][1]["ms"]
     for row in bench.forwards():
         say(f"{row['way']} forward over {row['tokens']}: {row['ms']:.2f} ms")
         found["forward"].append({**row, "ratio": row["ms"] / base})
@@ -348,7 +348,7 @@ def measure(bench: Bench, shape: str, say: Callable[[str], None]) -> dict[str, l
         if method.needs_adapter:
             model.delete_adapter(name)
     say("plain once more: how much the machine's speed has changed")
-    for before, after in zip(found["plain"], bench.measure(bench.plain())):
+    for before, after in zip(found["generate"], bench.measure(bench.plain())):
         before["later_ms"] = after["ms"]
     return found
 
@@ -359,11 +359,11 @@ def print_results(results: Row, console: Console) -> None:
     ratio = {"/ plain": "{ratio:.2f}"}
     first = {"first call, s": "{first_seconds:.1f}"}
     made = {"graphs": "{made}", **first}
-    waits = {} if NOT_HERE in str(results["plain"]) else {"waits": "{waits:.1f}"}
+    waits = {} if NOT_HERE in str(results["generate"]) else {"waits": "{waits:.1f}"}
     plain = {"at the end": "{later_ms:.2f}", "tokens/s": "{tokens_per_second:.1f}"}
     shares = {"outside": "{outside_share:.0%}", "draft": "{draft_share:.0%}"}
     for kind, title, word, heads in (
-        ("plain", "plain Transformers: steps", "{way}", {**time_of, **plain, **first, **waits}),
+        ("generate", "plain Transformers: steps", "{way}", {**time_of, **plain, **first, **waits}),
         ("forward", "tree forward over n tokens; / plain: by a step of plain, compiled",
          "{tokens} {way}", {**time_of, **ratio, **made, "slots": "{slots}"}),
         ("strategies", "steps of strategies; speedup = tau / (/ plain); outside: of the forward",
@@ -439,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings["argv"] = [Path(__file__).name, *(sys.argv[1:] if argv is None else argv)]
     results: Row = {
         "environment": {**environment_of(model, "random Llama", None), **settings},
-        "plain": [], "forward": [], "strategies": [], "skipped": [],
+        "generate": [], "forward": [], "strategies": [], "skipped": [],
     }  # fmt: skip
     for shape, context, batch in product(args.shape, args.contexts, args.batch_sizes):
         label = {"shape": shape, "context": context, "batch": batch}

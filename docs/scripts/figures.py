@@ -392,7 +392,8 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     head, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
     if not {*SHOWN} <= {*head}:
         raise ValueError(f"{BENCHMARKS} has no table with {list(SHOWN)} below {TABLE!r}")
-    contenders = {row[0].replace("`", ""): row for row in rows if row[0] not in ("---", "plain")}
+    contenders = {row[0].replace("`", ""): row for row in rows}
+    contenders = {name: row for name, row in contenders.items() if name not in ("---", "generate")}
     speeds = {
         label: [speed_in(row[head.index(column)]) for row in contenders.values()]
         for column, label in SHOWN.items()
