@@ -98,6 +98,21 @@ def prompt_lookup() -> Scheme:
     return scheme
 
 
+def plain() -> Scheme:
+    scheme = Scheme(13.6, 3.4)
+    words = ("the", "cat", "sat", "on")
+    for order, word in enumerate(words):
+        x = 0.2 + order * 4.1
+        scheme.box(x, 1.6, word, "root" if order < 3 else "token")
+        if order < 3:
+            model = scheme.box(x + 1.6, 1.6, "model", "model", width=1.7)
+            scheme.arrow((x + 0.84, 1.6), (x + 1.6, 1.6), gap=1)
+            scheme.arrow((x + 3.3, 1.6), (x + 4.1, 1.6), gap=1)
+            scheme.text(model[0], 0.7, f"step {order + 1}", fontsize=9)
+    scheme.text(6.7, 2.8, "the last token runs, the next one follows: no drafts")
+    return scheme
+
+
 def layer_skip() -> Scheme:
     scheme = Scheme(13, 5.6)
     stacks = ((0.4, "draft, token by token", (1, 2, 4)), (7, "verify, all at once", ()))
@@ -419,8 +434,8 @@ def speed_in(cell: str) -> float | None:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        speed, steps, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3,
-        propd, mtp, draft_model, dflash, dspark,
+        speed, steps, architecture, plain, prompt_lookup, layer_skip, bita, space, ppd, medusa,
+        eagle3, propd, mtp, draft_model, dflash, dspark,
     )
 }  # fmt: skip
 

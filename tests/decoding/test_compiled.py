@@ -167,7 +167,7 @@ def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
     layers = 2 if name in ("layer_skip", "propd") else 1  # what they leave out, or look into
     model, inputs = adapt(shallow(layers=layers), name), ragged((12, 5))
     # Few sizes, each of which is a graph.
-    few = {"layer_skip": {}, "prompt_lookup": {"max_nodes": 4}}
+    few = {"layer_skip": {}, "plain": {}, "prompt_lookup": {"max_nodes": 4}}
     options: dict[str, Any] = dict(few.get(name, {"num_draft_tokens": 3}))
     options |= {"lookup": True} if name in ADAPTERS and not sampled else {}
     settings: dict[str, Any] = {}
