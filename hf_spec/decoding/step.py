@@ -89,7 +89,7 @@ class Steps:
         drafter reads, and what its program has found, if steps are recorded or compiled."""
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
         match, grows, run = self.acceptance.matches(tree), not self.policy.paused, self.strategy.run
-        inside = match and graphs is not None and graphs.records
+        inside = match and graphs is not None and not graphs.compiles
         program = drafter.program(state, tree, grows) if inside else None
         with self.watch.phase("forward"):
             output = run(state.target, tree, pruning=drafter.pruning, match=match, after=program)

@@ -68,9 +68,6 @@ class CompiledTarget(Target):
         named, others = self.variables()
         start = sent([first] if first else [], cache.lengths.device)
         small = [cache.lengths, *parts, *named.values(), start, *drafting]
-        # In compiled code for each layer's buffer, as all is one launch; else after it, at once for
-        # all, which takes no compiling and fewer kernels.
-        moves = graphs.shares_memory and not graphs.records
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
@@ -82,7 +79,7 @@ class CompiledTarget(Target):
             if first:
                 nodes = nodes + next(given)
             slots = lengths[:, None] + nodes
-            traced = cache.traced_with(held, lengths, slots, rows, graphs.records)
+            traced = cache.traced_with(held, lengths, slots, rows, not graphs.compiles)
             own = self.traced_with(traced, variables)
             block = Block.of(rows, nodes if first else slice(None))
             output = own.forward(block, cache.capacity, changes)
@@ -91,8 +88,6 @@ class CompiledTarget(Target):
             if not match:
                 return (*found, *kept)
             result = verify.match(rows, verify.likeliest(output.logits))
-            if moves and result.path.shape[1] > 1:  # else the root, which is in place
-                traced.states.move(lengths, result.path)
             if after is not None:
                 if not first:
                     next(given)
@@ -136,7 +131,8 @@ class CompiledTarget(Target):
         result, drafted = None, found[:0]
         if match and found:
             result, found = StepResult.of(found[:6]), found[6:]
-            if not moves and result.path.shape[1] > 1:
+            if result.path.shape[1] > 1:  # else the root, which is in place
+                # At once for all layers, which takes no compiling and few kernels.
                 cache.states.move(cache.lengths, result.path)
             if after is not None:
                 drafted, found = found[: after.num_results], found[after.num_results :]

@@ -92,7 +92,7 @@ class AdaptiveTrees(TreeSource):
             given, others = tensors[: len(buffers)], tensors[len(buffers) :]
             carried, (trust, *noise) = others[: len(changing)], others[len(changing) :]
             drafting = drafter.traced(
-                given[len(fixed) :], [*given[: len(fixed)], *carried], graphs.records
+                given[len(fixed) :], [*given[: len(fixed)], *carried], not graphs.compiles
             )
             drafting.advance(result, hidden)
             known, read = drafting.num_predicted, drafting.hidden_after(result.bonus)
