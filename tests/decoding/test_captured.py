@@ -219,7 +219,7 @@ def test_parts_by_a_compiler(
     for inputs in ({"inputs": prompt()}, ragged()):
         check(model, spec, way, **inputs, max_new_tokens=8)
     check(model, spec, way, inputs=prompt(), max_new_tokens=8, **SAMPLED)
-    assert max(cut_into) > 0
+    assert max(cut_into) > 0 or kind != "llama"  # whose layers are all alike
 
 
 def test_code_is_kept_for_other_places(shallow: Tiny, cut_into: list[int]) -> None:
