@@ -3,7 +3,8 @@
 Needs nothing but the package: models are Llamas of random weights, as are adapters, layers for
 multi-token prediction and assistant models. Measures
 
-* what a forward over n tokens takes, as the model is and compiled, beside plain Transformers;
+* what a forward over n tokens takes, as the model is and by each backend, beside plain
+  Transformers;
 * what a step of each strategy takes with a fixed number of candidates. Random weights accept
   nothing worth counting: the speedup at a given tau is tau divided by "/ plain";
 * how often a step waits for the device.
@@ -73,7 +74,8 @@ WARM = 4
 #: Columns below which tables would lose figures.
 WIDTH = 130
 NOT_HERE = "not on this device"
-EAGER, COMPILED = "eager", "compiled"
+#: The way without a backend.
+UNCOMPILED = "uncompiled"
 
 Row = dict[str, Any]
 #: Calls of ``generate`` by the way they run, which give what their steps took.
@@ -150,9 +152,12 @@ class Bench:
         self.model, self.args, self.device = model, args, model.device
         draw = torch.Generator().manual_seed(0)
         self.ids = torch.randint(WORDS, (batch, context), generator=draw).to(self.device)
-        self.compiling = CompileConfig(backend=args.backend, dynamic=False)
-        self.compiling._compile_all_devices = True
-        self.static = {"cache_implementation": "static", "compile_config": self.compiling}
+        self.static: dict[str, Row] = {}
+        for backend in args.backend:
+            compiling = CompileConfig(backend=backend, dynamic=False)
+            compiling._compile_all_devices = True
+            given = {"cache_implementation": "static", "compile_config": compiling}
+            self.static[backend] = given
 
     @torch.no_grad()
     def forwards(self) -> Iterator[Row]:
@@ -163,8 +168,9 @@ class Bench:
         cache = TreeCache(len(past.layers), batch, self.device)
         take_over(cache, past, more=most)
         last = torch.full((batch,), context + most, device=self.device)
-        for way in (EAGER, COMPILED):
-            graphs = Graphs(self.model, self.compiling, "L(n)") if way == COMPILED else None
+        for way in (UNCOMPILED, *self.static):
+            compiling = self.static.get(way, {}).get("compile_config")
+            graphs = Graphs(self.model, compiling, "L(n)") if compiling else None
             kind = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
             target = kind(self.model, cache, last)
             for tokens in self.args.tokens:
@@ -195,8 +201,9 @@ class Bench:
         return seconds
 
     def plain(self) -> Calls:
-        """Plain generation as it is, and with a static cache and compiled."""
-        return {EAGER: self._plain, COMPILED: lambda: self._plain(**self.static)}
+        """Plain generation as it is, and with a static cache and the first backend."""
+        backend, static = next(iter(self.static.items()))
+        return {UNCOMPILED: self._plain, backend: partial(self._plain, **static)}
 
     def _plain(self, **kwargs: Any) -> list[Row]:
         ticks = Ticks(self.ids)
@@ -204,7 +211,7 @@ class Bench:
         return [{"seconds": b - a} for a, b in zip(ticks.marks, ticks.marks[1:])]
 
     def strategy(self, name: str, options: Row, assistant: Any = None) -> Calls:
-        """The same for a strategy."""
+        """A strategy as it is, and with each backend."""
         spec = ours(name, options)
         if assistant is not None:
             spec["assistant_model"] = assistant
@@ -214,7 +221,8 @@ class Bench:
                 self._generate(**spec, **kwargs)
             return steps[1:-1]  # without the prefill and what comes behind the last step
 
-        return {EAGER: call, COMPILED: lambda: call(**self.static)}
+        compiled = {way: partial(call, **static) for way, static in self.static.items()}
+        return {UNCOMPILED: call, **compiled}
 
     def _generate(self, **kwargs: Any) -> None:
         self.model.generate(
@@ -403,7 +411,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=20, help="timings of a forward (default: %(default)s)")
     add("--calls", type=int, default=3, help="timed calls of each way (default: %(default)s)")
     add("--new-tokens", type=int, default=64, help="of each call (default: %(default)s)")
-    add("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
+    add("--backend", default="inductor,cudagraphs" if cuda else "inductor",
+        help="with commas; plain generate takes the first one (default: %(default)s)")  # fmt: skip
     add("--output", type=Path, default=Path("cuda.json"), help="default: %(default)s")
     args = parser.parse_args(argv)
     try:
@@ -420,8 +429,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         for name, least in (("repeats", 2), ("calls", 1), ("new_tokens", 16)):
             if getattr(args, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
-        if args.backend not in torch._dynamo.list_backends(exclude_tags=()):
-            raise ValueError(f"--backend {args.backend}: torch.compile does not know it")
+        args.backend = args.backend.split(",")
+        for backend in args.backend:
+            if backend not in torch._dynamo.list_backends(exclude_tags=()):
+                raise ValueError(f"--backend {backend}: torch.compile does not know it")
         TokenTree.chain(max(args.tokens) - 1)  # refuses too many
         args.strategies = parse_names(args.strategies) if args.strategies else []
         for name in args.strategies:
