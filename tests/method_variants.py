@@ -25,7 +25,6 @@ class Variants:
         configs: fields of configs whose adapters have different parameters, by name.
         trained: fields of the config that is trained in the tests.
         architectures: those of the tests' that it can run on; None for all.
-        drafts: whether it drafts at all.
     """
 
     options: Options
@@ -35,7 +34,6 @@ class Variants:
     configs: Options = field(default_factory=lambda: {"default": {}})
     trained: dict[str, Any] = field(default_factory=dict)
     architectures: Collection[str] | None = None
-    drafts: bool = True
 
 
 #: The tree of every token of the tests' models.
@@ -198,7 +196,7 @@ VARIANTS: dict[str, Variants] = {
         hitting="wide",
         architectures=ROTARY,
     ),
-    "plain": Variants({"default": {}}, drafts=False),
+    "plain": Variants({"default": {}}),
     "ppd": Variants(
         {
             "adaptive": {},

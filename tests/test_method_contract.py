@@ -235,7 +235,7 @@ def test_greedy_equals_plain(
     if architecture == "llama_tied" and row is None:
         # The comparisons mean something: drafts hit and miss.
         hits = stats.num_generated_tokens - stats.num_row_steps
-        assert stats.num_drafted_tokens > hits > 0 or not RUNS[name].drafts
+        assert stats.num_drafted_tokens > hits > 0 or not methods()[name].drafter.drafts
 
 
 @every_strategy
@@ -327,7 +327,7 @@ def test_candidates_for_stock_assisted_decoding(tiny: Tiny, name: str, variant: 
         candidates, _ = drafter.get_candidates(ids)
         assert candidates.shape[0] == 1 and candidates.dtype == ids.dtype
         assert candidates[:, : ids.shape[1]].tolist() == ids.tolist()
-        assert (candidates.shape[1] > ids.shape[1]) == RUNS[name].drafts
+        assert (candidates.shape[1] > ids.shape[1]) == drafter.drafts
         if isinstance(drafter, (TreeDrafter, AutoregressiveDrafter)):  # others may guess it wrong
             assert candidates[0, ids.shape[1]] == model(ids).logits[0, -1].argmax()
         drafter.update_candidate_strategy(candidates, None, 0)
@@ -448,7 +448,7 @@ def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: s
     assert (place >= 0).all()
     counts = torch.bincount((place * torch.tensor([16, 4, 1])).sum(1), minlength=64).double()
     stats = hf_spec.last_stats(model)
-    assert (stats.num_generated_tokens > stats.num_row_steps) == RUNS[name].drafts
+    assert (stats.num_generated_tokens > stats.num_row_steps) == methods()[name].drafter.drafts
     return chi_square(counts, expected)
 
 

@@ -111,7 +111,8 @@ class Steps:
     def warm(self) -> None:
         """Make the code for all steps that may be chosen, whose results are discarded."""
         state, drafter = self.state, self.strategy.drafter
-        for nodes, probed in step_shapes(len(drafter.group), self.strategy.lookup):
+        sizes = step_shapes(len(drafter.group), self.strategy.lookup)
+        for nodes, probed in sizes if drafter.drafts else [(1, 0)]:
             shape = TokenTree((-1, *[0] * (nodes - 1)))
             tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
             tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))

@@ -28,6 +28,8 @@ class PlainDrafter(Drafter):
         *TREE_OPTIONS, "lookup", "lookup_history", "acceptance", "typical_epsilon", "typical_delta",
     )  # fmt: skip
 
+    drafts = False
+
     def propose(self, state: DecodeState) -> Tree:
         return Tree.roots(state.root)
 
