@@ -3,7 +3,8 @@
 Needs nothing but the package: models are Llamas of random weights, as are adapters, layers for
 multi-token prediction and assistant models. Measures
 
-* what a forward over n tokens takes, as the model is and compiled, beside plain Transformers;
+* what a forward over n tokens takes, as the model is and by each backend, beside plain
+  Transformers;
 * what a step of each strategy takes with a fixed number of candidates. Random weights accept
   nothing worth counting: the speedup at a given tau is tau divided by "/ plain";
 * how often a step waits for the device.
@@ -73,7 +74,8 @@ WARM = 4
 #: Columns below which tables would lose figures.
 WIDTH = 130
 NOT_HERE = "not on this device"
-EAGER, COMPILED = "eager", "compiled"
+#: The way without a backend.
+UNCOMPILED = "uncompiled"
 
 Row = dict[str, Any]
 #: Calls of ``generate`` by the way they run, which give what their steps took.
@@ -150,9 +152,12 @@ class Bench:
         self.model, self.args, self.device = model, args, model.device
         draw = torch.Generator().manual_seed(0)
         self.ids = torch.randint(WORDS, (batch, context), generator=draw).to(self.device)
-        self.compiling = CompileConfig(backend=args.backend, dynamic=False)
-        self.compiling._compile_all_devices = True
-        self.static = {"cache_implementation": "static", "compile_config": self.compiling}
+        self.static: dict[str, Row] = {}
+        for backend in args.backend:
+            compiling = CompileConfig(backend=backend, dynamic=False)
+            compiling._compile_all_devices = True
+            given = {"cache_implementation": "static", "compile_config": compiling}
+            self.static[backend] = given
 
     @torch.no_grad()
     def forwards(self) -> Iterator[Row]:
@@ -163,8 +168,9 @@ class Bench:
         cache = TreeCache(len(past.layers), batch, self.device)
         take_over(cache, past, more=most)
         last = torch.full((batch,), context + most, device=self.device)
-        for way in (EAGER, COMPILED):
-            graphs = Graphs(self.model, self.compiling, "L(n)") if way == COMPILED else None
+        for way in (UNCOMPILED, *self.static):
+            compiling = self.static.get(way, {}).get("compile_config")
+            graphs = Graphs(self.model, compiling, "L(n)") if compiling else None
             kind = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
             target = kind(self.model, cache, last)
             for tokens in self.args.tokens:
@@ -195,8 +201,9 @@ class Bench:
         return seconds
 
     def plain(self) -> Calls:
-        """Plain generation as it is, and with a static cache and compiled."""
-        return {EAGER: self._plain, COMPILED: lambda: self._plain(**self.static)}
+        """Plain generation as it is, and with a static cache and the first backend."""
+        backend, static = next(iter(self.static.items()))
+        return {UNCOMPILED: self._plain, backend: partial(self._plain, **static)}
 
     def _plain(self, **kwargs: Any) -> list[Row]:
         ticks = Ticks(self.ids)
@@ -204,7 +211,7 @@ class Bench:
         return [{"seconds": b - a} for a, b in zip(ticks.marks, ticks.marks[1:])]
 
     def strategy(self, name: str, options: Row, assistant: Any = None) -> Calls:
-        """The same for a strategy."""
+        """A strategy as it is, and with each backend."""
         spec = ours(name, options)
         if assistant is not None:
             spec["assistant_model"] = assistant
@@ -214,7 +221,8 @@ class Bench:
                 self._generate(**spec, **kwargs)
             return steps[1:-1]  # without the prefill and what comes behind the last step
 
-        return {EAGER: call, COMPILED: lambda: call(**self.static)}
+        compiled = {way: partial(call, **static) for way, static in self.static.items()}
+        return {UNCOMPILED: call, **compiled}
 
     def _generate(self, **kwargs: Any) -> None:
         self.model.generate(
@@ -309,19 +317,19 @@ def options_of(name: str, candidates: int, layers: int) -> Row:
             "max_draft": candidates, "draft_exit": "fixed", "skip_attention": skipped,
             "skip_mlp": skipped,
         },
-        "propd": {"num_draft_tokens": candidates},
+        "plain": {},
     }  # fmt: skip
     return {"drafting": "always", **own.get(name, {"num_draft_tokens": candidates})}
 
 
 def measure(bench: Bench, shape: str, say: Callable[[str], None]) -> dict[str, list[Row]]:
     """Everything of one model, context and batch size."""
-    found: dict[str, list[Row]] = {"forward": [], "plain": [], "strategies": []}
+    found: dict[str, list[Row]] = {"forward": [], "generate": [], "strategies": []}
     model, args = bench.model, bench.args
-    say("plain")
+    say("generate")
     for row in bench.measure(bench.plain()):
-        found["plain"].append({**row, "tokens_per_second": 1e3 * len(bench.ids) / row["ms"]})
-    base = found["plain"][1]["ms"]
+        found["generate"].append({**row, "tokens_per_second": 1e3 * len(bench.ids) / row["ms"]})
+    base = found["generate"][1]["ms"]
     for row in bench.forwards():
         say(f"{row['way']} forward over {row['tokens']}: {row['ms']:.2f} ms")
         found["forward"].append({**row, "ratio": row["ms"] / base})
@@ -348,7 +356,7 @@ def measure(bench: Bench, shape: str, say: Callable[[str], None]) -> dict[str, l
         if method.needs_adapter:
             model.delete_adapter(name)
     say("plain once more: how much the machine's speed has changed")
-    for before, after in zip(found["plain"], bench.measure(bench.plain())):
+    for before, after in zip(found["generate"], bench.measure(bench.plain())):
         before["later_ms"] = after["ms"]
     return found
 
@@ -359,11 +367,11 @@ def print_results(results: Row, console: Console) -> None:
     ratio = {"/ plain": "{ratio:.2f}"}
     first = {"first call, s": "{first_seconds:.1f}"}
     made = {"graphs": "{made}", **first}
-    waits = {} if NOT_HERE in str(results["plain"]) else {"waits": "{waits:.1f}"}
+    waits = {} if NOT_HERE in str(results["generate"]) else {"waits": "{waits:.1f}"}
     plain = {"at the end": "{later_ms:.2f}", "tokens/s": "{tokens_per_second:.1f}"}
     shares = {"outside": "{outside_share:.0%}", "draft": "{draft_share:.0%}"}
     for kind, title, word, heads in (
-        ("plain", "plain Transformers: steps", "{way}", {**time_of, **plain, **first, **waits}),
+        ("generate", "plain Transformers: steps", "{way}", {**time_of, **plain, **first, **waits}),
         ("forward", "tree forward over n tokens; / plain: by a step of plain, compiled",
          "{tokens} {way}", {**time_of, **ratio, **made, "slots": "{slots}"}),
         ("strategies", "steps of strategies; speedup = tau / (/ plain); outside: of the forward",
@@ -403,7 +411,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=20, help="timings of a forward (default: %(default)s)")
     add("--calls", type=int, default=3, help="timed calls of each way (default: %(default)s)")
     add("--new-tokens", type=int, default=64, help="of each call (default: %(default)s)")
-    add("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
+    add("--backend", default="inductor,cudagraphs" if cuda else "inductor",
+        help="with commas; plain generate takes the first one (default: %(default)s)")  # fmt: skip
     add("--output", type=Path, default=Path("cuda.json"), help="default: %(default)s")
     args = parser.parse_args(argv)
     try:
@@ -420,8 +429,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         for name, least in (("repeats", 2), ("calls", 1), ("new_tokens", 16)):
             if getattr(args, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
-        if args.backend not in torch._dynamo.list_backends(exclude_tags=()):
-            raise ValueError(f"--backend {args.backend}: torch.compile does not know it")
+        args.backend = args.backend.split(",")
+        for backend in args.backend:
+            if backend not in torch._dynamo.list_backends(exclude_tags=()):
+                raise ValueError(f"--backend {backend}: torch.compile does not know it")
         TokenTree.chain(max(args.tokens) - 1)  # refuses too many
         args.strategies = parse_names(args.strategies) if args.strategies else []
         for name in args.strategies:
@@ -439,7 +450,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings["argv"] = [Path(__file__).name, *(sys.argv[1:] if argv is None else argv)]
     results: Row = {
         "environment": {**environment_of(model, "random Llama", None), **settings},
-        "plain": [], "forward": [], "strategies": [], "skipped": [],
+        "generate": [], "forward": [], "strategies": [], "skipped": [],
     }  # fmt: skip
     for shape, context, batch in product(args.shape, args.contexts, args.batch_sizes):
         label = {"shape": shape, "context": context, "batch": batch}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_spec.bench.contenders import PLAIN, Contender, contenders, read_adapters
+from hf_spec.bench.contenders import BASELINE, Contender, contenders, read_adapters
 from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts, read_prompts, spread
 from hf_spec.bench.session import Session
 from hf_spec.model.loading import load_adapters, load_model
@@ -32,7 +32,7 @@ class Score(NamedTuple):
     """The scores of a model.
 
     Attributes:
-        name: ``plain``, or ``plain@ADAPTER``.
+        name: ``generate``, or ``generate@ADAPTER``.
         perplexity: exp of the mean negative log-probability per token of the references, with EOS.
         last_number: share of the references with a number whose last one is the answer's; NaN if
             there are none.
@@ -111,7 +111,7 @@ def main() -> None:
     given = parser.parse_args()
     adapters = read_adapters(given.adapter)
     known = contenders([one.strategy for one in adapters], None, adapters)
-    lineup = [PLAIN, *(one for one in known if one.name == one.baseline)]
+    lineup = [BASELINE, *(one for one in known if one.name == one.baseline)]
     model, tokenizer = load_model(given.model, given.dtype, given.device)
     load_adapters(model, adapters)
     prompts = spread(read_prompts(given.prompts), given.limit)

@@ -33,7 +33,7 @@ sys.path = [path for path in sys.path if Path(path).resolve() != Path(__file__).
 
 import torch
 
-from hf_spec.bench.contenders import PLAIN, contenders, parse_names, read_adapters
+from hf_spec.bench.contenders import BASELINE, contenders, parse_names, read_adapters
 from hf_spec.bench.contenders import with_compiled as and_compiled
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> Row:
     prompts = spread(read_prompts(args.prompts), args.limit)
     ids, _ = encode_prompts(model, tokenizer, prompts, args.max_new_tokens)
     longest = max(map(len, ids)) + args.max_new_tokens
-    lineup = [] if args.engines_only else [PLAIN, *contenders(args.strategies, {}, adapters)]
+    lineup = [] if args.engines_only else [BASELINE, *contenders(args.strategies, {}, adapters)]
     if args.backend != "none" and lineup:
         lineup = and_compiled(lineup, args.backend, longest)
     greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
@@ -168,7 +168,7 @@ def measure(args: argparse.Namespace) -> Row:
                 note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])
         about = environment_of(model, args.model, args.prompts)
     order = [*(ENGINES[engine] for engine in args.vllm), *(one.name for one in lineup)]
-    references = {"vllm": VLLM, "plain": PLAIN.name}
+    references = {"vllm": VLLM, "plain": BASELINE.name}
     return {
         "environment": {**about, **versions},
         "prompts": len(ids), "max_new_tokens": args.max_new_tokens, "repeats": args.repeats,

@@ -196,6 +196,7 @@ VARIANTS: dict[str, Variants] = {
         hitting="wide",
         architectures=ROTARY,
     ),
+    "plain": Variants({"default": {}}),
     "ppd": Variants(
         {
             "adaptive": {},

@@ -32,7 +32,7 @@ class Replay:
     def record(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-        program: Any = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        program = self._program(function, inputs)
         results = tuple(one.clone() for one in program(*inputs))
         self._results += results
 
@@ -44,3 +44,13 @@ class Replay:
             time.sleep(1e-3)  # lets other threads run
 
         return replay, results
+
+    def _program(self, function: Any, inputs: Sequence[Tensor]) -> Any:
+        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+class Rerun(Replay):
+    """The same for code whose kernels are no operations of PyTorch: it runs again, itself."""
+
+    def _program(self, function: Any, inputs: Sequence[Tensor]) -> Any:
+        return function

@@ -94,8 +94,8 @@ def test_bench_prints_a_table_and_writes_everything(checkpoint, prompts, tmp_pat
     assert environment["dtype"] == "float32" and environment["settings"]["batch_sizes"] == [1, 2]
     everything = [row for row in data["runs"] if row["task"] == "all"]
     assert [row["strategy"] for row in everything] == [
-        "plain", "prompt_lookup", "transformers:prompt_lookup", "layer_skip",
-        "plain", "prompt_lookup", "layer_skip",
+        "generate", "prompt_lookup", "transformers:prompt_lookup", "layer_skip",
+        "generate", "prompt_lookup", "layer_skip",
     ]  # fmt: skip
     assert all(row["identical"] == row["prompts"] == 3 for row in everything)
 
@@ -106,7 +106,7 @@ def test_bench_with_an_adapter(checkpoint, prompts, tmp_path, capsys):
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     assert json.loads(capsys.readouterr().out) == data["runs"]
     rows = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
-    assert set(rows) == {"plain", "layer_skip"}  # the adapter's strategy, without naming it
+    assert set(rows) == {"generate", "layer_skip"}  # the adapter's strategy, without naming it
     assert rows["layer_skip"]["identical"] == 3
     assert rows["layer_skip"]["stats"]["num_draft_forwards"] > 0
 

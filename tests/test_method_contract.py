@@ -160,7 +160,7 @@ TEXTS = {"target_modules", "draft_target_modules", "drafter"}
 def test_wrong_options_are_refused_by_name(name: str) -> None:
     """Each option, and each field of an adapter's config that PEFT's own do not have."""
     method = methods()[name]
-    with pytest.raises(ValueError, match=rf"{name}.*no option 'no_such_option'.*acceptance"):
+    with pytest.raises(ValueError, match=rf"{name}.*no option 'no_such_option'.*drafting"):
         hf_spec.SpecConfig(name, {"no_such_option": 1})
 
     def parse(**given: Any) -> Any:
@@ -234,7 +234,8 @@ def test_greedy_equals_plain(
     assert steps
     if architecture == "llama_tied" and row is None:
         # The comparisons mean something: drafts hit and miss.
-        assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
+        hits = stats.num_generated_tokens - stats.num_row_steps
+        assert stats.num_drafted_tokens > hits > 0 or not methods()[name].drafter.drafts
 
 
 @every_strategy
@@ -326,7 +327,7 @@ def test_candidates_for_stock_assisted_decoding(tiny: Tiny, name: str, variant: 
         candidates, _ = drafter.get_candidates(ids)
         assert candidates.shape[0] == 1 and candidates.dtype == ids.dtype
         assert candidates[:, : ids.shape[1]].tolist() == ids.tolist()
-        assert candidates.shape[1] > ids.shape[1]
+        assert (candidates.shape[1] > ids.shape[1]) == drafter.drafts
         if isinstance(drafter, (TreeDrafter, AutoregressiveDrafter)):  # others may guess it wrong
             assert candidates[0, ids.shape[1]] == model(ids).logits[0, -1].argmax()
         drafter.update_candidate_strategy(candidates, None, 0)
@@ -447,7 +448,7 @@ def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: s
     assert (place >= 0).all()
     counts = torch.bincount((place * torch.tensor([16, 4, 1])).sum(1), minlength=64).double()
     stats = hf_spec.last_stats(model)
-    assert stats.num_generated_tokens > stats.num_row_steps  # drafts took part
+    assert (stats.num_generated_tokens > stats.num_row_steps) == methods()[name].drafter.drafts
     return chi_square(counts, expected)
 
 

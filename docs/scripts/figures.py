@@ -98,6 +98,21 @@ def prompt_lookup() -> Scheme:
     return scheme
 
 
+def plain() -> Scheme:
+    scheme = Scheme(13.6, 3.4)
+    words = ("the", "cat", "sat", "on")
+    for order, word in enumerate(words):
+        x = 0.2 + order * 4.1
+        scheme.box(x, 1.6, word, "root" if order < 3 else "token")
+        if order < 3:
+            model = scheme.box(x + 1.6, 1.6, "model", "model", width=1.7)
+            scheme.arrow((x + 0.84, 1.6), (x + 1.6, 1.6), gap=1)
+            scheme.arrow((x + 3.3, 1.6), (x + 4.1, 1.6), gap=1)
+            scheme.text(model[0], 0.7, f"step {order + 1}", fontsize=9)
+    scheme.text(6.7, 2.8, "the last token runs, the next one follows: no drafts")
+    return scheme
+
+
 def layer_skip() -> Scheme:
     scheme = Scheme(13, 5.6)
     stacks = ((0.4, "draft, token by token", (1, 2, 4)), (7, "verify, all at once", ()))
@@ -392,7 +407,8 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     head, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
     if not {*SHOWN} <= {*head}:
         raise ValueError(f"{BENCHMARKS} has no table with {list(SHOWN)} below {TABLE!r}")
-    contenders = {row[0].replace("`", ""): row for row in rows if row[0] not in ("---", "plain")}
+    contenders = {row[0].replace("`", ""): row for row in rows}
+    contenders = {name: row for name, row in contenders.items() if name not in ("---", "generate")}
     speeds = {
         label: [speed_in(row[head.index(column)]) for row in contenders.values()]
         for column, label in SHOWN.items()
@@ -418,8 +434,8 @@ def speed_in(cell: str) -> float | None:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        speed, steps, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3,
-        propd, mtp, draft_model, dflash, dspark,
+        speed, steps, architecture, plain, prompt_lookup, layer_skip, bita, space, ppd, medusa,
+        eagle3, propd, mtp, draft_model, dflash, dspark,
     )
 }  # fmt: skip
 

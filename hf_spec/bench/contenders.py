@@ -15,7 +15,8 @@ from hf_spec.drafting.options import AUTO
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.loading import is_path
 
-PLAIN_NAME = "plain"
+#: The baseline: ``generate`` without a strategy.
+GENERATE = "generate"
 #: Suffix of a contender whose steps are compiled.
 COMPILED = "+compiled"
 #: Prefix of features of Transformers.
@@ -36,7 +37,7 @@ class Contender:
         stock: whether it is a feature of Transformers, which reports no
             :class:`~hf_spec.SpecStats`.
         single_row: whether it works only with batch size 1.
-        baseline: name of the plain contender that it is compared with.
+        baseline: name of the contender without a strategy that it is compared with.
         compiled: whether its steps are compiled.
     """
 
@@ -45,7 +46,7 @@ class Contender:
     adapters: tuple[str, ...] = ()
     stock: bool = False
     single_row: bool = False
-    baseline: str = PLAIN_NAME
+    baseline: str = GENERATE
     compiled: bool = False
 
     @property
@@ -54,7 +55,7 @@ class Contender:
         return self.kwargs.get("assistant_kwargs", {}).get("acceptance") == "typical"
 
 
-PLAIN = Contender(PLAIN_NAME, stock=True)
+BASELINE = Contender(GENERATE, stock=True)
 
 
 def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -> list[Contender]:
@@ -101,7 +102,7 @@ class Adapter:
 
 def parse_names(names: str | Iterable[str]) -> list[str]:
     """Check strategy names, in one string with commas or several, without loading anything; drop
-    ``plain`` and repetitions.
+    :data:`GENERATE`, which always takes part, and repetitions.
 
     A strategy can take part several times as ``strategy:label``, with its own options each time.
 
@@ -114,13 +115,13 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     known = hf_spec.strategies()
     result = dict.fromkeys(item.strip() for item in listed)
     for name in result:
-        if strategy_of(name) not in (*known, AUTO, PLAIN_NAME, STOCK_LOOKUP, STOCK_ASSISTED):
+        if strategy_of(name) not in (*known, AUTO, GENERATE, STOCK_LOOKUP, STOCK_ASSISTED):
             choices = [*known, AUTO, STOCK_LOOKUP, STOCK_ASSISTED]
             raise ValueError(
                 f"unknown strategy {name!r}{nearest(name, choices)}; choose from "
                 f"{', '.join(choices)}"
             )
-    return [name for name in result if name != PLAIN_NAME]
+    return [name for name in result if name != GENERATE]
 
 
 def strategy_of(name: str) -> str:
@@ -213,7 +214,7 @@ def contenders(
             stored = {} if strategy == AUTO else adapter.options  # which it finds itself
             kwargs = ours(strategy, {**stored, **given})
             active = [adapter, *_companions(kwargs, adapters)]
-            plain = next((_baseline(a).name for a in active if a.changes_model), PLAIN_NAME)
+            plain = next((_baseline(a).name for a in active if a.changes_model), GENERATE)
             result.append(Contender(label, kwargs, tuple(a.name for a in active), baseline=plain))
     used = {name for item in result if not item.stock for name in item.adapters}
     for adapter in adapters:
@@ -255,7 +256,7 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
 
 def _baseline(adapter: Adapter) -> Contender:
     """Plain decoding of the model with the adapter."""
-    name = f"{PLAIN_NAME}@{Path(adapter.path).name}"
+    name = f"{GENERATE}@{Path(adapter.path).name}"
     return Contender(name, adapters=(adapter.name,), stock=True, baseline=name)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hf_spec.bench.agreement import Agreement
-from hf_spec.bench.contenders import PLAIN, Contender
+from hf_spec.bench.contenders import BASELINE, Contender
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.stats import SpecStats
 
@@ -66,7 +66,7 @@ class Measurement:
         stats: statistics of the call; None for stock contenders.
         agreement: one per sequence; None if outputs cannot be compared, as in sampled batches. Of
             samples, those that differ are None.
-        baseline: name of the plain contender that speed and output are compared with.
+        baseline: name of the contender without a strategy that speed and output are compared with.
     """
 
     strategy: str
@@ -78,7 +78,7 @@ class Measurement:
     row_steps: int
     stats: SpecStats | None = None
     agreement: Sequence[Agreement | None] | None = None
-    baseline: str = PLAIN.name
+    baseline: str = BASELINE.name
 
     @property
     def new_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_spec.bench.agreement import Agreement, classify
-from hf_spec.bench.contenders import PLAIN, Contender, with_compiled
+from hf_spec.bench.contenders import BASELINE, Contender, with_compiled
 from hf_spec.bench.prompts import Prompt, batches, encode_long, encode_prompts, spread
 from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
@@ -65,7 +65,7 @@ def run(
         raise ValueError("nothing to measure: no prompts")
     if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
-    contenders = [PLAIN, *contenders]
+    contenders = [BASELINE, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     others, prompts = prompts, spread(prompts, limit)
     if prompt_tokens is None:

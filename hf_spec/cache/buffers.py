@@ -216,7 +216,8 @@ class AttentionStates:
         finite = states.nan_to_num(0.0, 0.0, 0.0).to(view.dtype)
         if self.traced:  # code writes in place only to what is indexed directly
             slots = slots.to(view.device) + self.front
-            view[_rows(slots), :, slots] = finite.transpose(1, 2)
+            rows = torch.arange(len(slots), device=slots.device)[:, None]
+            view[rows, :, slots] = finite.transpose(1, 2)
         else:
             to = self._flat_slots(slots, view.shape[1], view.shape[2], view.device)
             view.view(-1, view.shape[3]).index_copy_(0, to, finite.flatten(0, 2))
@@ -240,10 +241,6 @@ class AttentionStates:
         accepted = lengths[:, None] + path.to(lengths.device)
         first = lengths[:, None] + torch.arange(path.shape[1], device=lengths.device)
         for storage, _ in self._groups:
-            if self.traced:
-                source = accepted.to(storage.device) + self.front
-                self.write(storage, first, storage[_rows(source), :, source].transpose(1, 2))
-                continue
             layers = storage.flatten(1, 3)  # a view, with the dropped rows last
             shape = storage.shape[2], storage.shape[3], storage.device
             moved = layers.index_select(1, self._flat_slots(accepted, *shape))
@@ -267,11 +264,8 @@ class AttentionStates:
         these are the buffers themselves, to which kernels write as eager code does."""
         own = copy.copy(self)
         own.layers, own.traced, own._flat = list(layers), not in_place, None
-        held = [(tensor, [member]) for tensor, member in zip(tensors, self.members)]
-        for tensor, ((index, name),) in held:
+        for tensor, (index, name) in zip(tensors, self.members):
             own.layers[index].attach(name, tensor, own.front)
-        if own.traced:
-            own._groups = held
         return own
 
     # -- learned states in front -------------------------------------------------------------
@@ -378,8 +372,3 @@ def bounded(learned: Tensor) -> Tensor:
 
 def aligned(slots: int) -> int:
     return -(-slots // ALIGNMENT) * ALIGNMENT
-
-
-def _rows(slots: Tensor) -> Tensor:
-    """``(batch, 1)`` the index of each row."""
-    return torch.arange(len(slots), device=slots.device)[:, None]

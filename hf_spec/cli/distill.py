@@ -163,7 +163,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
         for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
             if value is not None:
                 raise ValueError(f"{option} needs a strategy: --strategy none is plain generate")
-        return lineup.PLAIN, []
+        return lineup.BASELINE, []
     own = work.LOOKUP_OPTIONS if name == DEFAULT_STRATEGY else {}
     given = {**work.OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
     *tuned, contender = lineup.contenders([name], {name: given}, adapters)

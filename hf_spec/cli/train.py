@@ -136,7 +136,7 @@ def _speedup(
     minutes: float | None,
 ) -> float:  # fmt: skip
     """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
-    from hf_spec.bench.contenders import PLAIN, Contender, ours, read_adapters
+    from hf_spec.bench.contenders import BASELINE, Contender, ours, read_adapters
     from hf_spec.bench.session import Session
     from hf_spec.model.loading import load_adapters
     from hf_spec.training.train import split
@@ -149,7 +149,7 @@ def _speedup(
     if minutes is not None:  # beside which this is not to be noticed
         options["max_time"] = 60 * minutes / 200
     with Session.open(base, tokenizer, options, [drafting]) as session:
-        plain, drafted = session.speeds((PLAIN, drafting), batches)
+        plain, drafted = session.speeds((BASELINE, drafting), batches)
     return drafted / plain
 
 

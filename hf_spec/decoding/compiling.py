@@ -1,8 +1,8 @@
 """Compiled steps: when a call uses them, and which options they allow.
 
 As in Transformers, ``cache_implementation="static"`` requests them. Steps are then compiled on
-accelerators unless ``disable_compile`` is set, and elsewhere only with a ``compile_config``. The
-backend ``cudagraphs`` records CUDA graphs and compiles nothing.
+accelerators unless ``disable_compile`` is set, and elsewhere only with a ``compile_config``. On
+CUDA they are recorded as CUDA graphs, compiled or not: the backend ``cudagraphs`` compiles nothing.
 """
 
 from __future__ import annotations

@@ -88,11 +88,10 @@ class Steps:
         """What a step computes on the device: the forward, its result, the hidden states that the
         drafter reads, and what its program has found, if steps are recorded or compiled."""
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        grows, run, recorded = not self.policy.paused, self.strategy.run, False
-        if graphs is not None:
-            recorded = graphs.records
-        rule = self.acceptance.program(tree, recorded, drafter.distances)
-        inside = recorded and rule is not None
+        grows, run = not self.policy.paused, self.strategy.run
+        as_one = graphs is not None and not graphs.compiles  # all of a step is one record
+        rule = self.acceptance.program(tree, as_one, drafter.distances)
+        inside = as_one and rule is not None
         program = drafter.program(state, tree, grows) if inside else None
         with self.watch.phase("forward"):
             output = run(state.target, tree, pruning=drafter.pruning, verify=rule, after=program)
@@ -119,7 +118,8 @@ class Steps:
     def warm(self) -> None:
         """Make the code for all steps that may be chosen, whose results are discarded."""
         state, drafter = self.state, self.strategy.drafter
-        for nodes, probed in step_shapes(len(drafter.group), self.strategy.lookup):
+        sizes = step_shapes(len(drafter.group), self.strategy.lookup)
+        for nodes, probed in sizes if drafter.drafts else [(1, 0)]:
             shape = TokenTree((-1, *[0] * (nodes - 1)))
             tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
             tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))

@@ -200,7 +200,10 @@ class AutoregressiveDrafter(ForwardDrafter):
                 noise = noise[..., self.token_ids]
             own = copy.copy(self)
             held = [*tensors[: len(buffers)], lengths]
-            own.cache, own._root = TracedDraftCache(cache, held, graphs.records), (states, after)
+            own.cache, own._root = (
+                TracedDraftCache(cache, held, not graphs.compiles),
+                (states, after),
+            )
             own.advance(result, hidden)
             source = _Traced(own, children, noise)
             packed = grow(source, result.bonus, count, levels, trust, expanded=width)

@@ -38,6 +38,7 @@ class Drafter(ForwardNeeds, ChainGenerator):
         trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
             first; None for one that the drafter makes in a way of its own.
         unused: options of all strategies that it has no use for.
+        drafts: whether it ever drafts anything.
         can_sample: whether draft tokens can be sampled; they then carry the distribution that they
             were sampled from.
         policy_chooses: whether the policy chooses among its draft tokens by their probabilities.
@@ -47,6 +48,7 @@ class Drafter(ForwardNeeds, ChainGenerator):
     reads: Reads = Reads()
     trees: ClassVar[Mapping[str, MakeTree | None]] = {}
     unused: ClassVar[Sequence[str]] = TREE_OPTIONS
+    drafts: ClassVar[bool] = True
     can_sample: ClassVar[bool] = False
     policy_chooses: bool = False
     runs: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""Functions recorded by a CUDA graph: the kernels that eager code launches, launched at once.
+"""Functions recorded by a CUDA graph: the kernels that they launch, launched at once.
 
 A graph is a list of kernels and their addresses. What is recorded runs on tensors at the addresses
 it was recorded with; Python code does not run again. So a function may read nothing on the host,
@@ -134,16 +134,9 @@ class Captured:
     """A recorded function: copies its inputs to where they were when it was recorded, and runs.
 
     Args:
-        function: runs three times; the second time it is watched.
+        function: runs twice; the first time makes what is made once, such as compiled code.
         inputs: the first ``static`` ones are read and written where they are, the others are
             copied.
-
-    Attributes:
-        read: tensors that it reads besides its inputs.
-        dtypes: of all that it computes.
-
-    Raises:
-        Unrepeatable: if a recorded function would not do the same again.
     """
 
     def __init__(
@@ -153,10 +146,7 @@ class Captured:
         fixed = [one.clone() for one in inputs[static:]]
         given = [*inputs[:static], *fixed]
         with recorder.aside():
-            function(*given)  # makes tables that are made once
-            with Watch(given) as watch:
-                function(*given)
-        self.read, self.dtypes = list(watch.read.values()), watch.dtypes
+            function(*given)
         self._replay, self._results = recorder.record(function, given)
         #: The memory of static inputs, which may be freed.
         self._static = [StorageWeakRef(one.untyped_storage()) for one in inputs[:static]]

@@ -68,9 +68,6 @@ class CompiledTarget(Target):
         start = sent([first] if first else [], cache.lengths.device)
         rules = () if verify is None else verify.inputs
         small = [cache.lengths, *parts, *named.values(), start, *rules, *drafting]
-        # In compiled code for each layer's buffer, as all is one launch; else after it, at once for
-        # all, which takes no compiling and fewer kernels.
-        moves = graphs.shares_memory and not graphs.records
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
@@ -82,7 +79,7 @@ class CompiledTarget(Target):
             if first:
                 nodes = nodes + start
             slots = lengths[:, None] + nodes
-            traced = cache.traced_with(held, lengths, slots, rows, graphs.records)
+            traced = cache.traced_with(held, lengths, slots, rows, not graphs.compiles)
             own = self.traced_with(traced, variables)
             block = Block.of(rows, nodes if first else slice(None))
             output = own.forward(block, cache.capacity, changes)
@@ -92,7 +89,7 @@ class CompiledTarget(Target):
                 return (*found, *kept)
             ruling = [next(given) for _ in rules]
             result = verify.function(rows, output.logits, ruling)
-            if moves and result.path.shape[1] > 1:  # else the root, which is in place
+            if not graphs.compiles and result.path.shape[1] > 1:  # else the root, which is in place
                 traced.states.move(lengths, result.path)
             if after is not None:
                 noise = verify.noise and verify.noise(ruling, result, after.depth)
@@ -137,7 +134,8 @@ class CompiledTarget(Target):
         result, drafted = None, found[:0]
         if verify is not None and found:
             result, found = StepResult.of(found[:6]), found[6:]
-            if not moves and result.path.shape[1] > 1:
+            if graphs.compiles and result.path.shape[1] > 1:
+                # At once for all layers, which takes no compiling and few kernels.
                 cache.states.move(cache.lengths, result.path)
             if after is not None:
                 drafted, found = found[: after.num_results], found[after.num_results :]

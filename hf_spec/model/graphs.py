@@ -1,11 +1,14 @@
-"""Compiled functions of a model: captured once for each shape, kept between calls.
+"""Compiled and recorded functions of a model, kept between calls.
 
-A function is captured by running it on tensors without data (`torch.fx`). All Python code, hooks
-and context variables included, runs at capture; only tensor operations remain. ``torch.compile``
-compiles these without guards: what guards would check is part of the key under which the code is
-kept (:meth:`Graphs.get`), and the model's tensors are checked once per call. With the backend
-``cudagraphs`` nothing is compiled: the function's own kernels are recorded (:mod:`.captures`), for
-these places in memory. Before code is used, its results are compared with the function's.
+A function is compiled for its inputs' shapes, unless the backend is ``cudagraphs``. It is captured
+by running it on tensors without data (`torch.fx`): all Python code, hooks and context variables
+included, runs then, and only tensor operations remain. A compiler gets these without guards: what
+guards would check is part of the key under which the code is kept (:meth:`Graphs.get`), and the
+model's tensors are checked once per call.
+
+On CUDA the kernels that the function launches, or its compiled code, are recorded
+(:mod:`.captures`), for these places in memory. Before anything is used, its results are compared
+with the function's.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -35,6 +38,7 @@ from hf_spec.model.captures import (
     RUNNING,
     Captured,
     Recorder,
+    Watch,
     check_recording,
     memory_of,
     take_turns,
@@ -59,12 +63,12 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 @dataclass
 class Graph:
-    """Compiled code for one key."""
+    """Compiled code, or a record, for one key."""
 
     code: Function
     baked: frozenset[Hashable]  # the model's tensors that it contains
     tolerance: float  # largest relative error that rounding explains
-    constants: Sequence[Tensor] = ()  # others that it reads where they are
+    holds: object = None  # what must exist while it does
     used: float = 0.0  # when it ran last
 
 
@@ -73,6 +77,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}
+        self.compiled: dict[Hashable, Graph] = {}  # of which records are made
         self.refused: set[Hashable] = set()
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
@@ -100,8 +105,13 @@ class Graphs:
     Args:
         model: must not change while the call runs.
         config: how to compile. ``fullgraph`` and ``dynamic`` have no effect: graphs are always
-            whole and have static shapes.
+            whole and have static shapes; nor has Inductor's use of CUDA graphs.
         kind: what functions depend on besides the model and their own keys.
+
+    Attributes:
+        compiles: whether functions are compiled.
+        records: whether functions, or their compiled code, are recorded. Inputs and results are
+            then in memory that every run of any record overwrites.
 
     Raises:
         ValueError: if the backend is ``cudagraphs`` and the device has none, or options are given;
@@ -111,9 +121,11 @@ class Graphs:
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
         self.model, self._device = model, placement(model).device
         self._options, self._backend = _options(config), config.backend
-        #: Whether functions are recorded, not compiled.
-        self.records = config.backend == CUDA_GRAPHS
-        if self.records:
+        self.compiles = config.backend != CUDA_GRAPHS
+        # A record is for one device.
+        split = len({parameter.device for parameter in model.parameters()}) > 1
+        self.records = not self.compiles or (self._device.type in RECORDERS and not split)
+        if not self.compiles:
             check_recording(self._device, self._options)
         elif config.backend == "inductor" and (
             self._options.get("freezing") or torch._inductor.config.freezing
@@ -131,9 +143,6 @@ class Graphs:
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
         self._kind = kind, running.state, config.backend, options
-        #: Whether inputs and results are in memory that every run of any code overwrites, as those
-        #: of CUDA graphs.
-        self.shares_memory = self.records or self._device.type != "cpu"
         self.made = 0  # graphs that this call has compiled, or tried to
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model, running.hooks, self.records)
@@ -170,7 +179,7 @@ class Graphs:
                 return expected
             began = time.monotonic()
             try:
-                graph = self._compile(function, inputs, static)
+                graph = self._make(name, function, inputs, static)
                 found = self._call(graph, inputs, cut)[: len(expected)]
                 problem = difference(graph.tolerance, expected, found)
             except torch.OutOfMemoryError as error:
@@ -189,6 +198,7 @@ class Graphs:
                 kept.trim()
             else:
                 kept.refused.add((self._kind, name))
+                kept.compiled.pop(self._shapes(name, inputs), None)
                 self._warn(problem)
         return plain()  # overwrites what the check has written
 
@@ -196,12 +206,6 @@ class Graphs:
         """The code for this key; None if there is none, or if it is for other weights."""
         graph = self._kept.graphs.get(self._key(name, inputs, static))
         return graph if graph is not None and graph.baked <= self._tensors else None
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether code for a model's layers is made once, not as part of one code for all."""
-        # CUDA graphs save most as one.
-        return self._backend in ("eager", "inductor") and not self.shares_memory
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
@@ -228,7 +232,7 @@ class Graphs:
                 take_turns(device)
             self._kept.spare += buffers
             room = 2 * sum(buffer.nbytes for buffer in buffers)
-            room = max(room, SPARE) if self.shares_memory else room
+            room = max(room, SPARE) if self.records else room
             while sum(buffer.nbytes for buffer in self._kept.spare) > room:
                 del self._kept.spare[0]
 
@@ -240,25 +244,53 @@ class Graphs:
 
     def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:
         if not self.records:
-            return self._kind, name, tuple(map(_shape, inputs))
+            return self._shapes(name, inputs)
         # Those at fixed places are parts of a few buffers, of one shape and batch size.
         places = (tuple(map(Tensor.data_ptr, inputs[:static])), *map(_shape, inputs[:static][:1]))
         return self._kind, name, places, tuple(map(_shape, inputs[static:]))
+
+    def _shapes(self, name: Hashable, inputs: Sequence[Tensor]) -> Hashable:
+        """What compiled code is kept by."""
+        return self._kind, name, tuple(map(_shape, inputs))
 
     def _call(
         self, graph: Graph, inputs: Sequence[Tensor],
         cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> Sequence[Tensor]:  # fmt: skip
         graph.used = time.monotonic()
-        if not self.shares_memory:
+        if not self.records:
             return cut(graph.code(*inputs))
         with RUNNING:
             take_turns(self._device)
             return [result.clone() for result in cut(graph.code(*inputs))]
 
-    def _compile(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
-        if self.records:
-            return self._record(function, inputs, static)
+    def _make(
+        self, name: Hashable, function: Function, inputs: Sequence[Tensor], static: int
+    ) -> Graph:
+        """Compiled code, a record, or a record of compiled code."""
+        if not self.records:
+            return self._compile(function, inputs)
+        kept, key = self._kept, self._shapes(name, inputs)
+        made = kept.compiled.get(key)
+        if made is None or not made.baked <= self._tensors:
+            made = (self._compile if self.compiles else self._watched)(function, inputs)
+        if self.compiles:
+            kept.compiled[key] = made
+        if kept.recorder is None:
+            kept.recorder = RECORDERS[self._device.type](self._device)
+        with _capturing():
+            return replace(made, code=Captured(kept.recorder, made.code, inputs, static))
+
+    def _watched(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
+        """A function as it is, if it can be recorded."""
+        with _capturing():
+            function(*inputs)  # makes tables that are made once
+            with Watch(inputs) as watch:
+                function(*inputs)
+        baked, others = self._sorted(_plain(watch.read.values()))
+        return Graph(function, baked, tolerance(watch.dtypes), others)
+
+    def _compile(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
         with _capturing():
             tracer = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
             captured: Any = tracer(*inputs)
@@ -267,19 +299,15 @@ class Graphs:
         baked, _ = self._sorted(x for x in constants if isinstance(x, Tensor))
         values = [node.meta.get("val") for node in captured.graph.nodes]
         dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
+        if self.records:
+            with Watch(inputs):
+                captured(*inputs)
         code = None
-        if self.in_parts:  # by a function without the model, which kept code must not hold
+        if self._backend in ("eager", "inductor"):
+            # By a function without the model, which kept code must not hold.
             code = compile_once(captured, partial(_compile_part, self._backend, self._options))
-        code = code or self._whole(captured, inputs[:static])
-        return Graph(code, baked, tolerance(dtypes))
-
-    def _record(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
-        if self._kept.recorder is None:
-            self._kept.recorder = RECORDERS[self._device.type](self._device)
-        with _capturing():
-            code = Captured(self._kept.recorder, function, inputs, static)
-        baked, others = self._sorted(_plain(code.read))
-        return Graph(code, baked, tolerance(code.dtypes), others)
+        code = code or self._whole(captured)
+        return Graph(code, baked, tolerance(dtypes), code)
 
     def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:
         """Of what a function reads besides its inputs: the model's tensors, and the others."""
@@ -293,11 +321,9 @@ class Graphs:
                 )
         return self._tensors.intersection(identity for identity, _ in tensors), others
 
-    def _whole(self, captured: torch.fx.GraphModule, static: Sequence[Tensor]) -> Function:
+    def _whole(self, captured: torch.fx.GraphModule) -> Function:
         if self._backend == "eager":  # runs the captured graph as it is
             return captured
-        for tensor in static:
-            torch._dynamo.mark_static_address(tensor, guard=False)
         options = {**self._options, "guard_filter_fn": lambda guards: [False] * len(guards)}
         return torch.compile(
             captured, fullgraph=True, dynamic=False, backend=self._backend, options=options
@@ -315,8 +341,9 @@ class Graphs:
 def _options(config: CompileConfig) -> dict[str, Any]:
     """The options of ``torch.compile``, its mode among them."""
     options = dict(config.options or {})
-    if config.backend == "inductor" and config.mode is not None:
-        options = {**torch._inductor.list_mode_options(config.mode), **options}
+    if config.backend == "inductor":
+        mode = torch._inductor.list_mode_options(config.mode) if config.mode is not None else {}
+        options = {**mode, **options, "triton.cudagraphs": False}  # recorded by Graphs, as one
     return options
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 #: Fewest operations that count as a layer.
 SHORTEST = 16
@@ -41,6 +42,10 @@ def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..
         # Its result is its first argument, which it may have written into: no part must get both.
         if re.fullmatch(r"aten\.(alias|\w+_)\.\w+", str(node.target)):
             node.replace_all_uses_with(node.args[0])
+    start = next(node for node in captured.graph.nodes if node.op != "placeholder")
+    for node in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.select.int):
+        if node.args[0].op == "placeholder":  # a layer's part of an input of all layers
+            start.prepend(node)
     operations = [node for node in captured.graph.nodes if node.op == "call_function"]
     first, period, count = _recurring([_signature(node) for node in operations])
     if count < 2:
@@ -123,18 +128,31 @@ def _inputs(body: fx.GraphModule) -> list[fx.Node]:
 
 
 def _separate(body: fx.GraphModule) -> bool:
-    """Whether inputs are tensors that share no memory, as different layers' parts of a buffer."""
+    """Whether inputs are tensors, and those that are written share no memory with others: they may
+    be different layers' parts of a buffer."""
     ends: dict[StorageWeakRef, int] = {}
     inputs: list[Any] = [node.meta.get("val") for node in _inputs(body)]
     if not all(isinstance(value, Tensor) for value in inputs):
         return False
+    written = {StorageWeakRef(tensor.untyped_storage()) for tensor in _written(body)}
     for tensor in sorted(inputs, key=lambda tensor: tensor.storage_offset()):
         place = StorageWeakRef(tensor.untyped_storage())
+        if place not in written:
+            continue
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
         if tensor.storage_offset() < ends.get(place, 0):
             return False
         ends[place] = tensor.storage_offset() + last + 1
     return True
+
+
+def _written(body: fx.GraphModule) -> Iterator[Tensor]:
+    """What operations write into."""
+    for node in body.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            for given, argument in zip(node.args, node.target._schema.arguments):
+                if argument.is_write:
+                    yield from (one.meta["val"] for one in tree_leaves(given))
 
 
 def _operations(body: fx.GraphModule) -> Hashable:

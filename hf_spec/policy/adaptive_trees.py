@@ -89,7 +89,7 @@ class AdaptiveTrees(TreeSource):
         ) -> tuple[Tensor, ...]:  # fmt: skip
             given, (*carried, trust) = tensors[: len(buffers)], tensors[len(buffers) :]
             drafting = drafter.traced(
-                given[len(fixed) :], [*given[: len(fixed)], *carried], graphs.records
+                given[len(fixed) :], [*given[: len(fixed)], *carried], not graphs.compiles
             )
             drafting.advance(result, hidden)
             known, read = drafting.num_predicted, drafting.hidden_after(result.bonus)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.bench.contenders import PLAIN, Contender, ours
+from hf_spec.bench.contenders import BASELINE, Contender, ours
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.bench.session import Session
@@ -109,7 +109,7 @@ class AnswerFolder:
         """The contender that an interrupted run has found to be the fastest; None if none has."""
         kwargs = read_json(self.provenance).get("chosen") if self.begun else None
         if not kwargs:
-            return None if kwargs is None else PLAIN
+            return None if kwargs is None else BASELINE
         return Contender(kwargs["assistant_strategy"], kwargs)
 
     def begin(self, provenance: dict[str, Any]) -> None:
@@ -300,8 +300,8 @@ def fastest(
     length = min(settings.max_new_tokens, TRIAL)
     limited = {**settings.generate_kwargs, "max_new_tokens": length}
     with Session.open(model, tokenizer, limited, [drafting]) as session:
-        plain, drafted = session.speeds((PLAIN, drafting), [prompts])
-    return drafting if drafted > plain else PLAIN
+        plain, drafted = session.speeds((BASELINE, drafting), [prompts])
+    return drafting if drafted > plain else BASELINE
 
 
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:

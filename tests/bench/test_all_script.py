@@ -89,7 +89,7 @@ def test_tables_are_made_once(
     found = tables_of(page)
     greedy = found["Batch sizes, greedy"]
     assert greedy[0] == ["batch 1", "batch 2"]
-    assert [row[0] for row in greedy[1:]] == ["`plain`", *(f"`{name}`" for name in STRATEGIES)]
+    assert [row[0] for row in greedy[1:]] == ["`generate`", *(f"`{name}`" for name in STRATEGIES)]
     assert all(cell.endswith("tokens/s") for cell in greedy[1][1:])
     speed = r"\d+\.\d\dx \(\d+\.\d\d\)"
     assert all(re.match(speed, cell) for cell in greedy[2][1:])

@@ -13,7 +13,7 @@ from tiny_checkpoint import make_model
 
 from hf_spec.bench import environment, report
 from hf_spec.bench.agreement import Agreement
-from hf_spec.bench.contenders import PLAIN, Contender
+from hf_spec.bench.contenders import BASELINE, Contender
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.results import BenchResult, Measurement, interval
 from hf_spec.core.stats import SpecStats
@@ -30,7 +30,7 @@ def stats(steps: int, tokens: int, forward: float) -> SpecStats:
 
 
 def measurements() -> list[Measurement]:
-    plain = "plain"
+    plain = "generate"
     return [
         Measurement(plain, 1, [0], "qa", 2.0, [[5] * 10], 10, None, [SAME]),
         Measurement("fast", 1, [0], "qa", 1.0, [[5] * 10], 4, stats(4, 10, 0.6), [SAME]),
@@ -43,14 +43,14 @@ def measurements() -> list[Measurement]:
 
 def result(rows: list[Measurement]) -> BenchResult:
     prompts = [Prompt("a", "qa", 1), Prompt("b", "qa", 2), Prompt("c", "math", 3)]
-    lineup = [PLAIN, Contender("fast", {"assistant_kwargs": {"acceptance": "typical"}})]
+    lineup = [BASELINE, Contender("fast", {"assistant_kwargs": {"acceptance": "typical"}})]
     return BenchResult(prompts, lineup, {"max_new_tokens": 30}, rows, ["a note"])
 
 
 def test_rows_hold_the_figures_worked_out_by_hand():
     rows = {(row["strategy"], row["task"]): row for row in result(measurements()).runs()}
     assert list(rows) == [
-        ("plain", "qa"), ("plain", "math"), ("plain", "all"),
+        ("generate", "qa"), ("generate", "math"), ("generate", "all"),
         ("fast", "qa"), ("fast", "math"), ("fast", "all"),
     ]  # fmt: skip
     qa, everything = rows["fast", "qa"], rows["fast", "all"]
@@ -64,7 +64,7 @@ def test_rows_hold_the_figures_worked_out_by_hand():
     assert everything["tau"] == pytest.approx(40 / 32)
     found = [everything[kind] for kind in ("identical", "diverged_at_tie", "diverged")]
     assert found == [1, 1, 1]
-    assert rows["plain", "all"]["speedup"] == rows["plain", "all"]["tau"] == 1.0
+    assert rows["generate", "all"]["speedup"] == rows["generate", "all"]["tau"] == 1.0
     # Statistics are summed, and shares of the time add up.
     summed = everything["stats"]
     assert summed["num_steps"] == 32 and summed["num_generated_tokens"] == 40
@@ -74,7 +74,7 @@ def test_rows_hold_the_figures_worked_out_by_hand():
     assert share["forward"] == pytest.approx(5.7 / 7.5)
     assert share["draft"] == pytest.approx(0.3 / 7.5)
     assert sum(share.values()) == pytest.approx(1.0)
-    assert rows["plain", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
+    assert rows["generate", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
 
 
 def test_intervals_are_of_prompts_and_paired():
@@ -83,15 +83,15 @@ def test_intervals_are_of_prompts_and_paired():
     for index in range(8):
         pace = 1 + index % 2
         made += [
-            Measurement("plain", 1, [index], "qa", 2.0 * pace, [[5] * 10], 10, None, [SAME]),
+            Measurement("generate", 1, [index], "qa", 2.0 * pace, [[5] * 10], 10, None, [SAME]),
             Measurement("fast", 1, [index], "qa", 1.0 * pace, [[5] * 10], 4 + index % 3),
         ]
     rows = {row["strategy"]: row for row in result(made).runs() if row["task"] == "all"}
     assert rows["fast"]["speedup_interval"] == pytest.approx([2.0, 2.0])
     low, high = rows["fast"]["tau_interval"]
     assert 10 / 6 < low < rows["fast"]["tau"] < high < 10 / 4
-    assert rows["plain"]["speedup_interval"] is None
-    assert rows["plain"]["tau_interval"] == pytest.approx([1.0, 1.0])
+    assert rows["generate"]["speedup_interval"] is None
+    assert rows["generate"]["tau_interval"] == pytest.approx([1.0, 1.0])
     shown = table_of(result(made), 200)
     assert "2.00x (2.00-2.00)" in shown and f"({low:.2f}-{high:.2f})" in shown
     assert "2.00-2.00" not in table_of(result(made), 40, terminal=True), "there is no room"
@@ -133,7 +133,7 @@ def test_tasks_are_shown_where_they_are_asked_for():
     text = table_of(result(measurements()), 80)
     assert "math" not in text and "task" not in text
     assert [line.split()[0] for line in text.splitlines() if "identical" in line] == [
-        "plain", "fast"
+        "generate", "fast"
     ]  # fmt: skip
 
 

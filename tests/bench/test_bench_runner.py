@@ -57,9 +57,9 @@ def test_every_figure_worked_out_again(model, tokenizer, prompts):
     result = run(model, tokenizer, prompts, names, every_step, max_new_tokens=NEW)
     expected = [plain_tokens(model, tokenizer, prompt) for prompt in prompts]
     rows = {(row["strategy"], row["task"]): row for row in result.runs()}
-    for name in ("plain", "prompt_lookup", STOCK):
+    for name in ("generate", "prompt_lookup", STOCK):
         for task, members in (("a", [0, 2, 4]), ("b", [1, 3]), ("all", [0, 1, 2, 3, 4])):
-            row, plain = rows[name, task], rows["plain", task]
+            row, plain = rows[name, task], rows["generate", task]
             own = [m for m in result.measurements if m.strategy == name and m.prompts[0] in members]
             assert row["prompts"] == len(members) == row["identical"]
             assert row["diverged"] == row["diverged_at_tie"] == 0
@@ -70,7 +70,7 @@ def test_every_figure_worked_out_again(model, tokenizer, prompts):
             speedup = row["tokens_per_second"] / plain["tokens_per_second"]
             assert row["speedup"] == pytest.approx(speedup)
             assert row["tau"] == pytest.approx(row["new_tokens"] / sum(m.row_steps for m in own))
-    assert rows["plain", "all"]["tau"] == 1.0
+    assert rows["generate", "all"]["tau"] == 1.0
     assert rows[STOCK, "all"]["tau"] > 1.0
     # Our own tau is the one that the statistics of each call give.
     steps = 0
@@ -91,15 +91,15 @@ def test_batches_equal_single_rows_and_long_prompts_are_cut(model, tokenizer, pr
         batch_sizes=[1, 2], max_new_tokens=NEW,
     )  # fmt: skip
     assert {(row["strategy"], row["batch_size"]) for row in result.runs()} == {
-        ("plain", 1), ("prompt_lookup", 1), (STOCK, 1), ("plain", 2), ("prompt_lookup", 2),
+        ("generate", 1), ("prompt_lookup", 1), (STOCK, 1), ("generate", 2), ("prompt_lookup", 2),
     }  # fmt: skip
     assert result.overall("prompt_lookup")["identical"] == len(prompts)
-    assert result.overall("plain")["tau"] == 1.0
+    assert result.overall("generate")["tau"] == 1.0
     single, batched = (
         {
             index: row
             for m in result.measurements
-            if (m.strategy, m.batch_size) == ("plain", size)
+            if (m.strategy, m.batch_size) == ("generate", size)
             for index, row in zip(m.prompts, m.rows)
         }
         for size in (1, 2)
@@ -129,7 +129,7 @@ def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, 
         model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4,
         progress=lambda done, total: calls.append((done, total)),
     )  # fmt: skip
-    names = ["plain", "prompt_lookup", STOCK]
+    names = ["generate", "prompt_lookup", STOCK]
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     warm_up = names
     assert turns == [warm_up, names, names[1:] + names[:1], names[2:] + names[:2], names]
@@ -145,7 +145,7 @@ def test_the_models_own_sampling_defaults_do_not_interfere(tokenizer, prompts):
     before = copy.deepcopy(model.generation_config.to_dict())
     result = run(model, tokenizer, prompts[:2], ["prompt_lookup"], max_new_tokens=NEW)
     assert model.generation_config.to_dict() == before
-    assert result.overall("plain")["tau"] == 1.0  # plain is plain
+    assert result.overall("generate")["tau"] == 1.0  # plain is plain
     greedy = plain_tokens(make_model(), tokenizer, prompts[0])
     assert result.measurements[0].rows == [greedy]
 
@@ -161,7 +161,7 @@ def test_sampling_is_seeded(model, tokenizer, prompts):
     assert [m.rows for m in first.measurements] == [m.rows for m in again.measurements]
     assert [m.rows for m in first.measurements] != [m.rows for m in other.measurements]
     # Float32: rounding does not make samples of the same numbers differ.
-    for name in ("plain", "prompt_lookup"):
+    for name in ("generate", "prompt_lookup"):
         row = first.overall(name)
         assert (row["identical"], row["diverged"]) == (2, 0)
     assert {row["identical"] for row in sample(1, 2).runs()} == {None}
@@ -228,23 +228,23 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
 
     monkeypatch.setattr(model, "generate", watched)
     lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
-    assert [item.name for item in lineup] == ["plain@tuned", "space"]
+    assert [item.name for item in lineup] == ["generate@tuned", "space"]
     everyone = [*lineup, *contenders(["prompt_lookup"])]
     result = run_contenders(model, tokenizer, prompts[:2], everyone, max_new_tokens=NEW)
     order = [item.name for item in result.contenders]
     turns = [order, order, order[1:] + order[:1]]  # first the warm-up
-    assert changed == [name in ("space", "plain@tuned") for turn in turns for name in turn]
+    assert changed == [name in ("space", "generate@tuned") for turn in turns for name in turn]
     assert all(torch.equal(original[name], p) for name, p in model.named_parameters())
     assert result.notes == []
     tokens = {m.strategy: m.rows for m in result.measurements if m.prompts == [0]}
-    assert tokens["plain"][0] == tokens["prompt_lookup"][0] == before[0]
-    assert tokens["plain@tuned"][0] == tokens["space"][0] == after[0]
+    assert tokens["generate"][0] == tokens["prompt_lookup"][0] == before[0]
+    assert tokens["generate@tuned"][0] == tokens["space"][0] == after[0]
     rows = {row["strategy"]: row for row in result.runs() if row["task"] == "all"}
     assert all(row["identical"] == 2 for row in rows.values())
     speed = {name: row["tokens_per_second"] for name, row in rows.items()}
-    assert rows["space"]["speedup"] == pytest.approx(speed["space"] / speed["plain@tuned"])
+    assert rows["space"]["speedup"] == pytest.approx(speed["space"] / speed["generate@tuned"])
     assert rows["prompt_lookup"]["speedup"] == pytest.approx(
-        speed["prompt_lookup"] / speed["plain"]
+        speed["prompt_lookup"] / speed["generate"]
     )
 
 
@@ -281,7 +281,7 @@ def test_which_adapters_change_the_model(tmp_path):
     adapters = read_adapters(str(tmp_path / name) for name in configs)
     assert [one.changes_model for one in adapters] == [False, True, False, False]
     names = [one.name for one in contenders(["space", "bita"], adapters=adapters)]
-    assert names == ["plain@lora", "space@gated", "space@lora", "space@none", "bita"]
+    assert names == ["generate@lora", "space@gated", "space@lora", "space@none", "bita"]
     (tmp_path / "lora" / "adapter_config.json").unlink()
     with pytest.raises(ValueError, match=r"cannot read adapter .*lora': .*adapter_config\.json"):
         read_adapters([str(tmp_path / "lora")])
@@ -324,7 +324,7 @@ def test_assistants_one_of_them_an_adapter_s_folder(tmp_path, capsys):
     assert rows[alone]["tau"] == rows[with_ppd]["tau"], "the drafts are the same"
     assert rows["draft_model@small"]["stats"]["num_draft_forwards"] > 0
     batched = [run["strategy"] for run in overall if run["batch_size"] == 2]
-    assert batched == ["plain", "draft_model@small", "draft_model@ppd"], "stock takes one row"
+    assert batched == ["generate", "draft_model@small", "draft_model@ppd"], "stock takes one row"
 
 
 def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
@@ -338,5 +338,5 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
     result = run_contenders(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
     assert result.notes == [
         f"{name} ran with its update beside the weights: the weights are quantized"
-        for name in ("plain@tuned", "space")
+        for name in ("generate@tuned", "space")
     ]

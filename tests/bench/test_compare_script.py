@@ -25,7 +25,7 @@ def write(folder: Path, rows: dict[str, list[tuple[int, int, float]]]) -> Path:
         for index, (tokens, steps, seconds) in enumerate(own)
     ]  # fmt: skip
     runs = [
-        {"strategy": name, "batch_size": 1, "baseline": "plain@tuned" if "@" in name else "plain"}
+        {"strategy": name, "batch_size": 1, "baseline": f"generate{'@tuned' * ('@' in name)}"}
         for name in rows
     ]
     folder.mkdir()
@@ -44,7 +44,7 @@ def test_figures_and_intervals(script: Any, tmp_path: Path) -> None:
     first = write(
         tmp_path / "first",
         {
-            "plain": [(n, n, 1.0 * n) for n in tokens],
+            "generate": [(n, n, 1.0 * n) for n in tokens],
             "a": [(n, n, 0.5 * n) for n in tokens],
             "b": [(2 * n, n, n / 1.5) for n in tokens],
         },
@@ -59,7 +59,7 @@ def test_figures_and_intervals(script: Any, tmp_path: Path) -> None:
     second = write(
         tmp_path / "second",
         {
-            "plain": [(n, n, 2.0 * n) for n in tokens],
+            "generate": [(n, n, 2.0 * n) for n in tokens],
             "a": [(n, n, 2 * seconds) for n, seconds in zip(tokens, noisy)],
         },
     )
@@ -68,7 +68,7 @@ def test_figures_and_intervals(script: Any, tmp_path: Path) -> None:
     (_, ends), (ratio, speeds) = script.beside(both[2], both[0])
     assert ends == (0.0, 0.0) and speeds[0] < 1 < speeds[1] and 0.9 < ratio < 1.1
     # Fine-tuned models have a baseline of their own.
-    rows = {"plain": [(8, 8, 1.0)], "plain@tuned": [(8, 8, 2.0)], "a@tuned": [(8, 4, 1.0)]}
+    rows = {"generate": [(8, 8, 1.0)], "generate@tuned": [(8, 8, 2.0)], "a@tuned": [(8, 4, 1.0)]}
     (tuned,) = script.read([write(tmp_path / "tuned", rows)])
     assert tuned.name == "a@tuned" and script.speedup(*tuned.calls[0,]) == 2.0
 
@@ -76,7 +76,7 @@ def test_figures_and_intervals(script: Any, tmp_path: Path) -> None:
 def test_the_table(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = lengths(1)
     rows = {
-        "plain": [(n, n, 1.0) for n in tokens],
+        "generate": [(n, n, 1.0) for n in tokens],
         "a": [(n, n, 0.5) for n in tokens],
         "b": [(n, n / 2, 0.25) for n in tokens],
     }
@@ -89,12 +89,12 @@ def test_the_table(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_cannot_be_compared(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = write(tmp_path / "one", {"plain": [(3, 3, 1.0)], "a": [(3, 3, 1.0)]})
+    one = write(tmp_path / "one", {"generate": [(3, 3, 1.0)], "a": [(3, 3, 1.0)]})
     with pytest.raises(SystemExit):
         script.main([str(one), "--against", "c"])
     assert "--against c: there is no such contender, only a" in capsys.readouterr().err
     none = write(tmp_path / "none", {"a": [(3, 3, 1.0)]})
-    with pytest.raises(ValueError, match="has no 'plain' of the same prompts"):
+    with pytest.raises(ValueError, match="has no 'generate' of the same prompts"):
         script.read([none])
     for folder in (none, tmp_path / "nowhere"):
         with pytest.raises(SystemExit):

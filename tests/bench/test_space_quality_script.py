@@ -8,7 +8,7 @@ from scripts import load_script
 from tiny_checkpoint import make_model, make_tokenizer
 
 import hf_spec
-from hf_spec.bench.contenders import PLAIN, Adapter, contenders
+from hf_spec.bench.contenders import BASELINE, Adapter, contenders
 from hf_spec.bench.prompts import Prompt, encode
 
 NEW = 8
@@ -25,8 +25,8 @@ def test_scores() -> None:
             parameter.normal_(std=0.2)
     adapter = Adapter("at/tuned", "tuned", "space", {}, True)
     tuned = next(one for one in contenders(["space"], None, [adapter]) if one.name == one.baseline)
-    found = script.scores(model, tokenizer, PROMPTS, [PLAIN, tuned], NEW, batch_size=2)
-    assert [one.name for one in found] == ["plain", "plain@tuned"]
+    found = script.scores(model, tokenizer, PROMPTS, [BASELINE, tuned], NEW, batch_size=2)
+    assert [one.name for one in found] == ["generate", "generate@tuned"]
     assert found[0].identical == 1.0 and found[1].perplexity != found[0].perplexity
     model.disable_adapters()
     total, count = 0.0, 0
@@ -46,4 +46,4 @@ def test_last_numbers_and_references() -> None:
     assert script._last_number("3 and 1,200.5 in all") == 1200.5
     assert script._last_number("none") is None
     with pytest.raises(ValueError, match="no reference answer in 4: each prompt needs one"):
-        script.scores(None, None, [Prompt("x", question_id=4)], [PLAIN])
+        script.scores(None, None, [Prompt("x", question_id=4)], [BASELINE])

@@ -26,7 +26,7 @@ def test_answer_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ]
     )  # fmt: skip
     (result,), tokenizer = measured, make_tokenizer()
-    for name in ("plain", "prompt_lookup", "transformers:prompt_lookup"):
+    for name in ("generate", "prompt_lookup", "transformers:prompt_lookup"):
         path = tmp_path / f"answers-{name.replace(':', '_')}.jsonl"
         answers = [json.loads(line) for line in path.read_text().splitlines()]
         assert [(one["question_id"], one["category"]) for one in answers] == [

@@ -88,7 +88,7 @@ def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys:
     found = json.loads(path.read_text())
     rows = {row["name"]: row for row in found["results"]}
     assert list(rows) == [
-        "vLLM", "vLLM, n-gram", "plain", "plain+compiled", "prompt_lookup",
+        "vLLM", "vLLM, n-gram", "generate", "generate+compiled", "prompt_lookup",
         "prompt_lookup+compiled",
     ]  # fmt: skip
     for name, row in rows.items():

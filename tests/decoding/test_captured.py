@@ -6,6 +6,7 @@ token. On a GPU these tests record CUDA graphs.
 
 import gc
 import logging
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +15,8 @@ import pytest
 import torch
 from conftest import Tiny, check_same, prompt, ragged
 from recurrent_models import recurrent
-from replay import RECORDED, Replay
-from running import drafting, without_pruning
+from replay import RECORDED, Replay, Rerun
+from running import CAPTURED, drafting, without_pruning
 from test_compiled import adapt, compiled, generate, has_hooks, reads_numbers, strategy
 from test_method_contract import CASES, FIRST, adapted
 from test_method_contract import strategy as variant_of
@@ -24,9 +25,11 @@ from torch import Tensor
 from transformers import CompileConfig
 
 import hf_spec
-from hf_spec.model import captures
-from hf_spec.model.captures import Captured, Unrepeatable
+from hf_spec.core.memory import memory
+from hf_spec.model import captures, graphs
+from hf_spec.model.captures import Captured, Unrepeatable, Watch
 from hf_spec.model.graphs import Graphs
+from hf_spec.model.repeats import compile_once
 from modeling_patches.cache_name import CACHE
 
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 8, "top_p": 0.95}
@@ -37,9 +40,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
 
 
-def check(model: Any, spec: dict[str, Any], **settings: Any) -> Any:
+def check(model: Any, spec: dict[str, Any], way: Any = RECORDED, **settings: Any) -> Any:
     """Two calls give the tokens of plain generation, the second one by replays alone."""
-    given = {"return_dict_in_generate": True, **RECORDED, **spec}
+    given = {"return_dict_in_generate": True, **way, **spec}
     made = []
     for _ in range(2):
         output = check_same(model, given, **settings)
@@ -151,6 +154,95 @@ def test_calls_of_other_lengths_keep_their_records(
     assert made[6] == 0 < made[7], "twice as much as the last call used are kept"
 
 
+# -- records of compiled code ------------------------------------------------------------------
+
+#: Strategies whose trees have few sizes, each of which is compiled.
+FEW = {
+    "plain": {}, "prompt_lookup": {"max_nodes": 2}, "medusa": {"num_draft_tokens": 3},
+    "eagle3": {"num_draft_tokens": 3, "max_depth": 2},
+}  # fmt: skip
+
+
+@pytest.fixture
+def cut_into(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each captured graph, how many of its parts are compiled; 0: it runs as a whole."""
+    found: list[int] = []
+
+    def noted(captured: Any, compile_part: Any) -> Any:
+        place = len(found)
+        found.append(0)
+
+        def compiled_part(*args: Any) -> Any:
+            found[place] += 1
+            return compile_part(*args)
+
+        return compile_once(captured, compiled_part)
+
+    monkeypatch.setattr(graphs, "compile_once", noted)
+    return found
+
+
+@pytest.mark.parametrize("inputs", [{"inputs": prompt()}, ragged()], ids=["one", "three"])
+@pytest.mark.parametrize("name", FEW)
+def test_parts(shallow: Tiny, cut_into: list[int], name: str, inputs: Any) -> None:
+    """Greedy and sampled: layers are compiled once, and all is one record."""
+    model, spec = adapt(shallow(layers=3), name), strategy(name, **FEW[name])
+    check(model, spec, CAPTURED, **inputs, max_new_tokens=12)
+    assert 0 < max(cut_into) < 4, "of three layers one is compiled"
+    found = []
+    for way in ({}, CAPTURED, CAPTURED):  # rows of sampled batches have numbers of their own
+        torch.manual_seed(3)
+        found.append(generate(model, dict(inputs), **spec, **way, **SAMPLED).sequences)
+        assert torch.equal(found[-1], found[0])
+
+
+@pytest.mark.usefixtures("sizes_as_shipped")
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text"])
+def test_parts_of_recurrent_layers(kind: str) -> None:
+    model = with_adapter(recurrent(kind), "medusa", STRATEGIES["medusa"][0])
+    spec = drafting("medusa", num_draft_tokens=3)
+    check(model, spec, CAPTURED, **ragged(), max_new_tokens=12)
+
+
+@pytest.mark.usefixtures("sizes_as_shipped")
+@pytest.mark.environment  # minutes of a C++ compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_parts_by_a_compiler(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, cut_into: list[int], kind: str
+) -> None:
+    """The mode with CUDA graphs of Inductor's own included, which are not used."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Rerun)
+    model: Any = shallow(layers=3) if kind == "llama" else recurrent(kind)
+    spec = strategy("prompt_lookup", max_nodes=1, max_depth=1)
+    way = {**CAPTURED, "compile_config": CompileConfig(mode="reduce-overhead")}
+    for inputs in ({"inputs": prompt()}, ragged()):
+        check(model, spec, way, **inputs, max_new_tokens=8)
+    check(model, spec, way, inputs=prompt(), max_new_tokens=8, **SAMPLED)
+    assert max(cut_into) > 0 or kind != "llama"  # whose layers are all alike
+
+
+def test_code_is_kept_for_other_places(shallow: Tiny, cut_into: list[int]) -> None:
+    """A record is for places in memory, compiled code for shapes."""
+    model = shallow(layers=3)
+    spec = {**strategy("prompt_lookup", **FEW["prompt_lookup"]), **CAPTURED}
+    first, second = (generate(model, prompt(), **spec) for _ in range(2))
+    assert compiled(first)["made"] and not compiled(second)["made"]
+    before = len(cut_into)
+    memory(model)["graphs"].spare.clear()
+    del first, second
+    gc.collect()
+    again = generate(model, prompt(), **spec)
+    assert compiled(again)["made"] and len(cut_into) == before
+    assert torch.equal(again.sequences, generate(model, prompt()).sequences)
+    # With other weights it is made anew.
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.flip(0).contiguous()
+    changed = generate(model, prompt(), **spec)
+    assert len(cut_into) > before
+    assert torch.equal(changed.sequences, generate(model, prompt()).sequences)
+
+
 # -- what cannot be recorded -------------------------------------------------------------------
 
 
@@ -172,6 +264,8 @@ def test_a_model_runs_as_it_is(shallow: Tiny, caplog: Any, change: Any, message:
 
 
 def record(function: Any, *inputs: Tensor) -> Captured:
+    with Watch(inputs):
+        function(*inputs)
     recorder = captures.RECORDERS[inputs[0].device.type](inputs[0].device)
     return Captured(recorder, function, inputs, 0)
 

@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import shutil
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -22,6 +21,7 @@ from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
 from peft.tuners.lora import LoraLayer
+from replay import Replay
 from running import CAPTURED, drafting, experts_are_captured, family
 from test_shrinking import StopRowAt
 from torch._subclasses.fake_tensor import FakeTensor
@@ -31,6 +31,7 @@ import hf_spec
 from hf_spec.cache.buffers import AttentionStates
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
+from hf_spec.model import captures
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy import adaptive_trees
 from modeling_patches.cache_name import CACHE
@@ -128,35 +129,12 @@ def test_trees_are_checked_by_their_chances(
 
 
 @pytest.fixture
-def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code overwrites its earlier results, as CUDA graphs do: when any of it runs, the
-    results of those that ran before are gone."""
-    begin, compile_one, results = Graphs.__init__, Graphs._compile, []
-
-    def start(self: Graphs, *args: Any) -> None:
-        begin(self, *args)
-        self.shares_memory = True
-
-    def overwriting(self: Graphs, *args: Any) -> Any:
-        graph = compile_one(self, *args)
-        code = graph.code
-
-        def run(*inputs: Any) -> Any:
-            for tensor in results:
-                tensor.fill_(torch.nan if tensor.is_floating_point() else 99)
-            results[:] = [result.clone() for result in code(*inputs)]
-            found = tuple(results)
-            time.sleep(1e-3)  # lets other threads run
-            return found
-
-        graph.code = run
-        return graph
-
-    monkeypatch.setattr(Graphs, "__init__", start)
-    monkeypatch.setattr(Graphs, "_compile", overwriting)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code is recorded, as on a GPU."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
 
 
-@pytest.mark.usefixtures("overwriting")
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
     ("name", "sampled"),
     covering(
@@ -167,7 +145,7 @@ def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
     layers = 2 if name in ("layer_skip", "propd") else 1  # what they leave out, or look into
     model, inputs = adapt(shallow(layers=layers), name), ragged((12, 5))
     # Few sizes, each of which is a graph.
-    few = {"layer_skip": {}, "prompt_lookup": {"max_nodes": 4}}
+    few = {"layer_skip": {}, "plain": {}, "prompt_lookup": {"max_nodes": 4}}
     options: dict[str, Any] = dict(few.get(name, {"num_draft_tokens": 3}))
     options |= {"lookup": True} if name in ADAPTERS and not sampled else {}
     settings: dict[str, Any] = {}
@@ -183,7 +161,7 @@ def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
         assert torch.equal(found[0].sequences, generate(model, inputs).sequences)
 
 
-@pytest.mark.usefixtures("overwriting")
+@pytest.mark.usefixtures("recorded")
 def test_threads(shallow: Any) -> None:
     """Code that shares memory runs in one thread at a time, results are each thread's own."""
     model = adapt(shallow(), "medusa")

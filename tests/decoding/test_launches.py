@@ -114,8 +114,6 @@ def test_few_launches(
 ) -> None:
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     as_if(True, monkeypatch)  # as on a GPU, where reads are not free
-    whole = property(lambda self: True, lambda *_: None)
-    monkeypatch.setattr(Graphs, "shares_memory", whole, raising=False)
     sized = name == "space"  # whose policy also chooses how many probes there are
     if not sized:
         draft_everything(monkeypatch)  # whatever time it takes here

@@ -99,9 +99,9 @@ def plain_staggered(architecture: str, rows: int) -> list[list[int]]:
 
 
 def retrieving(name: str, variant: str) -> dict[str, Any]:
-    """The strategy with look-ups beside its own drafts, which are all that prompt_lookup has."""
+    """The strategy with look-ups beside its own drafts, if it takes any."""
     spec = strategy(name, variant)
-    if name == "prompt_lookup":
+    if "lookup" in methods()[name].drafter.unused:
         return spec
     return {**spec, "assistant_kwargs": {**spec["assistant_kwargs"], "lookup": True}}
 

@@ -64,11 +64,11 @@ def test_demo_writes_table_chart_results_and_steps(tmp_path, tiny_model, capsys)
     assert "prompt_lookup" in printed.out and "speedup" in printed.out
     counts = re.findall(r"(\S+): (\d+) tokens in (\d+) steps", printed.out)
     found = {name: (int(tokens), int(steps)) for name, tokens, steps in counts}
-    assert found["plain"][0] == found["plain"][1] == found["prompt_lookup"][0] > 0
+    assert found["generate"][0] == found["generate"][1] == found["prompt_lookup"][0] > 0
     assert found["prompt_lookup"][1] <= found["prompt_lookup"][0]
     data = json.loads((tmp_path / "results.json").read_text())
     everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
-    assert set(everything) == {"plain", "prompt_lookup"}
+    assert set(everything) == {"generate", "prompt_lookup"}
     assert all(row["identical"] == row["prompts"] == 3 for row in everything.values())
     assert (tmp_path / "speed.png").is_file()
 
@@ -87,8 +87,8 @@ def test_the_shipped_model_and_adapters(tmp_path, short_prompts, capsys):
     data = json.loads((tmp_path / "results.json").read_text())
     names = {row["strategy"] for row in data["runs"]}
     adapters = read_adapters(map(str, demo.adapter_folders()))
-    assert names >= {"plain", "prompt_lookup", *(adapter.strategy for adapter in adapters)}
-    assert {row["baseline"] for row in data["runs"]} == {"plain"}  # none changes the model
+    assert names >= {"generate", "prompt_lookup", *(adapter.strategy for adapter in adapters)}
+    assert {row["baseline"] for row in data["runs"]} == {"generate"}  # none changes the model
     assert not any(row["diverged"] for row in data["runs"])
     assert len(adapters) >= 6
     for adapter in demo.adapter_folders():
@@ -105,7 +105,7 @@ def test_another_model_with_the_adapters_that_fit(tmp_path, monkeypatch, capsys)
     more = ("--model", str(folder), "--limit", "2", "--max-new-tokens", "8")
     assert demo_command(tmp_path / "out", *more) == 0, capsys.readouterr().err
     data = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {row["strategy"] for row in data["runs"]} == {"plain", "prompt_lookup", "medusa"}
+    assert {row["strategy"] for row in data["runs"]} == {"generate", "prompt_lookup", "medusa"}
     assert data["environment"]["model"] == str(folder)
 
 

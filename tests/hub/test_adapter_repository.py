@@ -40,11 +40,11 @@ def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> d
     """As ``hf-spec bench`` writes them."""
     runs = [
         {
-            "strategy": name, "task": task, "batch_size": 1, "baseline": "plain", "prompts": 4,
+            "strategy": name, "task": task, "batch_size": 1, "baseline": "generate", "prompts": 4,
             "tokens_per_second": speed, "speedup": speed / 50, "tau": tau, "identical": 3,
             "diverged_at_tie": 1, "diverged": 0,
         }
-        for name, speed, tau in (("plain", 50.0, 1.0), (strategy, 61.7, 1.8125))
+        for name, speed, tau in (("generate", 50.0, 1.0), (strategy, 61.7, 1.8125))
         for task in (*tasks, "all")
     ]  # fmt: skip
     environment = {

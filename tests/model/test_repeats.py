@@ -114,6 +114,28 @@ def test_inputs_that_overlap() -> None:
 
 
 @torch.no_grad()
+def test_parts_that_read_what_overlaps() -> None:
+    """Columns of one product, and each layer's part of one input, which nothing writes."""
+    layers, weight = [Layer() for _ in range(LAYERS)], torch.randn(WIDTH, 2 * WIDTH)
+
+    def function(x: Tensor, at: Tensor, states: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+        left, right = (x @ weight).split(WIDTH, dim=1)
+        for place, (layer, cache) in enumerate(zip(layers, caches)):
+            x = layer(x + left, cache, at) + right.sin() + states[place]
+        return (x,)
+
+    inputs = [torch.randn(2, WIDTH), torch.tensor([1, 4]), torch.randn(LAYERS, WIDTH)]
+    inputs += list(torch.randn(LAYERS, 6, WIDTH))
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    compiled: list[Any] = []
+    code = compile_once(graph, lambda part, _: (compiled.append(part), part)[1])
+    assert code is not None
+    expected = function(*(one.clone() for one in inputs))
+    torch.testing.assert_close(code(*inputs), expected, rtol=0, atol=0)
+    assert len(compiled) <= 4
+
+
+@torch.no_grad()
 def test_constants_that_are_no_tensors() -> None:
     """As the bodies of control flow, which operations take as arguments."""
     _, _, graph = captured([Layer() for _ in range(LAYERS)])

@@ -100,7 +100,7 @@ def test_what_the_folder_holds(made: Path) -> None:
     assert "measured again on 1 held-out prompts" in card and "development prompts" not in card
     measured = json.loads((made / "skip" / "results.json").read_text())["runs"]
     rows = [(row["strategy"], row["prompts"]) for row in measured if row["task"] == "all"]
-    assert rows == [("plain", 1), ("layer_skip", 1)]
+    assert rows == [("generate", 1), ("layer_skip", 1)]
     assert all(row["identical"] == row["prompts"] for row in measured)
 
 

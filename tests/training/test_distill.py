@@ -216,7 +216,7 @@ def test_the_fastest_strategy_is_found_once(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a trial; an interrupted run goes on with what it found. Under sampling there is none."""
-    original, pace, trials = session.Session.generate, {"plain": 2.0, "prompt_lookup": 1.0}, 0
+    original, pace, trials = session.Session.generate, {"generate": 2.0, "prompt_lookup": 1.0}, 0
 
     def generate(self: Any, contender: Any, prompts: Any, **more: Any) -> Any:
         nonlocal trials
