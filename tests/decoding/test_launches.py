@@ -91,8 +91,8 @@ WARPED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 20}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {}, "sampled": WARPED, "processed": {"repetition_penalty": 1.3},
 }  # fmt: skip
-#: Most launches of the median step, as it is, compiled and recorded, by strategy and settings. Those
-#: of space and eagle3 depend on what the policy chooses by times, and have room for it.
+#: Most launches of the median step, as it is, compiled and recorded, by strategy and settings.
+#: Those of space and eagle3 depend on what the policy chooses by times, and have room for it.
 MOST = {
     ("prompt_lookup", "greedy"): (45, 12, 0),
     ("prompt_lookup", "sampled"): (47, 46, 0),
