@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.core.tree import Tree
 
@@ -68,6 +69,13 @@ class StepResult(NamedTuple):
     last: Tensor
     bonus: Tensor
     host: HostResult | None = None
+
+    def padded(self, width: int) -> StepResult:
+        """The same with paths of ``width`` entries, if they have fewer: a size that recurs."""
+        more = width - self.path.shape[1]
+        if more <= 0:
+            return self
+        return self._replace(path=pad(self.path, (0, more)), tokens=pad(self.tokens, (0, more)))
 
     def on_device(self) -> tuple[Tensor, ...]:
         """Its tensors; see :meth:`of`."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.core import verify
+from hf_spec.core.buckets import bucket
 from hf_spec.core.stats import Stopwatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
@@ -100,20 +101,18 @@ class Steps:
             state.root = result.bonus.to(state.root.device)
         if output.drafted:
             return output, result, None, output.drafted
-        hidden, found = output.read(drafter.reads, result), output.drafted
-        if graphs is None:
-            return output, result, hidden, found
+        if graphs is not None and not inside:
+            program = drafter.program(state, tree, grows)
+        if program is None or graphs is None:
+            return output, result, output.read(drafter.reads, result), ()
         with self.watch.phase("draft"):
-            made, program = program, program or drafter.program(state, tree, grows)
-            if program is not None:
-                noise = None
-                if state.noise is not None and program.depth:
-                    noise = state.noise.ahead(program.depth)
-                if made is not None:  # the code for all has just been made
-                    found = run(program.run, result, hidden, noise)
-                else:
-                    found = run(program.run_by, graphs, result, hidden, noise)
-        return output, result, hidden, found
+            wide, noise = result.padded(bucket(tree.num_tokens)), None
+            if state.noise is not None and program.depth:
+                noise = state.noise.ahead(program.depth)
+            given = wide, output.read(drafter.reads, wide), noise
+            if inside:  # the code for all has just been made
+                return output, result, None, run(program.run, *given)
+            return output, result, None, run(program.run_by, graphs, *given)
 
     def warm(self) -> None:
         """Make the code for all steps that may be chosen, whose results are discarded."""

@@ -161,8 +161,10 @@ class AutoregressiveDrafter(ForwardDrafter):
             before = None if self._root is None else self._root[1]
             read = network.features(hidden[:, part])
             found = network.run_true(tokens, read, before, positions, mask, cache)
-            counts = (result.counts.to(tokens.device) - start).clamp(0, most)
-            kept = known and [min(max(count - start, 0), most) for count in known]
+            counts, kept = (result.counts.to(tokens.device) - start).clamp(0, most), None
+            if known is not None:  # without what a stop has cut off
+                kept = [min(max(count - start, 0), most) for count in known]
+                counts = sent(kept, tokens.device)
             cache.keep(counts, kept)
             last = (counts - 1).clamp(min=0)[:, None]
             states, after = (states_at(one, last) for one in found)

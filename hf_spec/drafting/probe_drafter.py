@@ -61,6 +61,10 @@ class ProbeDrafter(TreeDrafter):
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         return super().program(state, tree, grows) if tree.num_probes else None
 
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        assert result.host is not None
+        self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
+
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         return self.distance_states(hidden[:, : depth * self.per_distance])
 

@@ -143,7 +143,8 @@ class StepPolicy:
         choices = plans(most, group)
         costs = setting.times.curve([width(1 + size, n * group) for size, n in choices])
         if setting.tries or costs is None:
-            size = min(setting.tries.popleft() if setting.tries else SIZES[2], most)
+            size = setting.tries.popleft() if setting.tries and most else SIZES[2]
+            size = min(size, most)
             probed = next(n for drafted, n in reversed(choices) if drafted <= size)
             return Plan(size, probed, expected[size])
         plain = setting.times.plain_seconds()

@@ -49,6 +49,8 @@ def check(model: Any, spec: dict[str, Any], way: Any = RECORDED, **settings: Any
         made.append(compiled(output)["made"])
         assert compiled(output)["kept"] and not compiled(output)["refused"]
     assert made[1] == 0
+    stats, plain = output.spec_stats, spec["assistant_strategy"] == "plain"
+    assert plain or stats.num_drafted_tokens > 0
     return output
 
 

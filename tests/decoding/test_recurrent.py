@@ -171,8 +171,9 @@ def test_compiled(kind: str, name: str) -> None:
     if kind == "jamba" and not experts_are_captured():
         assert "Expected inputs of BF16 type" in refused[0]
     else:
-        # One for each size of trees; also those after the first step read states of one layout.
-        assert not refused and 0 < stats.details["compiled"]["made"] <= 3
+        # For each size of trees the forward, and what drafts after it; also those after the first
+        # step read states of one layout.
+        assert not refused and 0 < stats.details["compiled"]["made"] <= 5
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba"])

@@ -80,11 +80,7 @@ def test_drafts_in_a_shrinking_batch(
         assert hf_spec.last_stats(model).mean_accepted_tokens > 1.5
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_drafts_after_steps_that_did_not_draft(
-    model: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
-) -> None:
-    as_if(ahead, monkeypatch)
+def test_drafts_after_steps_that_did_not_draft(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_everything(monkeypatch)
     turns = iter([True, False, False] * 100)
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: next(turns))
@@ -124,4 +120,4 @@ def test_compiled_levels(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str
             assert out.sequences.tolist() == plain
     assert len(steps) > 20 and not out.spec_stats.details["compiled"]["refused"]
     graphs = [key for key in memory(model)["graphs"].graphs if key[1][0] == "draft"]
-    assert 1 <= len(graphs) <= 2
+    assert 1 <= len(graphs) <= 4  # one for each size of the steps' trees

@@ -84,8 +84,9 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
     io, done = load_file(folder_of(name) / "io.safetensors"), 0
     log = json.loads((folder_of(name) / "meta.json").read_text())["log"]
     state = SimpleNamespace(
-        batch_size=2, max_depth=99, noise=None, active=[True] * 2, cache=TreeCache(1, 2, "cpu")
-    )
+        batch_size=2, max_depth=99, noise=None, active=[True] * 2, cache=TreeCache(1, 2, "cpu"),
+        target=SimpleNamespace(graphs=None),
+    )  # fmt: skip
     drafter.start(state)
     for step, entry in enumerate(log):
         committed = entry["committed"]
@@ -96,12 +97,10 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
         if not step:
             half = torch.tensor([count, 3])
             drafter.advance(result(features, half), features)
-            drafter.observe(state, SimpleNamespace(num_tokens=1), host(half))
             rest = features.clone()
             rest[1, : count - 3] = features[1, 3:]
             features, counts = rest, torch.tensor([0, count - 3])
         drafter.advance(result(features, counts), features)
-        drafter.observe(state, SimpleNamespace(num_tokens=1), host(counts))
         state.root = root
         tree = drafter.propose(state)
         first = io[f"step{step}.hidden"].shape[1] - drafter.network.config.distances
@@ -138,10 +137,6 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
 def result(features: Tensor, counts: Tensor) -> StepResult:
     path = torch.arange(features.shape[1]).expand(len(features), -1)
     return StepResult(path, counts, torch.zeros_like(path), *[torch.zeros_like(counts)] * 3)
-
-
-def host(counts: Tensor) -> Any:
-    return SimpleNamespace(path=[[*range(count)] for count in counts.tolist()], tokens=[[]] * 2)
 
 
 @pytest.mark.parametrize("name", SMALL + LARGE)

@@ -72,15 +72,18 @@ class Fixture:
         drafter.start(state)
         return drafter
 
-    def commit(self, drafter: Any, starts: list[int], ends: list[int]) -> None:
-        """Rows ``starts[i] .. ends[i] - 1`` of the text are committed in row i of the batch."""
+    def commit(
+        self, drafter: Any, starts: list[int], ends: list[int], host: HostResult | None = None
+    ) -> None:
+        """Rows ``starts[i] .. ends[i] - 1`` of the text are committed in row i of the batch;
+        ``host``: what the host makes of it."""
         counts = [end - start for start, end in zip(starts, ends)]
         at = torch.tensor(starts)[:, None] + torch.arange(max(counts))
         path, tokens = torch.zeros_like(at), self.ids[0, at + 1]
         for row, count in enumerate(counts):
             tokens[row, count:] = -1  # as after verification
         none = torch.zeros(len(counts))
-        result = StepResult(path, torch.tensor(counts), tokens, none, none, none)
+        result = StepResult(path, torch.tensor(counts), tokens, none, none, none, host)
         drafter.advance(result, self.features[0, at])
 
 
@@ -114,7 +117,6 @@ def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
     for step, entry in enumerate(fixture.log):
         end = entry["committed"] - 1
         fixture.commit(drafter, [done], [end])
-        drafter.catch_up(None)
         tokens, logits = chain(drafter, fixture.ids[:, end : end + 1])
         assert tokens.tolist() == fixture.io[f"step{step}.chain_tokens"].tolist()
         torch.testing.assert_close(logits, fixture.io[f"step{step}.chain_logits"], **NEAR)
@@ -125,15 +127,13 @@ def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
 
 @every_fixture
 def test_steps_without_drafting_and_rows_of_several_lengths(fixture: Any, name: str) -> None:
-    """Row 1 is a step ahead of row 0, and what several steps commit runs at once."""
+    """Row 1 is a step ahead of row 0, and steps commit without drafting."""
     drafter = fixture.drafter(2)
     ends = [entry["committed"] - 1 for entry in fixture.log]
     fixture.commit(drafter, [0, 0], [ends[0], ends[1]])
-    drafter.catch_up(None)
     chain(drafter, fixture.ids[0, [ends[0], ends[1]], None])
     fixture.commit(drafter, [ends[0], ends[1]], [ends[1], ends[2]])
     fixture.commit(drafter, [ends[1], ends[2]], [ends[2], ends[3]])
-    drafter.catch_up(None)
     tokens, logits = chain(drafter, fixture.ids[0, [ends[2], ends[3]], None])
     for row, step in ((0, 2), (1, 3)):
         assert tokens[row].tolist() == fixture.io[f"step{step}.chain_tokens"][0].tolist()
@@ -148,10 +148,8 @@ def test_steps_without_drafting_and_rows_of_several_lengths(fixture: Any, name: 
 def test_what_the_host_cuts_off_is_not_run(fixture: Any, name: str) -> None:
     """A stop string ends a step before its last accepted token."""
     drafter, end = fixture.drafter(), fixture.log[0]["committed"] - 1
-    fixture.commit(drafter, [0], [end + 3])
     host = HostResult([list(range(end))], [fixture.ids[0, 1 : end + 1].tolist()], [0])
-    drafter.observe(None, None, host)
-    drafter.catch_up(None)
+    fixture.commit(drafter, [0], [end + 3], host)
     tokens, _ = chain(drafter, fixture.ids[:, end : end + 1])
     assert tokens.tolist() == fixture.io["step0.chain_tokens"].tolist()
 
@@ -160,7 +158,6 @@ def test_what_the_host_cuts_off_is_not_run(fixture: Any, name: str) -> None:
 def test_tree(fixture: Any, name: str) -> None:
     drafter, io = fixture.drafter(), fixture.io
     fixture.commit(drafter, [0], [13])
-    drafter.catch_up(None)
     logits = drafter.level(frontier(0, fixture.ids[:, 13:14]))[:, 0]
     best = logits.topk(3).indices
     best = best if drafter.token_ids is None else drafter.token_ids[best]
@@ -183,7 +180,6 @@ def test_a_chain_for_stock_decoding(fixture: Any, name: str) -> None:
     root = seen.logits[:, -1:].argmax(-1)
     fixture.ids = torch.cat([ids, root], 1)
     fixture.commit(drafter, [0], [12])
-    drafter.catch_up(None)
     expected, _ = chain(drafter, root)
     assert drafter.chain(ids)[:6] == [int(root), *expected[0].tolist()]
 
@@ -221,7 +217,6 @@ def test_parallel_drafts(fixture: Any, name: str) -> None:
     for step, entry in enumerate(fixture.log):
         end = entry["committed"] - 1
         fixture.commit(drafter, [done], [end])
-        drafter.catch_up(None)
         tokens, logits = chain(drafter, fixture.ids[:, end : end + 1])
         assert tokens[:, :4].tolist() == io[f"step{step}.draft_tokens"].tolist()
         torch.testing.assert_close(logits[:, :4], io[f"step{step}.logits"][:, -4:], **NEAR)
