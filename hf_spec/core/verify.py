@@ -77,14 +77,16 @@ class StepResult(NamedTuple):
             return self
         return self._replace(path=pad(self.path, (0, more)), tokens=pad(self.tokens, (0, more)))
 
-    def on_device(self) -> tuple[Tensor, ...]:
-        """Its tensors; see :meth:`of`."""
-        return self[:6]
+    def packed(self) -> Tensor:
+        """All that is on the device, as one tensor ``(batch, 4 + 2 (depth + 1))``."""
+        columns = self.counts, self.num_probes, self.last, self.bonus
+        return torch.cat([torch.stack(columns, 1), self.path, self.tokens], 1)
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> StepResult:
-        """Inverse of :meth:`on_device`."""
-        path, counts, tokens, num_probes, last, bonus = tensors
+    def unpacked(packed: Tensor) -> StepResult:
+        """Inverse of :meth:`packed`."""
+        (counts, num_probes, last, bonus), rest = packed[:, :4].unbind(1), packed[:, 4:]
+        path, tokens = rest.chunk(2, 1)
         return StepResult(path, counts, tokens, num_probes, last, bonus)
 
     def to_host(self, more: Tensor | None = None) -> tuple[HostResult, Any]:
@@ -101,8 +103,7 @@ class StepResult(NamedTuple):
         """
         depth = self.path.shape[1]
         columns = self.counts[:, None], self.num_probes[:, None], self.path, self.tokens
-        packed = torch.cat(columns, 1)
-        numbers = None
+        packed, numbers = torch.cat(columns, 1), None
         if more is None:
             rows = packed.tolist()
         else:  # float32 represents integers below 2 ** 24, and so all tokens, exactly

@@ -95,8 +95,8 @@ class CompiledTarget(Target):
                 noise = verify.noise and verify.noise(ruling, result, after.depth)
                 read = output.read(self.reads, result)
                 drafted = after.function([*fixed, *given], result, read, noise)
-                return (*found, *result.on_device(), *drafted, *kept)
-            return (*found, *result.on_device(), *kept)
+                return (*found, result.packed(), *drafted, *kept)
+            return (*found, result.packed(), *kept)
 
         def eager() -> tuple[Tensor, ...]:
             output = self.forward(Block.of(tree, slice(first, None)), keys, changes)
@@ -133,7 +133,7 @@ class CompiledTarget(Target):
         # Where the code was just made, the forward has run uncompiled.
         result, drafted = None, found[:0]
         if verify is not None and found:
-            result, found = StepResult.of(found[:6]), found[6:]
+            result, found = StepResult.unpacked(found[0]), found[1:]
             if graphs.compiles and result.path.shape[1] > 1:
                 # At once for all layers, which takes no compiling and few kernels.
                 cache.states.move(cache.lengths, result.path)

@@ -67,20 +67,20 @@ class DraftProgram(NamedTuple):
         self, graphs: Graphs, result: StepResult, hidden: Tensor | None, noise: Tensor | None
     ) -> Sequence[Tensor]:
         """Run it by code of its own."""
-        own, results = [*self.buffers, *self.inputs], result.on_device()
+        own = [*self.buffers, *self.inputs]
         read = [one for one in (hidden, noise) if one is not None]
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
             first = [next(given) for _ in own]
-            result = StepResult.of([next(given) for _ in results])
+            result = StepResult.unpacked(next(given))
             states, ahead = (None if one is None else next(given) for one in (hidden, noise))
             packed, *others = self.function(first, result, states, ahead)
             # New code is checked by how likely the nodes are: which of several equally likely ones
             # it takes, as there are many in 16 bits, may differ.
             return packed.view(torch.int32), packed.chunk(4, dim=1)[3], *others
 
-        inputs = [*own, *(one.contiguous() for one in (*results, *read))]
+        inputs = [*own, result.packed(), *(one.contiguous() for one in read)]
         key = "draft", self.key, hidden is None, noise is None
         packed, _, *others = graphs.run(
             key, function, inputs, lambda: function(*inputs), tuple, static=len(self.buffers)

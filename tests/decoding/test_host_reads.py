@@ -13,9 +13,11 @@ import torch
 from architectures import assistant_for, base_of
 from conftest import ragged
 from covering import covering
+from replay import RECORDED, Replay
 from running import as_if, family
 from test_compiled import CAPTURED, adapt, generate
 
+from hf_spec.model import captures
 from hf_spec.policy.step_policy import StepPolicy
 
 #: What brings numbers to the host.
@@ -54,26 +56,29 @@ READS_OF = {"draft_model": 2}
 
 
 @pytest.mark.parametrize(
-    ("name",),
+    ("name", "way"),
     covering(
         product(
             (
                 "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark",
                 "eagle3", "mtp", "draft_model",
             ),
+            ("compiled", "recorded"),
         ),
-        lambda name: [family(name)],
+        lambda name, way: [(family(name), way)],
     ),
 )  # fmt: skip
-def test_one_read_per_compiled_step(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str
+def test_one_read_per_step(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, way: str
 ) -> None:
+    """Compiled, and recorded."""
     as_if(True, monkeypatch)
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model = adapt(shallow(layers=1 + (name == "propd")), name)  # which looks at an earlier layer
     options: dict[str, Any] = {"drafting": "always"}
     kwargs = {"assistant_strategy": name, "assistant_kwargs": options, "eos_token_id": None}
     kwargs |= {"assistant_model": shallow(layers=1)} if name == "draft_model" else {}
-    kwargs |= CAPTURED
+    kwargs |= RECORDED if way == "recorded" else CAPTURED
     # In the first call much is made that the later one finds.
     generate(model, ragged(), max_new_tokens=10, **kwargs)
     with counted(monkeypatch) as seen:
