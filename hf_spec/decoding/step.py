@@ -59,7 +59,7 @@ class Steps:
         if policy.drafts(state.lookups is not None) and any(limits):
             with self.watch.phase("draft"):
                 tree = policy.choose(run(self._draft), drafter, state.active, limits).within(limits)
-        output, result, hidden, found = self._run(tree, self.acceptance)
+        output, result, hidden, found = self._run(tree, self.acceptance, not policy.paused)
         grown = Grown(found[0]) if found and not policy.paused else None
         with self.watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
             host, numbers = result.to_host(grown and grown.packed)
@@ -84,12 +84,13 @@ class Steps:
             policy.observe(tree, host.counts, seconds)
 
     def _run(
-        self, tree: Tree, accept: Callable[[Tree, Tensor, list[bool]], StepResult]
+        self, tree: Tree, accept: Callable[[Tree, Tensor, list[bool]], StepResult], grows: bool
     ) -> tuple[Output, StepResult, Tensor | None, Sequence[Tensor]]:
         """What a step computes on the device: the forward, its result, the hidden states that the
-        drafter reads, and what its program has found, if steps are recorded or compiled."""
+        drafter reads, and what its program has found, if steps are recorded or compiled; ``grows``:
+        whether the drafter makes the next trees."""
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        grows, run = not self.policy.paused, self.strategy.run
+        run = self.strategy.run
         as_one = graphs is not None and not graphs.compiles  # all of a step is one record
         rule = self.acceptance.program(tree, as_one, drafter.distances)
         inside = as_one and rule is not None
@@ -127,9 +128,11 @@ class Steps:
                     tree, [[drafter.distances] * probed] * state.batch_size
                 )
             root = state.root
-            self._run(tree, lambda tree, logits, _: verify.match(tree, verify.likeliest(logits)))
+            # While the drafter pauses, there are plain steps and lookups.
+            for grows in (True, False) if nodes == 1 or self.strategy.lookup else (True,):
+                self._run(tree, _greedily, grows)
+                state.cache.rollback()
             state.root = root
-            state.cache.rollback()
 
     def _draft(self) -> Tree:
         """The draft trees, before the policy chooses among their nodes."""
@@ -177,6 +180,11 @@ class Steps:
             [tokens[:count] for tokens, count in zip(host.tokens, counts)],
             [probes if count else 0 for probes, count in zip(host.num_probes, counts)],
         )
+
+
+def _greedily(tree: Tree, logits: Tensor, _: list[bool]) -> StepResult:
+    """A result that asks no processor and draws no number."""
+    return verify.match(tree, verify.likeliest(logits))
 
 
 def _depth_limits(state: DecodeState) -> list[int]:
