@@ -26,6 +26,7 @@ from method_variants import VARIANTS
 from processors import Matcher
 from random_mtp import read_or_random
 from recurrent_models import CONFIGS, shared_recurrent
+from replay import RECORDED, Replay
 from running import CAPTURED, needed
 from torch import Tensor
 from transformers import DynamicCache
@@ -33,6 +34,7 @@ from transformers import DynamicCache
 from hf_spec.bench.agreement import TIE_ULPS, next_token_logits, ulp
 from hf_spec.methods.mtp import weights
 from hf_spec.methods.registry import methods
+from hf_spec.model import captures
 from modeling_patches.cache_name import CACHE
 
 #: Kinds of models, and the models of each.
@@ -81,6 +83,7 @@ class Case(NamedTuple):
         settings: options of ``generate``.
         matched: whether a processor keeps a state per row.
         compiled: whether steps are compiled.
+        recorded: whether they are recorded instead, and replayed.
         turn: cache of a second turn: a ``"tree"`` or a ``"dynamic"`` one; None for one turn.
         removed: tokens of the first answer that the second turn leaves out.
     """
@@ -97,6 +100,7 @@ class Case(NamedTuple):
     settings: dict[str, Any]
     matched: bool = False
     compiled: bool = False
+    recorded: bool = False
     turn: str | None = None
     removed: int = 0
 
@@ -342,7 +346,7 @@ def _strategy(
         "assistant_strategy": case.name, "assistant_kwargs": options, **needed(case.name)
     }  # fmt: skip
     if case.compiled and case.turn != "dynamic":
-        spec |= CAPTURED
+        spec |= RECORDED if case.recorded else CAPTURED
     own = {CACHE: dynamic(model)} if case.turn == "dynamic" else {}
     found, drafted, accepted = [], 0, 0
     for index, turn in enumerate(turns):
@@ -398,6 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--new", type=int, help="so many tokens, in one turn of at most two rows")
     parser.add_argument("--output", type=Path, help="a line per case; goes on where it stops")
+    parser.add_argument("--recorded", action="store_true", help="recorded steps in all cases")
     parser.add_argument("--sequences", type=int, help="so many sequences of calls instead")
     given = parser.parse_args(arguments)
     if given.sequences is not None:
@@ -419,6 +424,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.new is not None:
             settings = {**case.settings, "max_new_tokens": given.new}
             case = case._replace(settings=settings, turn=None, rows=case.rows[:2])
+        if given.recorded:
+            case = case._replace(compiled=True, recorded=True)
         outcome = run(case, getattr(torch, given.dtype))
         known[number] = {**case._asdict(), **outcome._asdict()}
         known[number]["settings"] = str(case.settings)
@@ -440,5 +447,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    captures.RECORDERS["cpu"] = Replay
     weights._read = read_or_random(weights._read)  # no checkpoint of these has such layers
     raise SystemExit(main())
