@@ -117,7 +117,7 @@ VARIANTS: dict[str, Variants] = {
         },
         configs={
             "default": {},
-            "own head": {"num_layers": 1, "head": "own", "feature_layers": [0, 3]},
+            "own head": {"num_layers": 1, "head": "own", "layers": [0, 3]},
             "few tokens": {
                 "num_layers": 1, "block_size": 3, "draft_vocab_size": 40, "loss": "distillation",
             },

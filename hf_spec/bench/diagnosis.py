@@ -23,8 +23,6 @@ from modeling_patches.modules import num_layers
 
 #: By how much tau has to be larger under another condition to be worth a line.
 BETTER = 1.15
-#: Fields of adapters' configs that list layers of the base model.
-LAYER_FIELDS = ("layers", "feature_layers")
 
 
 @dataclass
@@ -134,17 +132,16 @@ def _conditions(
 @contextmanager
 def _shifted(config: Any, shift: int, most: int) -> Iterator[list[int] | None]:
     """Within the block, the config names other layers of the base model; None if there are none."""
-    name = next((one for one in LAYER_FIELDS if getattr(config, one, None)), None)
-    layers = [] if name is None else [one + shift for one in getattr(config, name)]
-    if name is None or not all(0 <= one <= most for one in layers):
+    before = getattr(config, "layers", None) or []
+    layers = [one + shift for one in before]
+    if not layers or not all(0 <= one <= most for one in layers):
         yield None
         return
-    before = getattr(config, name)
-    setattr(config, name, layers)
+    config.layers = layers
     try:
         yield layers
     finally:
-        setattr(config, name, before)
+        config.layers = before
 
 
 def _may_get_head(adapter: ActiveAdapter | None) -> bool:

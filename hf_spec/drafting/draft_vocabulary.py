@@ -56,6 +56,18 @@ def places_of(tokens: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
     return found, known & (ids[found] == place)
 
 
+def check_tokens(tokens: Tensor, known: int) -> None:
+    """Raise a ValueError unless ids ``(size,)`` ascend and are among so many."""
+    ascending = bool((tokens[1:] > tokens[:-1]).all())
+    low, high = int(tokens[0]), int(tokens[-1])
+    if not ascending or low < 0 or high >= known:
+        raise ValueError(
+            f"this adapter predicts tokens {low} to {high}"
+            f"{'' if ascending else ', not in ascending order'}; the model has {known}: it was "
+            "made for another model, or its file is damaged. Load it on its own model."
+        )
+
+
 #: Parameter name of an adapter's own output embeddings.
 HEAD = "lm_head.weight"
 
@@ -131,12 +143,7 @@ class DraftVocabulary(Holds):
 
         def make() -> _Rows:
             tokens, known = self._tokens, vocab_size(self.model)
-            low, high = (int(end) for end in tokens.aminmax())
-            if low < 0 or high >= known:
-                raise ValueError(
-                    f"this adapter predicts tokens {low} to {high}, the model has {known}: it was "
-                    "made for another model, or its file is damaged. Load it on its own model."
-                )
+            check_tokens(tokens, known)
             if self._weight is not None:
                 return _Rows(tokens.to(self._weight.device), self._weight.detach(), None)
             weight, bias = output_weight(self.model), output_bias(self.model)

@@ -233,7 +233,7 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
     """The losses of all distances of blocks, weighted by decay ** d (DFlash, section 3.2); see
     :func:`mean_loss`."""
     config, weights = adapter.config, adapter.weights()
-    network = BlockNetwork(adapter.module, model)
+    network = BlockNetwork(model, adapter.module)
     states = block_sequences(network, batch.input_ids, batch.attention_mask, batch.anchors)
     ahead, own = Ahead.of(batch, config.distances, states.device), None
     if config.loss == "distillation":
@@ -243,7 +243,7 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
 
     def predict(states: Tensor, head: Head | None) -> Tensor:
         if HEAD in weights:
-            return network.shaped(functional.linear(states, weights[HEAD]))
+            return network.logits(states)
         if config.shapes_logits:
             return network.shaped(output_logits(model, states, head))
         return model_logits(model, states.to(placement(model).dtype), head=head)

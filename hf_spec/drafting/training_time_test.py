@@ -8,13 +8,17 @@ states, and those of its own chain. From step 1 on, P-EAGLE has rows of a mask t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.losses import Ahead, drafted_targets, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import states_at
@@ -23,6 +27,29 @@ from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_features
 
 LOSSES = ("kl", "ce")
+
+
+@dataclass
+class ChainConfig(SpecPeftConfig):
+    """Config of a decoder that is trained so."""
+
+    ttt_steps: int | None = setting(
+        None,
+        "Steps of the training-time test. Default: 4, or the number of layers if that is larger.",
+    )
+    decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.")
+    loss: str = setting(
+        "kl",
+        "kl: KL divergence from the base's distributions. ce: cross-entropy of the tokens that are "
+        "likeliest by them.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(self, loss=LOSSES)
+        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
+        if self.ttt_steps is not None:
+            check_count("ttt_steps", self.ttt_steps, high=MAX_FUTURE)
 
 
 class ChainCache(DynamicCache):
@@ -79,21 +106,20 @@ def unrolled(
 
 
 def chain_loss(
-    model: Any, network: DraftNetwork, batch: TrainingBatch, layers: Sequence[int], steps: int,
-    decay: float, kind: str,
+    model: Any, network: DraftNetwork, batch: TrainingBatch, config: Any, layers: Sequence[int] = ()
 ) -> dict[str, Tensor]:  # fmt: skip
     """Loss of the predictions of all steps, weighted by decay ** s.
 
     Targets are the base's distributions over the draft vocabulary.
 
     Args:
+        config: a :class:`ChainConfig`.
         layers: whose states the network reads, see :class:`Reads`; empty for the final ones.
-        kind: ``kl``, divergence from the base's distributions; ``ce``, cross-entropy of their
-            likeliest tokens.
 
     Returns:
         See :func:`mean_loss`; labels are indices in the draft vocabulary.
     """
+    steps: int = config.ttt_steps
     last, width = num_layers(model), output_features(model)[0]
     read = token_hidden(model, batch.input_ids, batch.attention_mask, (*layers, last))
     final = read[..., -width:]
@@ -103,6 +129,6 @@ def chain_loss(
     ahead = Ahead.of(batch, steps, logits.device)
     own, ids = own_logits(model, final, ahead.columns).to(logits.device), network.token_ids
     targets = own if ids is None else own[..., ids.to(own.device)]
-    losses = prediction_losses(logits, ahead.wanted, targets, likeliest=kind == "ce")
-    found = mean_loss(losses, logits, ahead.wanted, decay)
+    losses = prediction_losses(logits, ahead.wanted, targets, likeliest=config.loss == "ce")
+    found = mean_loss(losses, logits, ahead.wanted, config.decay)
     return {**found, "labels": drafted_targets(ids, ahead.wanted)}

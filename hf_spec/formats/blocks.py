@@ -20,15 +20,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
-from hf_spec.drafting.block_diffusion.config import SCALES, SELECTOR, TYPE, TYPES, BlockConfig
-from hf_spec.drafting.block_diffusion.network import modules
+from hf_spec.drafting.block_diffusion.config import SELECTOR
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
 from hf_spec.drafting.transitions import CONFIDENCE
 from hf_spec.formats import tables
@@ -36,6 +34,8 @@ from hf_spec.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, Reader
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
 
+#: Types of layers that formats have; the first one where a config names another.
+TYPES = ("qwen3", "gemma4_text")
 #: Fields that choose what is drafted, in a part of the config of their own.
 GROUP = "dflash_config"
 #: The type that Transformers has as a model of its own, and prefixes of its names.
@@ -47,6 +47,10 @@ UNUSED = ("embed_tokens.weight", "rotary_emb.inv_freq", tables.MASK)
 OTHERS = {"xpress": "a refiner", "domino": "Domino's head"}
 #: Our fields and theirs: those of all, of DFlash 2 and of DSpark.
 FIELDS = {name: name for name in ("block_size", "mask_token_id", "sample_from_anchor")}
+SCALES = {
+    "embedding_scale": "input_embedding_scale", "logit_scale": "output_multiplier",
+    "logit_softcap": "final_logit_softcapping",
+}  # fmt: skip
 SIZE = {"draft_vocab_size": "draft_vocab_size"}
 OF_DFLASH_2 = {
     "markov_rank": "selector_rank",
@@ -130,11 +134,6 @@ def convert(kind: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
     fields["head"] = "own" if drafted or HEAD in weights else "base"
     if fields.get("confidence_head"):
         weights.setdefault(CONFIDENCE[1], torch.zeros(1))  # DeepSpec's has none
-    made = BlockConfig(**fields)
-    with torch.device("meta"):
-        expected = nn.ModuleDict(modules(made, known)).state_dict() | made.fresh_vocabulary()
-    if wrong := complaints(weights, expected):
-        raise ValueError("; ".join(wrong))
     return fields, weights
 
 
@@ -164,11 +163,9 @@ def _fields(kind: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> 
         "markov_rank": 0,
         "embedding_scale": type_.embedding_scale(facts["hidden_size"]),
         "num_layers": count,
-        "layer_config": {
-            **tables.layer_fields(layers, type_),
-            "attention_bias": layers.get("attention_bias", False),
-            **({TYPE: type_.name} if type_.name != TYPES[0] else {}),
-        },
+        **tables.layer_fields(layers, type_),
+        "architecture": type_.name,
+        "attention_bias": layers.get("attention_bias", False),
         "base_facts": facts,
         **tables.fields_of(config, table, (GROUP, "")),
     }
@@ -181,10 +178,10 @@ def _fields(kind: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> 
     if dspark and rest.get(CONFIDENCE_HEAD[0]):
         fields["confidence_head"] = "markov" if rest.get(CONFIDENCE_HEAD[1], True) else "state"
     if ours:
-        fields["feature_layers"] = tables.numbered(config.get(IDS), 0)
+        fields["layers"] = tables.numbered(config.get(IDS), 0)
     else:
         spaced = _spaced(facts.get("num_hidden_layers"), count)
-        fields["feature_layers"] = tables.numbered(rest.get(OF_DEEPSPEC, spaced), 1)
+        fields["layers"] = tables.numbered(rest.get(OF_DEEPSPEC, spaced), 1)
     kinds = enumerate(layers.get("layer_types") or [])
     if sliding := [place for place, one in kinds if one == "sliding_attention"]:
         # z-lab's are causal, unless they say that they are not.
@@ -218,13 +215,13 @@ def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     scales = {name: one for name, one in scales.items() if one not in (1.0, None)}
     vocabulary = DraftVocabulary.of(tensors, model) if VOCABULARY in tensors else None
     tables.refuse({
-        f"its layers are those of {config.layer_type.name}: speculators knows block drafters with "
-        f"layers of {TYPES[0]} only.": config.layer_type.name != TYPES[0],
+        f"its layers are those of {config.architecture}: speculators knows block drafters with "
+        f"layers of {TYPES[0]} only.": config.architecture != TYPES[0],
         f"sliding_window_from={config.sliding_window_from!r}: speculators counts windows from the "
         "anchor, so that drafts would differ.": sliding and config.sliding_window_from != "anchor",
-        f"feature_layers={config.feature_layers}: the last is the final state, which others give "
+        f"layers={config.layers}: the last is the final state, which others give "
         "before the final norm. Train without it.":
-        max(config.feature_layers) == num_layers(model),
+        max(config.layers) == num_layers(model),
         f"draft_vocab_size={config.draft_vocab_size}: {type(model).__name__} has a bias of its "
         "output embeddings, which speculators does not know. Train with --draft-vocab-size 0.":
         vocabulary and not vocabulary.is_own and output_bias(model) is not None,
@@ -240,7 +237,9 @@ def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     kinds = ["sliding_attention" if layer in sliding else "full_attention"
              for layer in range(config.num_layers)]  # fmt: skip
     layers = {
-        **config.layer_config, "vocab_size": known, "model_type": TYPES[0],
+        **{name: getattr(config, name) for name in config.of_layers},
+        "rope_parameters": dict(config.layer_config().rope_parameters),
+        "vocab_size": known, "model_type": TYPES[0],
         "num_hidden_layers": config.num_layers, "layer_types": kinds,
         "sliding_window": config.sliding_window, "use_sliding_window": bool(sliding),
         "attention_dropout": 0.0, "tie_word_embeddings": False,
@@ -255,7 +254,7 @@ def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     )
     written |= {theirs: getattr(config, ours) for ours, theirs in (FIELDS | table).items()} | scales
     written |= {
-        IDS: config.feature_layers,
+        IDS: config.layers,
         # Without windows it has no effect in speculators; if False, vLLM runs all layers causally.
         CAUSAL: config.sliding_window_non_causal or not sliding,
         "draft_vocab_size": config.draft_vocab_size or known,
@@ -271,7 +270,7 @@ READERS = {
     kind: Reader(
         lambda name: not name.endswith(UNUSED), partial(convert, kind),
         partial(recognizes, kind),
-        partial(tables.without_copy, name=HEAD, reads="feature_layers", head="base"),
+        partial(tables.without_copy, name=HEAD, reads="layers", head="base"),
     )
     for kind in ("dflash", "dspark")
 }  # fmt: skip

@@ -205,7 +205,7 @@ def _written(model: Any, adapter: ActiveAdapter) -> Files:
         "num_hidden_layers": config.num_layers,
         "hidden_act": config.hidden_act,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": dict(config.of_layers().rope_parameters),
+        "rope_parameters": dict(config.layer_config().rope_parameters),
         "vocab_size": vocab_size(model),
         **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False),
     }, tensors

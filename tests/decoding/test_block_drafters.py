@@ -20,7 +20,7 @@ from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 GEMMA4 = {
-    "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
+    "architecture": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
     "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
     "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
     "attention_bias": False, "attention_k_eq_v": True,
@@ -45,7 +45,7 @@ CONFIGS = {
             "sliding_window_from": "query", "sliding_window_non_causal": False,
         },
     ),
-    "gemma4": ("dspark", {"num_layers": 2, "markov_rank": 4, "layer_config": GEMMA4}),
+    "gemma4": ("dspark", {"num_layers": 2, "markov_rank": 4, **GEMMA4}),
 }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_embeddings_are_those_of_the_weights(
     scale them by a factor of their own."""
     model, seen = fresh(architecture), []
     adapt(model, kind)
-    network = BlockNetwork(find_active(model, "DFLASH").module, model)
+    network = BlockNetwork(model, find_active(model, "DFLASH").module)
     network.adapter.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     block_sequences(network, prompt(), None, torch.tensor([[5]]))
     rows = network.blocks(prompt()[:, 6])
@@ -152,18 +152,19 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"feature_layers": [1, 9]}, "feature_layers=.1, 9.: LlamaForCausalLM has states 0 to 3"),
-        ({"feature_layers": [2, 1]}, "feature_layers=.*ascending"),
-        ({"mask_token_id": 61}, "mask_token_id=61: LlamaForCausalLM has 61 input embeddings"),
+        ({"layers": [1, 9]}, "layers=.1, 9.: the model has 3 layers"),
+        ({"layers": [2, 2]}, "layers=.*each layer once"),
+        ({"mask_token_id": 61}, "mask_token_id=61: the model has the tokens 0 to 60"),
         ({"sliding_layers": [0]}, "need a sliding_window"),
         ({"sliding_layers": [2], "sliding_window": 4}, "sliding_layers=2"),
         ({"confidence_head": "markov"}, "needs a Markov head"),
         ({"draft_vocab_size": 62}, "draft_vocab_size=62"),
-        ({"layer_config": {"hidden_size": 32}}, "layer_config=.*must be a dict of hidden_size, "),
-        ({"layer_config": {"model_type": "llama"}}, "model_type='llama': .*qwen3 and gemma4_text"),
-        ({"layer_config": {**GEMMA4, "attention_k_eq_v": 1}}, "attention_k_eq_v=1: must be True"),
-        ({"layer_config": {**GEMMA4, "hidden_act": "x"}}, "hidden_act='x'"),
-        ({"layer_config": GEMMA4, "conv_kernel_size": 2}, "conv_kernel_size=2: .*of gemma4_text"),
+        ({"hidden_size": 16}, "hidden_size=16: LlamaForCausalLM has 32"),
+        ({"architecture": "bert"}, "architecture='bert'.*llama, qwen3, gemma4_text"),
+        ({**GEMMA4, "attention_k_eq_v": 1}, "attention_k_eq_v=1: must be True"),
+        ({**GEMMA4, "hidden_act": "x"}, "hidden_act='x'"),
+        ({**GEMMA4, "conv_kernel_size": 2}, "conv_kernel_size=2: .*of gemma4_text"),
+        ({"conv_kernel_size": 2, "conv_group_size": 7}, "conv_group_size=7: 32 features"),
     ],
 )
 def test_configs_that_do_not_fit(fresh: Tiny, fields: dict[str, Any], message: str) -> None:

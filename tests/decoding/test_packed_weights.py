@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 
 from hf_spec import LayerSkipConfig, pack_weights
-from hf_spec.methods.eagle3.adapter import Eagle3Adapter
+from hf_spec.methods.eagle3 import Eagle3Adapter
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.model import packed_weights as packing
 from modeling_patches.modules import decoder_layers

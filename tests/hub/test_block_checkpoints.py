@@ -114,9 +114,9 @@ def test_layouts(tmp_path: Path, kind: str, layout: Any) -> None:
         assert torch.equal(weights["draft_vocabulary"], ids)
     assert ("lm_head.weight" in weights) == ("d2t" in tensors)  # else it is the base's
     config = adapter.config
-    assert config.feature_layers == [2, 4, 6] and config.mask_token_id == 127
+    assert config.layers == [2, 4, 6] and config.mask_token_id == 127
     assert config.block_size == 6 and config.sample_from_anchor == (method == "dspark")
-    assert config.layer_config["rope_parameters"]["rope_theta"] == 10000.0
+    assert config.rope_parameters["rope_theta"] == 10000.0
     if kind == "dflash2":
         assert (config.markov_head, config.markov_rank, config.selector_top_k) == ("selector", 8, 4)
         assert (config.conv_kernel_size, config.conv_group_size) == (2, 16)
@@ -209,7 +209,7 @@ def test_layers_that_no_config_names(tmp_path: Path) -> None:
         tensors |= {name.replace(".0.", f".{place}."): one for name, one in layers.items()}
     tensors["fc.weight"] = torch.zeros(64, 5 * 64)
     fields, _ = convert(tensors, config)
-    assert fields["feature_layers"] == [2, 10, 18, 26, 34]
+    assert fields["layers"] == [2, 10, 18, 26, 34]
 
 
 LAYERS = "transformer_layer_config"
@@ -228,10 +228,10 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash", changed(speculators_model_type="eagle3"), "that of no known layout"),
     (released, "dspark", changed(markov_head_type="lstm"), "markov_head='lstm'"),
     (released, "dspark", changed(markov_rank=9), "markov_w1.weight' has shape"),
-    (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4, 9]), "states 0 to 8"),
+    (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4, 9]), "numbered 0 to 8"),
     (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4]), "'fc.weight' has shape"),
     (released, "dflash", changed(aux_hidden_state_layer_ids="2"), "no list of the base's layers"),
-    (released, "dflash", changed(mask_token_id=128), "mask_token_id=128.*128 input embeddings"),
+    (released, "dflash", changed(mask_token_id=128), "mask_token_id=128.*tokens 0 to 127"),
     (released, "dflash", without("mask_token_id"), "config.json has no mask_token_id"),
     (released, "dflash", without("transformer_layer_config"), "has no transformer_layer_config"),
     (released, "dflash", without("norm.weight"), "no tensor 'norm.weight'"),
@@ -240,7 +240,7 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash", put("d2t", torch.zeros(48)), "'d2t' is of type torch.float32"),
     (released, "dflash", put("d2t", torch.zeros(40).long()), "names 40 tokens, expected 48"),
     (released, "dflash", put("extra", torch.zeros(1)), "unknown tensor 'extra'"),
-    (released, "dflash", changed(LAYERS, hidden_size=32), "has shape"),
+    (released, "dflash", changed(LAYERS, hidden_size=32), "made for a model with hidden_size=32"),
     (released, "dflash", changed(LAYERS, head_dim="x"), "head_dim='x'"),
     (released, "dflash", changed(LAYERS, num_hidden_layers=3), "layers.2"),
     (of_zlab, "dflash", changed(is_causal=True), "is_causal=True in config.*False is read"),
@@ -327,7 +327,7 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) ->
         ),
         ({"logit_scale": 0.5}, "'output_multiplier': 0.5.: speculators knows such scales only"),
         ({"conv_kernel_size": 2}, "convolutions and a selector only together"),
-        ({"feature_layers": [2, 8]}, r"feature_layers=\[2, 8\]: the last is the final state"),
+        ({"layers": [2, 8]}, r"layers=\[2, 8\]: the last is the final state"),
     ],
 )
 def test_what_speculators_does_not_know(

@@ -23,7 +23,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import block_sequences
 from hf_spec.drafting.training_time_test import unrolled
 from hf_spec.hub.transfer import export_adapter
-from hf_spec.methods.eagle3.network import Eagle3Network
+from hf_spec.methods.eagle3 import Eagle3Network
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
 

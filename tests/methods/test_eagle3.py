@@ -23,8 +23,7 @@ from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.losses import prediction_losses
 from hf_spec.drafting.training_time_test import LOSSES, unrolled
 from hf_spec.hub.transfer import convert
-from hf_spec.methods.eagle3.adapter import Eagle3Config
-from hf_spec.methods.eagle3.network import Eagle3Network
+from hf_spec.methods.eagle3 import Eagle3Config, Eagle3Network
 from hf_spec.methods.registry import methods
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters" / "eagle3"

@@ -19,7 +19,7 @@ from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import convert, import_adapter, recognized
-from hf_spec.methods.eagle3.adapter import FLAGS
+from hf_spec.methods.eagle3 import FLAGS
 
 
 @pytest.fixture(scope="module")

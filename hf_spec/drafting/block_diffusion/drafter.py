@@ -51,16 +51,16 @@ class BlockDrafter(TreeDrafter):
         config, weights = adapter.config, adapter.weights()
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
-        self.network = BlockNetwork(adapter.module, model)
+        self.network = BlockNetwork(model, adapter.module)
         self.markov_head = Transitions.of(config.markov_head, weights, config.selector_top_k)
-        self.reads = Reads("committed", tuple(config.feature_layers))
+        self.reads = Reads("committed", tuple(config.layers))
         self.distances = source.max_depth
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
         graphs = state.target.graphs
         self.cache: Any = DraftCache(
-            self.network.config.num_layers, state.batch_size, self.network.device,
+            self.network.num_layers, state.batch_size, self.network.device,
             None if graphs is None else graphs.allocate,
         )  # fmt: skip
         self.cache.states.limit = state.cache.states.limit

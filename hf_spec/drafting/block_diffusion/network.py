@@ -12,7 +12,6 @@ attention and MLPs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,39 +20,10 @@ from torch.nn import functional
 from transformers import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from hf_spec.adapters.module import Adapter
 from hf_spec.drafting.block_diffusion.config import BlockConfig
+from hf_spec.drafting.decoder import Decoder, DecoderNetwork
 from hf_spec.drafting.transitions import fresh, prefix, shapes
-from hf_spec.model.hidden_states import soft_capped
-from hf_spec.model.row_embeddings import RowEmbeddings
 from hf_spec.model.sequences import token_hidden
-from modeling_patches.cache_name import CACHE
-from modeling_patches.weights import device_of, placement
-
-
-class BlockAdapter(Adapter):
-    """The parameters of a block drafter, by their names in released checkpoints.
-
-    ``fc.weight`` (hidden, features * hidden), ``hidden_norm.weight``, ``layers.i.*`` as in models
-    with such layers, ``norm.weight``; with convolutions, ``layers.i.attention_conv`` and
-    ``layers.i.mlp_conv``, see :class:`Convolutions`. If not all tokens are predicted,
-    ``draft_vocabulary`` (tokens,), int64 ids in ascending order; with a head of its own,
-    ``lm_head.weight`` (tokens, hidden). With a Markov head, ``markov_head.*`` or
-    ``candidate_selector.*``, see :mod:`hf_spec.drafting.transitions`. Buffers, which are not
-    trained: ``confidence_head.proj.*``, and Gemma 4's ``layers.i.layer_scalar``.
-    """
-
-    config: BlockConfig
-    fc: nn.Linear
-    hidden_norm: nn.Module
-    layers: nn.ModuleList
-    norm: nn.Module
-
-    def __init__(self, config: BlockConfig, model: Any) -> None:
-        super().__init__(config, model)
-        for name, module in modules(config, config.known_tokens(model)).items():
-            self.add_module(name, module)
-        self.hold(config.fresh_vocabulary())
 
 
 class Convolutions(nn.Module):
@@ -114,28 +84,34 @@ class ConvolvedLayer(Qwen3DecoderLayer):
         return hidden_states + inner
 
 
-def modules(config: BlockConfig, known: int) -> dict[str, nn.Module]:
-    """The modules of an adapter by name, given the number of the base's tokens."""
-    layers, rank, drafted = config.layers(), config.markov_rank, config.draft_vocab_size or known
-    hidden, features = layers.hidden_size, config.feature_layers or ()
-    kind = config.layer_type
-    layer = partial(ConvolvedLayer, config) if config.conv_kernel_size else kind.layer
-    made: dict[str, nn.Module] = {
-        "fc": nn.Linear(len(features) * hidden, hidden, bias=False),
-        "hidden_norm": kind.norm(hidden, layers.rms_norm_eps),
-        "layers": nn.ModuleList(layer(layers, index) for index in range(config.num_layers)),
-        "norm": kind.norm(hidden, layers.rms_norm_eps),
-    }
-    if config.head == "own":
-        made["lm_head"] = nn.Linear(hidden, drafted, bias=False)
-    if rank:
-        tensors = fresh(shapes(config.markov_head, rank, hidden, known, drafted))
-        made[prefix(config.markov_head)[:-1]] = _tree_of(tensors, nn.Parameter)
-    if config.confidence_head != "none":
-        width = hidden + rank * (config.confidence_head == "markov")
-        tensors = {"proj.weight": torch.zeros(1, width), "proj.bias": torch.zeros(1)}
-        made["confidence_head"] = _tree_of(tensors, nn.Buffer)
-    return made
+class BlockAdapter(Decoder):
+    """A decoder with a norm of what it reads, ``hidden_norm``.
+
+    With convolutions, ``layers.i.attention_conv`` and ``layers.i.mlp_conv``, see
+    :class:`Convolutions`. With a Markov head, ``markov_head.*`` or ``candidate_selector.*``, see
+    :mod:`hf_spec.drafting.transitions`. Buffers, which are not trained:
+    ``confidence_head.proj.*``, and Gemma 4's ``layers.i.layer_scalar``.
+    """
+
+    config: BlockConfig
+
+    def __init__(self, config: BlockConfig, model: Any) -> None:
+        super().__init__(config, model, own_head=config.head == "own")
+        hidden, rank, kind = self.fc.out_features, config.markov_rank, config.markov_head
+        self.hidden_norm = self.rms_norm(hidden)
+        if rank:
+            drafted = config.draft_vocab_size or self.known
+            tensors = fresh(shapes(kind, rank, hidden, self.known, drafted))
+            self.add_module(prefix(kind)[:-1], _tree_of(tensors, nn.Parameter))
+        if config.confidence_head != "none":
+            width = hidden + rank * (config.confidence_head == "markov")
+            tensors = {"proj.weight": torch.zeros(1, width), "proj.bias": torch.zeros(1)}
+            self.add_module("confidence_head", _tree_of(tensors, nn.Buffer))
+
+    def layer(self, layers: Any, index: int) -> nn.Module:
+        if self.config.conv_kernel_size:
+            return ConvolvedLayer(self.config, layers, index)
+        return super().layer(layers, index)
 
 
 def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
@@ -149,17 +125,8 @@ def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
     return made
 
 
-class BlockNetwork:
-    """Runs the decoder of an adapter, with the input embeddings of its base model."""
-
-    def __init__(self, adapter: BlockAdapter, model: Any):
-        self.adapter, self.model, self.config = adapter, model, adapter.config
-        # Of weights that accelerate has offloaded, too.
-        self.device, self._dtype = device_of(adapter.fc), adapter.fc.weight.dtype
-        self._kind = self.config.layer_type
-        with torch.device("cpu"):
-            self._rotary = self._kind.rotary(self.config.layers()).to(self.device)
-        self._rows = RowEmbeddings(model)
+class BlockNetwork(DecoderNetwork):
+    """An adapter's decoder on its base."""
 
     def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of context into a cache.
@@ -168,10 +135,9 @@ class BlockNetwork:
             features: ``(batch, n, features)`` of some tokens.
             positions: ``(batch, n)`` int64, of these tokens.
         """
-        net = self.adapter
-        context = net.hidden_norm(net.fc(features.to(self.device, self._dtype)))
+        context = self.adapter.hidden_norm(self.fused(features))
         angles = self._rotary(context, positions)
-        for index, layer in enumerate(net.layers):
+        for index, layer in enumerate(self.adapter.layers):
             # The attention's forward would make queries, too.
             keys, values = self._kind.keys_values(layer.self_attn, context, angles)
             cache.update(keys, values, index)
@@ -190,25 +156,18 @@ class BlockNetwork:
         Returns:
             ``(batch, n, hidden)`` states that logits are computed from.
         """
-        net, windowed = self.adapter, self.config.sliding_layers or ()
-        hidden = self._embedded(tokens)
+        windowed, hidden = self.config.sliding_layers or (), self.embedded(tokens)
         angles = self._rotary(hidden, positions)
-        for index, layer in enumerate(net.layers):
+        for index, layer in enumerate(self.adapter.layers):
             mask = sliding if index in windowed else full
-            given = {CACHE: cache, **self._kind.given()}
-            hidden = layer(hidden, attention_mask=mask, position_embeddings=angles, **given)
-        states: Tensor = net.norm(hidden)
+            hidden = layer(hidden, **self.inputs(angles, mask, cache))
+        states: Tensor = self.adapter.norm(hidden)
         return states
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        rows = self._rows(tokens.to(placement(self.model).device))
-        return rows.to(self.device, self._dtype) * self.config.embedding_scale
-
     def shaped(self, logits: Tensor) -> Tensor:
-        """Scale and cap logits, as the drafter says."""
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
-        return soft_capped(logits, self.config.logit_softcap)
+        return super().shaped(logits)
 
     def blocks(self, anchors: Tensor) -> Tensor:
         """Tokens of the block of each anchor: ``(...)`` -> ``(..., block_size)``."""
@@ -257,7 +216,7 @@ def block_sequences(
         are predicted from.
     """
     config, device = network.config, network.device
-    layers = tuple(config.feature_layers or ())
+    layers = tuple(config.layers or ())
     features = token_hidden(network.model, input_ids, attention_mask, layers).to(device)
     batch, seq = input_ids.shape
     ids, anchors = input_ids.to(device), anchors.to(device)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
-from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
-from hf_spec.drafting.training_time_test import LOSSES, chain_loss
+from hf_spec.core.checks import check_count, check_switches
+from hf_spec.core.limits import MAX_BLOCKS
+from hf_spec.drafting.training_time_test import ChainConfig, chain_loss
 from hf_spec.methods.mtp.network import MtpNetwork
 from hf_spec.methods.mtp.weights import mtp_layers
 from modeling_patches.mtp import MtpLayers
@@ -29,7 +29,7 @@ STEPS = 4
 
 
 @dataclass
-class MtpConfig(SpecPeftConfig):
+class MtpConfig(ChainConfig):
     """Config of an MTP adapter: fine-tuned layers of the base's own checkpoint.
 
     Raises:
@@ -38,28 +38,14 @@ class MtpConfig(SpecPeftConfig):
 
     type_name: ClassVar[str] = "MTP"
     shards: ClassVar[bool] = False
-    ttt_steps: int | None = setting(
-        None,
-        f"Steps of the training-time test, at least one for each layer. Default: {STEPS}, or the "
-        "number of layers if that is larger.",
-    )
-    decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.")
-    loss: str = setting(
-        "kl",
-        "kl: KL divergence from the base's distributions. ce: cross-entropy of the tokens that are "
-        "likeliest by them.",
-    )
     num_layers: int | None = setting(None, "Layers for multi-token prediction (recorded).")
     sparse: bool = setting(False, "Whether their MLPs are mixtures of experts (recorded).")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, loss=LOSSES)
-        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         check_switches(self, "sparse")
-        for name, most in (("ttt_steps", MAX_FUTURE), ("num_layers", MAX_BLOCKS)):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), high=most)
+        if self.num_layers is not None:
+            check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)
@@ -101,10 +87,9 @@ class MtpAdapter(Adapter):
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """See :func:`chain_loss`."""
-    config, layers = adapter.config, adapter.module.placed()
+    layers = adapter.module.placed()
     for module in layers.layers.modules():
         # Blocks that compute activations anew leave the cache out.
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
-    network = MtpNetwork(model, layers)
-    return chain_loss(model, network, batch, (), config.ttt_steps, config.decay, config.loss)
+    return chain_loss(model, MtpNetwork(model, layers), batch, adapter.config)

@@ -1,0 +1,276 @@
+"""A small decoder that drafts from its base's hidden states: config, parameters, and parts of its
+forward that :mod:`~hf_spec.methods.eagle3` and :mod:`~hf_spec.drafting.block_diffusion` share.
+
+It reads the states of some layers of the base at a token, side by side, which a matrix fuses. Its
+layers are those of a model that Transformers has (:mod:`.layer_types`). A method subclasses config,
+parameters and network for what it adds, and says what its rows see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_spec.adapters.base_model import facts_of
+from hf_spec.adapters.config import setting
+from hf_spec.adapters.module import Adapter
+from hf_spec.adapters.predicting import VocabularyConfig
+from hf_spec.core.checks import (
+    check_choices,
+    check_count,
+    check_range,
+    check_switches,
+    distinct_layers,
+)
+from hf_spec.core.limits import MAX_BLOCKS, MAX_SHAPE, MAX_SIZE
+from hf_spec.drafting.layer_types import ARCHITECTURES, LAYER_TYPES, SIZES, LayerType
+from hf_spec.model.hidden_states import soft_capped
+from hf_spec.model.row_embeddings import RowEmbeddings
+from modeling_patches.cache_name import CACHE
+from modeling_patches.modules import num_layers
+from modeling_patches.weights import device_of, input_features, placement
+
+#: What ``rope_parameters=None`` means.
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass
+class DecoderConfig(VocabularyConfig):
+    """Config of an adapter that is a decoder; what is left out is as the base has it.
+
+    Raises:
+        ValueError: a field is invalid; the message names it, its value and the rule.
+    """
+
+    #: Fields that configs of its layers have, too.
+    of_layers: ClassVar[tuple[str, ...]] = (*SIZES, "hidden_act", "rms_norm_eps")
+
+    layers: list[int] | None = setting(
+        None,
+        "Hidden states of the base that it reads, numbered as in output_hidden_states. Default: "
+        "three of them.",
+    )
+    architecture: str = setting(
+        "llama", f"Type of its decoder layers: {', '.join(ARCHITECTURES[:-1])} or "
+        f"{ARCHITECTURES[-1]}."
+    )  # fmt: skip
+    num_layers: int = setting(1, "Its decoder layers.")
+    hidden_size: int | None = setting(None, "Width of its hidden states. Default: the base's.")
+    intermediate_size: int | None = setting(None, "Width of its MLPs. Default: the base's.")
+    num_attention_heads: int | None = setting(None, "Attention heads. Default: the base's.")
+    num_key_value_heads: int | None = setting(None, "Key-value heads. Default: the base's.")
+    head_dim: int | None = setting(None, "Dimension of a head. Default: the base's.")
+    hidden_act: str = setting("silu", "Activation of its MLPs.")
+    rms_norm_eps: float = setting(1e-6, "Epsilon of its norms.")
+    rope_parameters: dict[str, Any] | None = setting(
+        None, "Rotary embedding, as in configs of Transformers. Default: theta 10000."
+    )
+    max_position_embeddings: int | None = setting(None, "Longest text. Default: the base's.")
+    attention_k_eq_v: bool = setting(
+        False, "Whether values are keys, which layers of gemma4_text can have (recorded)."
+    )
+    mask_token_id: int | None = setting(None, "Token of mask rows; None: none.")
+    embedding_scale: float | None = setting(
+        None,
+        "Factor of the rows of the embedding matrix; None: the base's module says what becomes of "
+        "them (recorded).",
+    )
+    logit_softcap: float | None = setting(
+        None, "c: its logits x become c * tanh(x / c) (recorded)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            self.layers = distinct_layers("layers", self.layers)
+        check_choices(self, architecture=ARCHITECTURES, hidden_act=tuple(ACT2FN))
+        check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
+        for name in SIZES:
+            if getattr(self, name) is not None:
+                most = MAX_SIZE if name == "max_position_embeddings" else MAX_SHAPE
+                check_count(name, getattr(self, name), high=most)
+        check_range("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0, open_low=True)
+        check_switches(self, "attention_k_eq_v")
+        if self.attention_k_eq_v and "attention_k_eq_v" not in self.layer_type.own:
+            raise ValueError(f"attention_k_eq_v=True: layers of {self.architecture} have values.")
+        for name in ("embedding_scale", "logit_softcap"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0.0, MAX_SIZE, open_low=True)
+        if self.mask_token_id is not None:
+            check_count("mask_token_id", self.mask_token_id, low=0, high=MAX_SIZE)
+        if self.rope_parameters is not None:
+            _check_rope(self.rope_parameters)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads and groups and heads % groups:
+            raise ValueError(
+                f"num_attention_heads={heads}: must be a multiple of num_key_value_heads={groups}."
+            )
+        if self.head_dim and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: must be even, as halves are rotated.")
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise ValueError if the base is of another shape; record what the saved config needs."""
+        super().check_base(model)
+        count, (tokens, _) = num_layers(model), input_features(model)
+        for name, value in self._defaults(model).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.mask_token_id is not None and self.mask_token_id >= tokens:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id}: the model has the tokens 0 to {tokens - 1}. "
+                "Choose one of these."
+            )
+        if not self.layers or max(self.layers) > count:
+            raise ValueError(
+                f"layers={self.layers}: the model has {count} layers, whose hidden states are "
+                f"numbered 0 to {count}. Choose among these."
+            )
+
+    def _defaults(self, model: Any) -> dict[str, Any]:
+        """Values of fields that are None, by the base model."""
+        text = model.config.get_text_config(decoder=True)
+        fields, hidden = text.to_dict(), self.hidden_size or input_features(model)[1]
+
+        def known(name: str) -> int | None:
+            # Not by attribute: some differ from layer to layer, and raise.
+            value = getattr(self, name) or fields.get(text.attribute_map.get(name, name))
+            return value if type(value) is int and value > 0 else None
+
+        heads = known("num_attention_heads") or 0
+        if not heads or hidden % heads or (hidden // heads) % 2:
+            heads = next(n for n in range(max(hidden // 64, 1), 0, -1) if hidden % (2 * n) == 0)
+        groups = known("num_key_value_heads") or heads
+        dim = known("head_dim") or 0
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": known("intermediate_size") or 4 * hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups if heads % groups == 0 else heads,
+            "head_dim": dim if dim and dim % 2 == 0 else hidden // heads,
+            "max_position_embeddings": known("max_position_embeddings") or 2048,
+        }
+
+    @property
+    def layer_type(self) -> LayerType:
+        """The type of its decoder layers."""
+        return LAYER_TYPES[self.architecture]
+
+    def layer_config(self) -> PreTrainedConfig:
+        """Transformers' config of its decoder layers."""
+        kind = self.layer_type
+        fields = {name: getattr(self, name) for name in (*self.of_layers, *kind.own)}
+        fields["rope_parameters"] = dict(self.rope_parameters or DEFAULT_ROPE)
+        return kind.config(fields, self.num_layers)
+
+
+def _check_rope(given: Any) -> None:
+    kinds = ("default", *ROPE_INIT_FUNCTIONS)
+    kind = given.get("rope_type") if isinstance(given, dict) else None
+    if kind not in kinds:
+        raise ValueError(
+            f"rope_parameters={given!r}: must be a dict with rope_type, one of {', '.join(kinds)}, "
+            "and rope_theta."
+        )
+    check_range("rope_parameters['rope_theta']", given.get("rope_theta"), 0.0, open_low=True)
+
+
+class Decoder(Adapter):
+    """The parameters, by their names in released checkpoints.
+
+    ``fc.weight`` (hidden, layers read * the base's hidden), ``layers.i.*`` as in models with such
+    layers, and ``norm.weight``; if not all tokens are predicted, ``draft_vocabulary`` (tokens,),
+    int64 ids in ascending order; with a head of its own, ``lm_head.weight`` (tokens, hidden).
+
+    Attributes:
+        width: of the base's hidden states.
+        known: number of tokens that come in.
+    """
+
+    config: DecoderConfig
+
+    def __init__(self, config: DecoderConfig, model: Any, own_head: bool) -> None:
+        super().__init__(config, model)
+        layers = config.layer_config()
+        hidden = layers.hidden_size
+        self.width = facts_of(model).get("hidden_size", hidden)
+        self.known = config.known_tokens(model)
+        self.fc = nn.Linear(len(config.layers or ()) * self.width, hidden, bias=False)
+        self.layers = nn.ModuleList(self.layer(layers, i) for i in range(config.num_layers))
+        self.norm = self.rms_norm(hidden)
+        if own_head:
+            self.lm_head = nn.Linear(hidden, config.draft_vocab_size or self.known, bias=False)
+        self.hold(config.fresh_vocabulary())
+        #: By device; not among the buffers, which have the dtype of the adapter.
+        self._rotary: dict[torch.device, nn.Module] = {}
+
+    def layer(self, layers: Any, index: int) -> nn.Module:
+        """A new decoder layer, by Transformers' config of all."""
+        return self.config.layer_type.layer(layers, index)
+
+    def rms_norm(self, size: int) -> nn.Module:
+        """A new norm."""
+        return self.config.layer_type.norm(size, self.config.rms_norm_eps)
+
+    def rotary(self, device: torch.device) -> nn.Module:
+        """Its rotary embedding: ``(states, positions)`` -> cosines and sines."""
+        if device not in self._rotary:
+            with torch.device(device):
+                made = self.config.layer_type.rotary(self.config.layer_config())
+            self._rotary[device] = made
+        return self._rotary[device]
+
+
+class DecoderNetwork:
+    """A decoder on its base model.
+
+    Attributes:
+        num_layers: of its cache.
+    """
+
+    def __init__(self, model: Any, adapter: Any):
+        self.model, self.adapter, self.config = model, adapter, adapter.config
+        self.num_layers = len(adapter.layers)
+        # Of weights that accelerate has offloaded, too.
+        self.device, self.dtype = device_of(adapter.fc), adapter.fc.weight.dtype
+        self._kind, self._rotary = self.config.layer_type, adapter.rotary(self.device)
+        base = model.get_input_embeddings()
+        self._place, self._embed = placement(model).device, base
+        if self.config.embedding_scale is not None:
+            self._embed = RowEmbeddings(model)
+        if (own := getattr(adapter, "embed_tokens", None)) is not None:
+            self._place, self._embed = self.device, own
+
+    def fused(self, states: Tensor) -> Tensor:
+        """``(batch, n, hidden)`` of the base's states ``(batch, n, features)`` at the layers that
+        it reads."""
+        return self.adapter.fc(states.to(self.device, self.dtype))
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """``(batch, n, hidden)`` input embeddings of tokens ``(batch, n)``."""
+        found: Tensor = self._embed(tokens.to(self._place)).to(self.device, self.dtype)
+        scale = self.config.embedding_scale
+        return found if scale in (None, 1.0) else found * scale
+
+    def inputs(self, angles: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> dict[str, Any]:
+        """What a layer's forward takes besides hidden states.
+
+        Args:
+            angles: of the rows' positions, see :meth:`Decoder.rotary`.
+            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot.
+        """
+        own = self._kind.given()
+        return {"position_embeddings": angles, "attention_mask": mask, CACHE: cache, **own}
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """Cap logits, as the decoder says."""
+        return soft_capped(logits, self.config.logit_softcap)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``(..., tokens)`` by its own head, of normed states ``(..., hidden)``."""
+        return self.shaped(self.adapter.lm_head(states))
