@@ -9,7 +9,7 @@ Frequency-Ranked Speculative Sampling", 2025, section 3.2). Verification uses al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -161,6 +161,17 @@ class DraftVocabulary(Holds):
             return _Rows(tokens, rows, own)
 
         return made_once(self._tokens, (head,), make)
+
+
+def drafted_logits(
+    vocabulary: DraftVocabulary | None, predict: Callable[[DraftVocabulary | None], Tensor]
+) -> Tensor:
+    """Logits ``(..., tokens)`` of a draft vocabulary's tokens; None for all. ``predict`` gives
+    those by its output embeddings, or for None those by others: of its tokens, or of all."""
+    if vocabulary is None:
+        return predict(None)
+    logits, tokens = predict(vocabulary if vocabulary.is_of_base else None), vocabulary.tokens
+    return logits if logits.shape[-1] == len(tokens) else logits[..., tokens.to(logits.device)]
 
 
 class _Rows(NamedTuple):

@@ -8,7 +8,6 @@ single predictions, :func:`prediction_losses`, averaged by :func:`mean_loss`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,18 +18,16 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import of_tokens
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
-from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary, places_of
+from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary, drafted_logits, places_of
 from hf_spec.drafting.heads import PROJECTION, head_states, projected
-from hf_spec.drafting.markov_head import MarkovHead
-from hf_spec.drafting.transitions import Transitions
+from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
+from hf_spec.drafting.vocabulary_markov_head import VocabularyMarkovHead
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
 from modeling_patches.weights import placement
 
 #: See :func:`future_losses`.
 Predict = Callable[[Tensor, Head | None], Tensor]
-#: Share of the loss without the previous token, if there is also a loss given that token.
-PLAIN_SHARE = 0.3
 #: Target that is never drafted: it trains nothing, and counts as a miss in evaluation.
 NEVER = -1
 
@@ -120,13 +117,12 @@ def future_losses(
     ahead: Ahead,
     own: Tensor | None = None,
     predict: Predict | None = None,
-    transitions: Transitions | None = None,
+    markov_head: ConditionalHead | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of predictions at anchors, and the predictions that decoding would use.
 
     With a draft vocabulary, the predictions are distributions over its tokens, and others are not
-    trained. With a Markov head or transitions, they are given the answer's token before their
-    target; a share of `PLAIN_SHARE` without that token trains a Markov head's shortlists.
+    trained. With a Markov head, they are given the answer's tokens before their target.
 
     Args:
         weights: the adapter's parameters.
@@ -135,12 +131,13 @@ def future_losses(
         predict: logits ``(batch, n, tokens)`` from states ``(batch, n, hidden)``, n being all
             distances of all anchors, and from what replaces the output embeddings, if anything.
             None for :func:`model_logits`.
+        markov_head: None for the :class:`MarkovHead` among the parameters, if there is one.
 
     Returns:
         ``(batch, anchors, distances)`` losses; ``(batch, anchors, distances, tokens)`` logits; and
         the targets as their indices, `NEVER` for others.
     """
-    markov_head = MarkovHead.of(weights, model)
+    markov_head = markov_head or MarkovHead.of(weights, model)
     if markov_head is not None:
         states = markov_head.given_root(states, ahead.before[:, :, 0])
     vocabulary, flat = DraftVocabulary.of(weights, model), states.flatten(1, 2)
@@ -149,14 +146,12 @@ def future_losses(
         vocabulary,
         lambda head: predict(flat, head) if predict else model_logits(model, flat, head=head),
     ).unflatten(1, wanted.shape[1:])
-    if transitions is not None:
-        logits = transitions.along(logits, ahead.before, states)
     losses = prediction_losses(logits, wanted, own)
     if markov_head is None:
         return losses, logits, wanted
-    bias = drafted_logits(vocabulary, partial(markov_head.logits, ahead.before, states))
-    given = logits + bias.to(logits)
-    return PLAIN_SHARE * losses + prediction_losses(given, wanted, own), given, wanted
+    given = markov_head.along(logits, ahead.before, states)
+    losses = markov_head.plain_share * losses + prediction_losses(given, wanted, own)
+    return losses, given, wanted
 
 
 def drafted_targets(tokens: Tensor | None, wanted: Tensor) -> Tensor:
@@ -166,17 +161,6 @@ def drafted_targets(tokens: Tensor | None, wanted: Tensor) -> Tensor:
         return wanted
     found, known = places_of(wanted, tokens.to(wanted.device))
     return torch.where(known | (wanted == IGNORED), torch.where(known, found, wanted), NEVER)
-
-
-def drafted_logits(
-    vocabulary: DraftVocabulary | None, predict: Callable[[DraftVocabulary | None], Tensor]
-) -> Tensor:
-    """Logits ``(..., tokens)`` of a draft vocabulary's tokens; None for all. ``predict`` gives
-    those by its output embeddings, or for None those by others: of its tokens, or of all."""
-    if vocabulary is None:
-        return predict(None)
-    logits, tokens = predict(vocabulary if vocabulary.is_of_base else None), vocabulary.tokens
-    return logits if logits.shape[-1] == len(tokens) else logits[..., tokens.to(logits.device)]
 
 
 @torch.no_grad()
@@ -248,6 +232,6 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
             return network.shaped(output_logits(model, states, head))
         return model_logits(model, states.to(placement(model).dtype), head=head)
 
-    transitions = Transitions.of(config.markov_head, weights)
-    losses = future_losses(model, weights, states, ahead, own, predict, transitions)
+    markov_head = VocabularyMarkovHead.of(config.markov_head, weights)
+    losses = future_losses(model, weights, states, ahead, own, predict, markov_head)
     return mean_loss(*losses, config.decay, first=1)

@@ -17,16 +17,17 @@ Sequentially-Dependent Draft Heads for Medusa Decoding", 2024) that looks one to
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.predicting import MARKOV_HEAD
-from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits
 from hf_spec.drafting.held import Holds
 from hf_spec.drafting.made_once import made_once
 from hf_spec.model.hidden_states import linear_logits
@@ -36,26 +37,16 @@ from modeling_patches.weights import input_features, placement
 AT_ONCE = 8192
 
 
-class MarkovHead(Holds):
-    """Applies an adapter's Markov head; gradients flow to its parameters.
+class ConditionalHead(Holds, ABC):
+    """How the tokens before change predictions, which are of all distances at once.
 
-    Args:
-        weights: the adapter's parameters: V ``(1 + distances, rank, embedding)``, U ``(1 +
-            distances, hidden, rank)`` and S ``(1 + distances, rank, hidden)``; entry 0 is for the
-            token before, the others are for the root.
-        model: the base model, whose embeddings are used.
+    Attributes:
+        remembers: whether tokens further back than the one before count.
+        plain_share: share of the loss without the token before, next to that given it.
     """
 
-    held = ("weights", "_tables")
-
-    def __init__(self, weights: Mapping[str, Tensor], model: Any):
-        self.weights = _Matrices(*(weights[name] for name in MARKOV_HEAD))
-        self.model = model
-
-    @classmethod
-    def of(cls, weights: Mapping[str, Tensor], model: Any) -> MarkovHead | None:
-        """The one among an adapter's parameters, if it has one."""
-        return cls(weights, model) if MARKOV_HEAD[0] in weights else None
+    remembers: bool = False
+    plain_share: ClassVar[float] = 0.0
 
     def given_root(self, states: Tensor, root: Tensor) -> Tensor:
         """The states given the root.
@@ -67,6 +58,62 @@ class MarkovHead(Holds):
         Returns:
             ``(..., distances, hidden)`` in the dtype of the states.
         """
+        return states
+
+    @abstractmethod
+    def given(
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits given the tokens before.
+
+        Args:
+            logits: ``(..., tokens)``
+            previous: ``(...)`` the token before each.
+            states: ``(..., hidden)`` that give the logits, :meth:`given_root`.
+            memory: ``(..., rank)`` what is remembered of the tokens before that one; None at the
+                root, and of heads that remember nothing.
+
+        Returns:
+            ``(..., tokens)`` logits, and the memory of the tokens after.
+        """
+
+    def along(self, logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
+        """:meth:`given` of consecutive distances, ``(..., distances, tokens)``; the first token of
+        ``previous`` is the root."""
+        if not self.remembers:
+            return self.given(logits, previous, states)[0]
+        found, memory = [], None
+        for place in range(previous.shape[-1]):
+            own, memory = self.given(
+                logits[..., place, :], previous[..., place], states[..., place, :], memory
+            )
+            found.append(own)
+        return torch.stack(found, dim=-2)
+
+
+class MarkovHead(ConditionalHead):
+    """Applies an adapter's Markov head; gradients flow to its parameters.
+
+    Args:
+        weights: the adapter's parameters: V ``(1 + distances, rank, embedding)``, U ``(1 +
+            distances, hidden, rank)`` and S ``(1 + distances, rank, hidden)``; entry 0 is for the
+            token before, the others are for the root.
+        model: the base model, whose embeddings are used.
+    """
+
+    held = ("weights", "_tables")
+    plain_share = 0.3  # which trains the shortlists
+
+    def __init__(self, weights: Mapping[str, Tensor], model: Any):
+        self.weights = tuple(weights[name] for name in MARKOV_HEAD)  # V, U and S
+        self.model, self.vocabulary = model, DraftVocabulary.of(weights, model)
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], model: Any) -> MarkovHead | None:
+        """The one among an adapter's parameters, if it has one."""
+        return cls(weights, model) if MARKOV_HEAD[0] in weights else None
+
+    def given_root(self, states: Tensor, root: Tensor) -> Tensor:
         embedding, output, state = (part[1 : 1 + states.shape[-2]] for part in self.weights)
         inner = functional.linear(self._unit_embeddings(root), embedding.flatten(0, 1))
         inner = inner.unflatten(-1, embedding.shape[:2])
@@ -74,11 +121,11 @@ class MarkovHead(Holds):
         moved = torch.einsum("...dr,dhr->...dh", functional.silu(inner), output)
         return states + moved.to(states)
 
-    def along(
-        self, logits: Tensor, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None
-    ) -> Tensor:
-        """``logits`` and :meth:`logits`."""
-        return logits + self.logits(previous, states, vocabulary)
+    def given(
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        bias = drafted_logits(self.vocabulary, partial(self.logits, previous, states))
+        return logits + bias.to(logits), None
 
     def logits(
         self, previous: Tensor, states: Tensor, vocabulary: DraftVocabulary | None = None
@@ -90,7 +137,7 @@ class MarkovHead(Holds):
             states: ``(..., hidden)`` that give the logits to which the bias is added.
         """
         inner = functional.silu(self._embedded(previous) + self._projected(states))
-        change = functional.linear(inner, self.weights.output[0])
+        change = functional.linear(inner, self.weights[1][0])
         if vocabulary is not None:
             return vocabulary.linear(change)
         return linear_logits(self.model, change)
@@ -114,11 +161,11 @@ class MarkovHead(Holds):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """V_0 e(x), ``(..., rank)``, of tokens ``(...)``."""
-        return functional.linear(self._unit_embeddings(tokens), self.weights.embedding[0])
+        return functional.linear(self._unit_embeddings(tokens), self.weights[0][0])
 
     def _projected(self, states: Tensor) -> Tensor:
         """S_0 h, ``(..., rank)``."""
-        state = self.weights.state[0]
+        state = self.weights[2][0]
         return functional.linear(states.to(state), state)
 
     def _unit_embeddings(self, tokens: Tensor) -> Tensor:
@@ -127,16 +174,17 @@ class MarkovHead(Holds):
             embeddings = self.model.get_input_embeddings()(tokens.to(placement(self.model).device))
             embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
             scaled = functional.rms_norm(embeddings, embeddings.shape[-1:], eps=1e-12)
-        return scaled.to(self.weights.embedding)
+        return scaled.to(self.weights[0])
 
     @cached_property
     @torch.no_grad()
-    def _tables(self) -> _Tables:
-        """V_0 e(x) and U_0 w(y) of all tokens, computed once: a step needs about a thousand."""
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """V_0 e(x) and U_0 w(y) of all tokens, ``(vocab, rank)`` each, computed once: a step needs
+        about a thousand."""
         embedding, output, _ = self.weights
         modules = self.model.get_input_embeddings(), self.model.get_output_embeddings()
 
-        def make() -> _Tables:
+        def make() -> tuple[Tensor, Tensor]:
             (known, _), device = input_features(self.model), placement(self.model).device
             ids = torch.arange(known, device=device)
             embedded = torch.cat([self._embedded(some) for some in ids.split(AT_ONCE)])
@@ -144,21 +192,6 @@ class MarkovHead(Holds):
             # hooks on all modules, as of a FlopCounterMode, fail when a module gets it.
             change = output.detach()[0].T
             biases = linear_logits(self.model, change).T.to(embedded).contiguous()
-            return _Tables(embedded, biases)
+            return embedded, biases
 
         return made_once(embedding, (output, *modules), make)
-
-
-class _Matrices(NamedTuple):
-    """V, U and S of :class:`MarkovHead`, in the order of `MARKOV_HEAD`."""
-
-    embedding: Tensor
-    output: Tensor
-    state: Tensor
-
-
-class _Tables(NamedTuple):
-    """``(vocab, rank)`` each."""
-
-    embedded_tokens: Tensor
-    token_biases: Tensor

@@ -64,7 +64,6 @@ class Predictions:
         self.tokens = chosen if ids is None else ids[chosen]
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
-        self._depends = markov_head is not None  # on the tokens before
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
         self._table: Tensor | None = None
@@ -128,18 +127,15 @@ class Predictions:
         Returns:
             ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
-        key, device = tuple(trees), str(self.tokens.device)
-        if not self._depends:
-            places = _places(key, self.tokens.shape[-1], device)
-            chosen = self.tokens.flatten(1).gather(1, places)
-            return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
-        parents, depths, ranks = levels(key, device)
+        device = self.tokens.device
+        parents, depths, ranks = levels(tuple(trees), str(device))
         tokens = root.to(self.tokens.device)[:, None].expand(parents.shape)
         choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=device)
         for depth in range(max(tree.max_depth for tree in trees)):  # level by level, of all nodes
             found = self.expand(Frontier(depth, tokens, paths, choices, parents))
             assert found is not None
             order = found.log_probs.argsort(stable=True, dim=-1, descending=True)
+            order = order.expand(-1, parents.shape[1], -1)  # of all nodes, where they are alike
             chosen = states_at(order, parents).gather(2, ranks[:, :, None])
             after = states_at(found.tokens.expand(order.shape), parents).gather(2, chosen)
             here = depths == depth + 1
@@ -175,13 +171,6 @@ def likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     log_probs = best.values - logits.to(precise).logsumexp(-1, keepdim=True)
     alike = -math.log(logits.shape[-1])
     return best.indices, log_probs.masked_fill(log_probs.isnan(), alike)
-
-
-@lru_cache(maxsize=1024)
-def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
-    """Index of each draft token's token among ``width`` tokens per depth: (batch, nodes)."""
-    _, depths, ranks = levels(trees, device)
-    return ((depths - 1).clamp(min=0) * width + ranks)[:, 1:]
 
 
 @lru_cache(maxsize=1024)

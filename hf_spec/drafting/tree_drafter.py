@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,11 +17,10 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import MODULES, Drafter
 from hf_spec.drafting.held import Holds
-from hf_spec.drafting.markov_head import MarkovHead
+from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.transitions import Conditional, Transitions
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 from hf_spec.model.programs import DraftProgram
 
@@ -96,6 +95,7 @@ class TreeDrafter(Drafter, Holds):
         per_distance: probes per distance; 0 if predictions take no step tokens, so that every step
             has all of them.
         vocabulary: the tokens that are predicted; None for all.
+        make_predictions: class of its predictions, with the arguments of :class:`Predictions`.
         hidden: what :attr:`reads` asks for; None while it is unknown.
         cache_layout: what programs depend on besides the shapes of :meth:`carried`.
         num_predicted: distances that each row has predictions for; a tensor ``(batch,)`` if the
@@ -108,12 +108,13 @@ class TreeDrafter(Drafter, Holds):
     per_distance: int = 0
     cache_layout: Hashable = None
     held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
+    make_predictions: Callable[..., Predictions] = Predictions
 
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
         self.source = source
         self.policy_chooses = source.policy_chooses
-        self.markov_head: MarkovHead | Transitions | None = MarkovHead.of(weights, model)
+        self.markov_head: ConditionalHead | None = MarkovHead.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
         self.hidden: Tensor | None = None
@@ -226,8 +227,7 @@ class TreeDrafter(Drafter, Holds):
         noise: Tensor | None = None,
     ) -> Predictions:  # fmt: skip
         states = self.given_root(states, root)
-        make: Any = Conditional if isinstance(self.markov_head, Transitions) else Predictions
-        made: Predictions = make(
+        made: Predictions = self.make_predictions(
             self.logits(states), width, known, self.markov_head, states, self.token_ids, noise
         )
         return made
@@ -240,7 +240,7 @@ class TreeDrafter(Drafter, Holds):
         logits = self.logits(states)
         if self.markov_head is None:
             return logits
-        return self.markov_head.along(logits, previous, states, self.vocabulary)
+        return self.markov_head.along(logits, previous, states)
 
     @abstractmethod
     def states(self, hidden: Tensor, depth: int) -> Tensor:

@@ -26,9 +26,8 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
-from hf_spec.drafting.block_diffusion.config import SELECTOR
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
-from hf_spec.drafting.transitions import CONFIDENCE
+from hf_spec.drafting.vocabulary_markov_head import CONFIDENCE, SELECTOR
 from hf_spec.formats import tables
 from hf_spec.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, Reader
 from modeling_patches.modules import num_layers

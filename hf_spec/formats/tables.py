@@ -18,6 +18,7 @@ from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.layer_types import LAYER_TYPES, SIZES, LayerType
 from hf_spec.drafting.made_once import is_plain
+from hf_spec.drafting.vocabulary_markov_head import NAMES
 from hf_spec.methods.registry import Method
 from modeling_patches.weights import is_updated, output_bias, output_weight
 
@@ -114,7 +115,7 @@ def without_copy(
 #: What is added to a draft token's index to get its id, and a mask of all ids.
 OFFSETS, MASK = "d2t", "t2d"
 #: Tensors with a row for each draft token.
-PER_TOKEN = (HEAD, "markov_head.markov_w2.weight", "candidate_selector.successor_codebook")
+PER_TOKEN = {HEAD, *(names[1] for names in NAMES.values())}
 
 
 def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) -> int:
@@ -156,7 +157,7 @@ def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) 
             f"{OFFSETS!r} leads to ids {int(ids[0])} to {int(ids[-1])}: it must lead to {len(ids)} "
             f"different ones of the vocabulary, 0 to {known - 1}"
         )
-    for name in tensors.keys() & {*PER_TOKEN}:
+    for name in tensors.keys() & PER_TOKEN:
         if tensors[name].shape[:1] == order.shape:  # others are complained about later
             tensors[name] = tensors[name][order]
     if len(ids) == known:

@@ -129,7 +129,7 @@ def test_a_vocabulary_of_another_model(fresh: Tiny) -> None:
     model.add_adapter(hf_spec.MedusaConfig(draft_vocab_size=3))
     tokens = find_active(model, "MEDUSA").weights()[VOCABULARY]
     tokens.copy_(torch.tensor([1, 2, VOCAB]))
-    with pytest.raises(ValueError, match=f"predicts tokens 1 to {VOCAB}, the model has {VOCAB}"):
+    with pytest.raises(ValueError, match=f"predicts tokens 1 to {VOCAB}; the model has {VOCAB}"):
         model.generate(
             prompt(5), max_new_tokens=3, assistant_strategy="medusa",
             assistant_kwargs={"drafting": "always"},

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.losses import NEVER, PLAIN_SHARE, Ahead, future_losses
+from hf_spec.drafting.losses import NEVER, Ahead, future_losses
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
 from hf_spec.model.sequences import IGNORED
@@ -259,7 +259,7 @@ def test_losses_of_single_predictions(
         if with_markov_head:
             change = case.change(0, int(ids[row, start + distance]), state)
             scores = scores + (case.base.out.weight @ change)[tokens]
-            expected = PLAIN_SHARE * expected + loss(scores, place, own[at])
+            expected = MarkovHead.plain_share * expected + loss(scores, place, own[at])
         torch.testing.assert_close(losses[at], expected)
         torch.testing.assert_close(made[at], scores)
     assert (wanted == IGNORED).any() and (labels >= 0).sum() > 3

@@ -19,11 +19,10 @@ from hf_spec.core.checks import (
 from hf_spec.core.limits import MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.decoder import DecoderConfig
 from hf_spec.drafting.layer_types import ARCHITECTURES
+from hf_spec.drafting.vocabulary_markov_head import NAMES
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features
 
-SELECTOR = "selector"
-MARKOV_HEADS = ("vanilla", "gated", "rnn", SELECTOR)
 CONFIDENCE_HEADS = ("none", "state", "markov")
 HEADS, LOSSES, WINDOWS = ("base", "own"), ("hard", "distillation"), ("anchor", "query")
 #: Type of layers that can have convolutions.
@@ -103,7 +102,7 @@ class BlockConfig(DecoderConfig):
         check_range("logit_scale", self.logit_scale, 0.0, MAX_SIZE, open_low=True)
         check_switches(self, "sample_from_anchor", "sliding_window_non_causal", "attention_bias")
         check_choices(
-            self, markov_head=MARKOV_HEADS, loss=LOSSES, head=HEADS,
+            self, markov_head=tuple(NAMES), loss=LOSSES, head=HEADS,
             confidence_head=CONFIDENCE_HEADS, sliding_window_from=WINDOWS,
         )  # fmt: skip
         if self.sliding_layers is not None:

@@ -17,8 +17,8 @@ from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequenc
 from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.transitions import Transitions
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
+from hf_spec.drafting.vocabulary_markov_head import PathPredictions, VocabularyMarkovHead
 from hf_spec.model.hidden_states import Reads, model_logits, output_logits
 from modeling_patches.weights import placement
 
@@ -52,7 +52,10 @@ class BlockDrafter(TreeDrafter):
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
         self.network = BlockNetwork(model, adapter.module)
-        self.markov_head = Transitions.of(config.markov_head, weights, config.selector_top_k)
+        head = VocabularyMarkovHead.of(config.markov_head, weights, config.selector_top_k)
+        self.markov_head = head
+        if head is not None:
+            self.make_predictions = PathPredictions
         self.reads = Reads("committed", tuple(config.layers))
         self.distances = source.max_depth
 

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.decoder import Decoder, DecoderNetwork
-from hf_spec.drafting.transitions import fresh, prefix, shapes
+from hf_spec.drafting.vocabulary_markov_head import CONFIDENCE, fresh
 from hf_spec.model.sequences import token_hidden
 
 
@@ -89,7 +89,7 @@ class BlockAdapter(Decoder):
 
     With convolutions, ``layers.i.attention_conv`` and ``layers.i.mlp_conv``, see
     :class:`Convolutions`. With a Markov head, ``markov_head.*`` or ``candidate_selector.*``, see
-    :mod:`hf_spec.drafting.transitions`. Buffers, which are not trained:
+    :mod:`hf_spec.drafting.vocabulary_markov_head`. Buffers, which are not trained:
     ``confidence_head.proj.*``, and Gemma 4's ``layers.i.layer_scalar``.
     """
 
@@ -101,28 +101,27 @@ class BlockAdapter(Decoder):
         self.hidden_norm = self.rms_norm(hidden)
         if rank:
             drafted = config.draft_vocab_size or self.known
-            tensors = fresh(shapes(kind, rank, hidden, self.known, drafted))
-            self.add_module(prefix(kind)[:-1], _tree_of(tensors, nn.Parameter))
+            for name, tensor in fresh(kind, rank, hidden, self.known, drafted).items():
+                self._add(name, nn.Parameter(tensor))
         if config.confidence_head != "none":
             width = hidden + rank * (config.confidence_head == "markov")
-            tensors = {"proj.weight": torch.zeros(1, width), "proj.bias": torch.zeros(1)}
-            self.add_module("confidence_head", _tree_of(tensors, nn.Buffer))
+            for name, tensor in zip(CONFIDENCE, (torch.zeros(1, width), torch.zeros(1))):
+                self._add(name, nn.Buffer(tensor))
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor of this name, and the modules that it is in."""
+        module: nn.Module = self
+        *parents, leaf = name.split(".")
+        for parent in parents:
+            if not hasattr(module, parent):
+                module.add_module(parent, nn.Module())
+            module = module.get_submodule(parent)
+        setattr(module, leaf, tensor)
 
     def layer(self, layers: Any, index: int) -> nn.Module:
         if self.config.conv_kernel_size:
             return ConvolvedLayer(self.config, layers, index)
         return super().layer(layers, index)
-
-
-def _tree_of(tensors: dict[str, Tensor], kind: Any) -> nn.Module:
-    """Modules whose tensors have these names."""
-    made = nn.Module()
-    for name, tensor in tensors.items():
-        parent, _, leaf = name.rpartition(".")
-        if parent and not hasattr(made, parent):
-            made.add_module(parent, nn.Module())
-        setattr(made.get_submodule(parent), leaf, kind(tensor))
-    return made
 
 
 class BlockNetwork(DecoderNetwork):

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.verify import sample
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
@@ -46,6 +47,8 @@ class SpaceOptions(DraftOptions):
 class SpaceDrafter(ProbeDrafter):
     """Trees of the mask tokens' predictions, or chains of likeliest or sampled tokens."""
 
+    markov_head: MarkovHead | None
+
     can_sample = True
     options: SpaceOptions
 
@@ -76,7 +79,7 @@ class SpaceDrafter(ProbeDrafter):
         for place in range(depth):
             own = logits[:, place]
             if self.markov_head is not None:
-                own = self.markov_head.along(own, tokens[-1], states[:, place], None).to(own)
+                own = own + self.markov_head.logits(tokens[-1], states[:, place]).to(own)
             drafted = torch.stack(tokens, 1)[:, 1:]
             q = distribution(state.process(own, drafted, state.active, drafting=True))
             tokens.append(sample(q).clamp(min=0) if samples else q.argmax(-1))

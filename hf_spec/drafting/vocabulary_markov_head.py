@@ -27,126 +27,96 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.drafting.grow import Children, Frontier
-from hf_spec.drafting.held import Holds
+from hf_spec.drafting.markov_head import ConditionalHead
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.predictions import Predictions, likeliest
 from hf_spec.model.hidden_states import states_at
 
-#: Prefixes of the names of an adapter's parameters.
-PREFIX, SELECTOR_PREFIX = "markov_head.", "candidate_selector."
-W1, W2 = "markov_w1.weight", "markov_w2.weight"
-GATE, JOINT = ("gate_proj.weight", "gate_proj.bias"), ("joint_proj.weight", "joint_proj.bias")
-#: W1 and W2 of a selector, and P.
-SELECTOR = ("predecessor_codebook", "successor_codebook")
-PROJECTION = "hidden_projection.weight"
-#: The head of confidence.
+SELECTOR = "selector"
+#: Names of an adapter's parameters by kind: W1, W2, then G, J or P and the bias.
+_OURS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+NAMES: dict[str, tuple[str, ...]] = {
+    "vanilla": _OURS,
+    "gated": (*_OURS, "markov_head.gate_proj.weight", "markov_head.gate_proj.bias"),
+    "rnn": (*_OURS, "markov_head.joint_proj.weight", "markov_head.joint_proj.bias"),
+    SELECTOR: tuple(f"candidate_selector.{name}" for name in (
+        "predecessor_codebook", "successor_codebook", "hidden_projection.weight"
+    )),
+}  # fmt: skip
+#: Those of the head of confidence.
 CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
-def prefix(kind: str) -> str:
-    """Prefix of the parameters of a kind."""
-    return SELECTOR_PREFIX if kind == "selector" else PREFIX
-
-
-def matrices(kind: str) -> tuple[str, str]:
-    """Names of W1 and W2 of a kind."""
-    return SELECTOR if kind == "selector" else (W1, W2)
-
-
-def shapes(
-    kind: str, rank: int, hidden: int, known: int, drafted: int
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters by name, given how many tokens may come before (``known``) and how
-    many are predicted (``drafted``)."""
-    before, after = matrices(kind)
-    found: dict[str, tuple[int, ...]] = {before: (known, rank), after: (drafted, rank)}
-    if kind == "gated":
-        found |= zip(GATE, ((rank, hidden + rank), (rank,)))
-    elif kind == "rnn":
-        found |= zip(JOINT, ((3 * rank, 2 * rank + hidden), (3 * rank,)))
-    elif kind == "selector":
-        found[PROJECTION] = rank, hidden
-    return found
-
-
-def fresh(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Parameters of a new head, which at first adds 0."""
-    return {
-        name: torch.zeros(shape)
-        if name in (W2, SELECTOR[1]) or len(shape) == 1
-        else torch.randn(shape) / shape[-1] ** 0.5
-        for name, shape in shapes.items()
+def fresh(kind: str, rank: int, hidden: int, known: int, drafted: int) -> dict[str, Tensor]:
+    """Parameters of a new head by name, which at first adds 0, given how many tokens may come
+    before (``known``) and how many are predicted (``drafted``)."""
+    more: dict[str, list[tuple[int, ...]]] = {
+        "gated": [(rank, hidden + rank), (rank,)],
+        "rnn": [(3 * rank, 2 * rank + hidden), (3 * rank,)],
+        SELECTOR: [(rank, hidden)],
     }
+    first, after, *rest = [(known, rank), (drafted, rank), *more.get(kind, [])]
+    made = [torch.randn(first) / rank**0.5, torch.zeros(after)]
+    for shape in rest:
+        made.append(
+            torch.zeros(shape) if len(shape) == 1 else torch.randn(shape) / shape[-1] ** 0.5
+        )
+    return dict(zip(NAMES[kind], made))
 
 
-class Transitions(Holds):
+class VocabularyMarkovHead(ConditionalHead):
     """A Markov head; gradients flow to its parameters.
 
     Args:
         kind: see above.
-        weights: its parameters: W1 ``(known, rank)`` and W2 ``(tokens, rank)``; G ``(rank, hidden +
-            rank)`` and its bias, J ``(3 * rank, 2 * rank + hidden)`` and its bias, or P ``(rank,
-            hidden)``.
+        weights: its parameters in the order of :data:`NAMES`: W1 ``(known, rank)`` and W2
+            ``(tokens, rank)``; G ``(rank, hidden + rank)`` and its bias, J ``(3 * rank, 2 * rank +
+            hidden)`` and its bias, or P ``(rank, hidden)``.
         top_k: of a selector, the number of tokens of each slot that it chooses among; None for all,
             as in training.
-        sure: w ``(1, hidden)`` or ``(1, hidden + rank)`` and b ``(1,)`` of the head of confidence;
-            empty if there is none.
+        confidence_head: w ``(1, hidden)`` or ``(1, hidden + rank)`` and b ``(1,)``; empty if there
+            is none.
     """
 
-    held = ("weights", "sure")
+    held = ("weights", "confidence_head")
 
     def __init__(
-        self, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None,
-        sure: Sequence[Tensor] = (),
+        self, kind: str, weights: Sequence[Tensor], top_k: int | None = None,
+        confidence_head: Sequence[Tensor] = (),
     ):  # fmt: skip
-        self.kind, self.weights, self.top_k, self.sure = kind, dict(weights), top_k, tuple(sure)
-        self._before, self._after = matrices(kind)
+        self.kind, self.weights, self.top_k = kind, tuple(weights), top_k
+        self.confidence_head, self.remembers = tuple(confidence_head), kind == "rnn"
 
     @classmethod
     def of(
         cls, kind: str, weights: Mapping[str, Tensor], top_k: int | None = None
-    ) -> Transitions | None:
+    ) -> VocabularyMarkovHead | None:
         """The one among an adapter's parameters, if it has one."""
-        start = prefix(kind)
-        own = {
-            name.removeprefix(start): tensor
-            for name, tensor in weights.items()
-            if name.startswith(start)
-        }
-        sure = [weights[name] for name in CONFIDENCE if name in weights]
-        return cls(kind, own, top_k, sure) if own else None
+        if NAMES[kind][0] not in weights:
+            return None
+        own = [weights[name] for name in NAMES[kind]]
+        return cls(kind, own, top_k, [weights[name] for name in CONFIDENCE if name in weights])
 
     def given(
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits given the tokens before.
-
-        Args:
-            logits: ``(..., tokens)``
-            previous: ``(...)`` the token before each.
-            states: ``(..., hidden)`` that give the logits.
-            memory: ``(..., rank)`` what is remembered of the tokens before that one; None at the
-                root, and in kinds that remember nothing.
-
-        Returns:
-            ``(..., tokens)`` logits, -inf for those that are not chosen among, and the memory of
-            the tokens after.
-        """
-        own, before = self.weights, self._embedded(previous)
+        """See :class:`ConditionalHead`; logits are -inf for those that are not chosen among."""
+        _, after, *more = self.weights
+        before = self._embedded(previous)
         states = states.to(before).expand(*before.shape[:-1], -1)
         if self.kind == "gated":
-            gate = functional.linear(torch.cat([states, before], -1), *(own[x] for x in GATE))
+            gate = functional.linear(torch.cat([states, before], -1), *more)
             before = gate.sigmoid() * before
         elif self.kind == "rnn":
             memory = torch.zeros_like(before) if memory is None else memory
             joint = torch.cat([memory, before, states], -1)
-            gate, new, out = functional.linear(joint, *(own[x] for x in JOINT)).chunk(3, -1)
+            gate, new, out = functional.linear(joint, *more).chunk(3, -1)
             memory = gate.sigmoid() * memory + (1 - gate.sigmoid()) * new.tanh()
             before = out.tanh()
-        elif self.kind == "selector":
-            before = before * functional.linear(states, own[PROJECTION])
-        given = logits + functional.linear(before, own[self._after]).to(logits)
-        if self.kind == "selector" and self.top_k is not None:
+        elif self.kind == SELECTOR:
+            before = before * functional.linear(states, *more)
+        given = logits + functional.linear(before, after).to(logits)
+        if self.kind == SELECTOR and self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
             given = given.masked_fill(logits < least, -torch.inf)
         return given, memory
@@ -154,53 +124,36 @@ class Transitions(Holds):
     def confidence(self, previous: Tensor, states: Tensor) -> Tensor | None:
         """``(...)`` how likely the likeliest token is accepted; None without a head of confidence.
         ``previous`` and ``states`` are as in :meth:`given`."""
-        if not self.sure:
+        if not self.confidence_head:
             return None
         before = self._embedded(previous)
         states = states.to(before).expand(*before.shape[:-1], -1)
-        weight, bias = self.sure
+        weight, bias = self.confidence_head
         seen = states if weight.shape[1] == states.shape[-1] else torch.cat([states, before], -1)
         return functional.linear(seen, weight, bias)[..., 0].sigmoid()
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Rows of W1."""
-        first = self.weights[self._before]
+        first = self.weights[0]
         # Tokens that the model has gained since have no row.
         return functional.embedding(tokens.to(first.device).clamp(max=len(first) - 1), first)
 
-    def given_root(self, states: Tensor, root: Tensor) -> Tensor:
-        """The states, which do not depend on the root."""
-        return states
 
-    def along(
-        self, logits: Tensor, previous: Tensor, states: Tensor, vocabulary: object = None
-    ) -> Tensor:
-        """:meth:`given` of consecutive distances, ``(..., distances, tokens)``; the first token of
-        ``previous`` is the root. The vocabulary is not needed."""
-        found, memory = [], None
-        for place in range(previous.shape[-1]):
-            own, memory = self.given(
-                logits[..., place, :], previous[..., place], states[..., place, :], memory
-            )
-            found.append(own)
-        return torch.stack(found, dim=-2)
-
-
-class Conditional(Predictions):
+class PathPredictions(Predictions):
     """Predictions given the tokens drafted before, each by all logits of its distance.
 
     Args:
-        transitions: how the tokens before change the predictions.
+        markov_head: how the tokens before change the predictions.
         logits, width, known, states, ids, noise: see :class:`Predictions`.
     """
 
     def __init__(
-        self, logits: Tensor, width: int, known: Sequence[int] | Tensor, transitions: Transitions,
-        states: Tensor, ids: Tensor | None = None, noise: Tensor | None = None,
+        self, logits: Tensor, width: int, known: Sequence[int] | Tensor,
+        markov_head: VocabularyMarkovHead, states: Tensor, ids: Tensor | None = None,
+        noise: Tensor | None = None,
     ):  # fmt: skip
         super().__init__(logits, width, known, ids=ids, noise=noise)
-        self._logits, self._transitions, self._hidden = logits, transitions, states
-        self._depends = True
+        self._logits, self._head, self._hidden = logits, markov_head, states
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
 
     def expand(self, frontier: Frontier) -> Children | None:
@@ -211,13 +164,13 @@ class Conditional(Predictions):
         if memory is not None:
             memory = states_at(memory, frontier.parents)
         states = self._hidden[:, place, None]
-        logits, self._memory = self._transitions.given(
+        logits, self._memory = self._head.given(
             self._logits[:, place, None], previous, states, memory
         )
         if self._noise is not None:
             logits = as_sampled(logits, self._noise[:, place, None])
         chosen, log_probs = likeliest(logits, self.tokens.shape[-1])
-        sure = self._transitions.confidence(previous, states)
+        sure = self._head.confidence(previous, states)
         if sure is not None and self._noise is None:
             log_probs = with_confidence(log_probs, sure)
         tokens = chosen if self._ids is None else self._ids[chosen]

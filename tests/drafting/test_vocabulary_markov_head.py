@@ -9,7 +9,12 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.noise import TRUST
-from hf_spec.drafting.transitions import Conditional, Transitions, fresh, shapes, with_confidence
+from hf_spec.drafting.vocabulary_markov_head import (
+    PathPredictions,
+    VocabularyMarkovHead,
+    fresh,
+    with_confidence,
+)
 
 DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11
 #: Tokens that are predicted.
@@ -19,19 +24,19 @@ KINDS = ["vanilla", "gated", "rnn", "selector"]
 
 def made(
     kind: str, sure: int = 0, top_k: int | None = None
-) -> tuple[Transitions, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[VocabularyMarkovHead, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A head of random parameters, logits, states, and roots of two rows.
 
     Args:
         sure: features that a head of confidence reads; 0: there is none.
     """
     generator = torch.Generator().manual_seed(3)
-    names = shapes(kind, RANK, HIDDEN, KNOWN, len(IDS))
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+    new = fresh(kind, RANK, HIDDEN, KNOWN, len(IDS)).values()
+    weights = [torch.randn(one.shape, generator=generator) for one in new]
     logits = torch.randn(2, DISTANCES, len(IDS), generator=generator)
     states = torch.randn(2, DISTANCES, HIDDEN, generator=generator)
     heads = [torch.randn(1, sure, generator=generator) / 4, torch.tensor([1.0])] if sure else []
-    return Transitions(kind, weights, top_k, heads), logits, states, torch.tensor([3, 7])
+    return VocabularyMarkovHead(kind, weights, top_k, heads), logits, states, torch.tensor([3, 7])
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -43,7 +48,7 @@ def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool)
     if sampled:
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
     count = len(IDS) ** DISTANCES
-    predictions = Conditional(logits, count, (DISTANCES, 2), head, states, IDS, noise)
+    predictions = PathPredictions(logits, count, (DISTANCES, 2), head, states, IDS, noise)
     tree = Tree.unpacked(grow(predictions, root, 40, DISTANCES))
     for row, known in enumerate((DISTANCES, 2)):
         paths = {}
@@ -78,7 +83,7 @@ def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool)
 def test_static_trees_take_tokens_by_rank(kind: str) -> None:
     head, logits, states, root = made(kind)
     trees = [TokenTree.from_paths([[0], [1], [0, 1], [1, 0], [1, 0, 2]]), TokenTree.chain(2)]
-    tokens = Conditional(logits, 5, (3, 3), head, states, IDS).ranked(trees, root)
+    tokens = PathPredictions(logits, 5, (3, 3), head, states, IDS).ranked(trees, root)
     for row, tree in enumerate(trees):
         for node in range(1, len(tree)):
             path, at = [], node
@@ -95,7 +100,7 @@ def test_static_trees_take_tokens_by_rank(kind: str) -> None:
 def test_a_new_head_changes_nothing_and_unknown_tokens_are_the_last() -> None:
     for kind in KINDS:
         head, logits, states, root = made(kind)
-        new = Transitions(kind, fresh(shapes(kind, RANK, HIDDEN, KNOWN, len(IDS))))
+        new = VocabularyMarkovHead(kind, [*fresh(kind, RANK, HIDDEN, KNOWN, len(IDS)).values()])
         assert torch.equal(new.given(logits[:, 0], root, states[:, 0])[0], logits[:, 0])
         more, last = torch.tensor([99, 99]), torch.tensor([KNOWN - 1, KNOWN - 1])
         found = [head.given(logits[:, 0], one, states[:, 0])[0] for one in (more, last)]
