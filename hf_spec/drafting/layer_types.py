@@ -94,14 +94,14 @@ class LayerType:
             Both ``(batch, heads, n, head_dim)``.
         """
         shape = (*context.shape[:-1], -1, attention.head_dim)
-        keys, values = self._normed(attention, context, shape)
+        keys = attention.k_proj(context).view(shape)
+        values = keys if attention.v_proj is None else attention.v_proj(context).view(shape)
+        if hasattr(attention, "k_norm"):
+            keys = attention.k_norm(keys)
+        if hasattr(attention, "v_norm"):
+            values = attention.v_norm(values)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         return apply_rotary_pos_emb(keys[:, :0], keys, *angles)[1], values
-
-    def _normed(
-        self, attention: Any, context: Tensor, shape: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        return attention.k_proj(context).view(shape), attention.v_proj(context).view(shape)
 
     def rest(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
         """What a layer does after its attention, with the residual and the attention's output."""
@@ -117,12 +117,6 @@ class Qwen3(LayerType):
 
     def layer(self, config: Any, index: int) -> nn.Module:
         return Qwen3DecoderLayer(config, index)
-
-    def _normed(
-        self, attention: Any, context: Tensor, shape: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super()._normed(attention, context, shape)
-        return attention.k_norm(keys), values
 
 
 class Gemma4(LayerType):
@@ -205,13 +199,6 @@ class Gemma4(LayerType):
 
     def given(self) -> dict[str, Any]:
         return {"shared_kv_states": {}}
-
-    def _normed(
-        self, attention: Any, context: Tensor, shape: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        keys = attention.k_proj(context).view(shape)
-        values = keys if attention.v_proj is None else attention.v_proj(context).view(shape)
-        return attention.k_norm(keys), attention.v_norm(values)
 
     def rest(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + layer.post_attention_layernorm(attended)

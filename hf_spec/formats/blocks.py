@@ -236,12 +236,9 @@ def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     kinds = ["sliding_attention" if layer in sliding else "full_attention"
              for layer in range(config.num_layers)]  # fmt: skip
     layers = {
-        **{name: getattr(config, name) for name in config.of_layers},
-        "rope_parameters": dict(config.layer_config().rope_parameters),
-        "vocab_size": known, "model_type": TYPES[0],
-        "num_hidden_layers": config.num_layers, "layer_types": kinds,
-        "sliding_window": config.sliding_window, "use_sliding_window": bool(sliding),
-        "attention_dropout": 0.0, "tie_word_embeddings": False,
+        **tables.written_layers(config, known),
+        "layer_types": kinds, "sliding_window": config.sliding_window,
+        "use_sliding_window": bool(sliding), "attention_dropout": 0.0,
     }  # fmt: skip
     kind, name, table = "dflash", "DFlash", {}
     if convolves:
@@ -269,7 +266,7 @@ READERS = {
     kind: Reader(
         lambda name: not name.endswith(UNUSED), partial(convert, kind),
         partial(recognizes, kind),
-        partial(tables.without_copy, name=HEAD, reads="layers", head="base"),
+        partial(tables.without_copy, name=HEAD, head="base"),
     )
     for kind in ("dflash", "dspark")
 }  # fmt: skip

@@ -21,7 +21,7 @@ from hf_spec.adapters.predicting import vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import HEAD
-from hf_spec.drafting.layer_types import ARCHITECTURES, SIZES
+from hf_spec.drafting.layer_types import ARCHITECTURES
 from hf_spec.formats import tables
 from hf_spec.formats.tables import ANY, KIND, OF_DEEPSPEC, USUAL, Files, Reader
 from hf_spec.model.row_embeddings import RowEmbeddings
@@ -199,23 +199,15 @@ def _written(model: Any, adapter: ActiveAdapter) -> Files:
     })  # fmt: skip
     tensors = {name: one.detach() for name, one in adapter.weights().items()}
     tables.put_vocabulary(tensors, vocab_size(model))
-    return {
-        "model_type": config.architecture,
-        **{name: getattr(config, name) for name in SIZES},
-        "num_hidden_layers": config.num_layers,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": dict(config.layer_config().rope_parameters),
-        "vocab_size": vocab_size(model),
-        **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False),
-    }, tensors
+    layers = tables.written_layers(config, vocab_size(model))
+    return {**layers, "attention_bias": False, "mlp_bias": False}, tensors
 
 
 def wants(name: str) -> bool:
     return UNUSED.fullmatch(name) is None
 
 
-share = partial(tables.without_copy, name=EMBEDDINGS, reads="layers", own_embeddings=False)
+share = partial(tables.without_copy, name=EMBEDDINGS, own_embeddings=False)
 READERS = {
     "eagle3": Reader(wants, convert, recognizes, share),
 }

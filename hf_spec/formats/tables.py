@@ -88,16 +88,16 @@ def own_name(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 def without_copy(
-    model: Any, config: Any, tensors: dict[str, Tensor], *, name: str, reads: str, **changed: Any
+    model: Any, config: Any, tensors: dict[str, Tensor], *, name: str, **changed: Any
 ) -> tuple[Any, dict[str, Tensor]]:
-    """:attr:`Reader.share` that leaves out a matrix of embeddings if it is the base's.
+    """:attr:`Reader.share` of decoders: leaves out a matrix of embeddings if it is the base's, and
+    raises a ValueError if the base's last layer is read.
 
     Args:
         name: of the tensor, :data:`HEAD` or input embeddings.
-        reads: field of the config with the layers that are read; a ValueError if the last one is.
         changed: fields of the config without the matrix.
     """
-    check_read_layers(model, getattr(config, reads) or ())
+    check_read_layers(model, config.layers or ())
     of_output, own, ids = name == HEAD, tensors.get(name), tensors.get(VOCABULARY)
     module = model.get_output_embeddings() if of_output else model.get_input_embeddings()
     rows = output_weight(model) if of_output else getattr(module, "weight", None)
@@ -264,6 +264,18 @@ def layer_fields(layers: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
         "rms_norm_eps": layers.get("rms_norm_eps", 1e-6),
         "rope_parameters": layers["rope_parameters"],
         **{name: layers[name] for name in kind.own},
+    }
+
+
+def written_layers(config: Any, known: int) -> dict[str, Any]:
+    """The inverse of :func:`layer_fields`: the config of layers of a model with so many tokens."""
+    return {
+        "model_type": config.architecture,
+        **{name: getattr(config, name) for name in config.of_layers},
+        "num_hidden_layers": config.num_layers,
+        "rope_parameters": dict(config.layer_config().rope_parameters),
+        "vocab_size": known,
+        "tie_word_embeddings": False,
     }
 
 

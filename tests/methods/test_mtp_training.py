@@ -22,8 +22,7 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.decoding.auto import choose
-from hf_spec.methods.mtp import weights
-from hf_spec.methods.mtp.adapter import MtpConfig, loss
+from hf_spec.methods.mtp import MtpConfig, loss, weights
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.evaluation import EvalDecoding
