@@ -18,13 +18,12 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import of_tokens
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
-from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary, drafted_logits, places_of
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits, places_of
 from hf_spec.drafting.heads import PROJECTION, head_states, projected
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
 from hf_spec.drafting.vocabulary_markov_head import VocabularyMarkovHead
-from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
+from hf_spec.model.hidden_states import Head, model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
-from modeling_patches.weights import placement
 
 #: See :func:`future_losses`.
 Predict = Callable[[Tensor, Head | None], Tensor]
@@ -225,13 +224,6 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
         vocabulary = DraftVocabulary.of(weights, model)
         own = own_logits(model, hidden, ahead.columns, vocabulary).to(states.device)
 
-    def predict(states: Tensor, head: Head | None) -> Tensor:
-        if HEAD in weights:
-            return network.logits(states)
-        if config.shapes_logits:
-            return network.shaped(output_logits(model, states, head))
-        return model_logits(model, states.to(placement(model).dtype), head=head)
-
     markov_head = VocabularyMarkovHead.of(config.markov_head, weights)
-    losses = future_losses(model, weights, states, ahead, own, predict, markov_head)
+    losses = future_losses(model, weights, states, ahead, own, network.logits, markov_head)
     return mean_loss(*losses, config.decay, first=1)

@@ -160,10 +160,7 @@ def _fields(kind: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> 
     fields: dict[str, Any] = {
         "sample_from_anchor": dspark,
         "markov_rank": 0,
-        "embedding_scale": type_.embedding_scale(facts["hidden_size"]),
-        "num_layers": count,
         **tables.layer_fields(layers, type_),
-        "architecture": type_.name,
         "attention_bias": layers.get("attention_bias", False),
         "base_facts": facts,
         **tables.fields_of(config, table, (GROUP, "")),

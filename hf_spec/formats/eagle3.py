@@ -96,7 +96,6 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
             raise ValueError(f"{name}={layers[name]!r} in config.json: layers without are read")
     fields = tables.layer_fields(layers, kind)
     tables.check_known(on, SWITCHES | dict.fromkeys(kind.own, ANY))
-    fields |= {"architecture": kind.name, "num_layers": layers.get("num_hidden_layers", 1)}
     fields |= {name: BY_TENSORS.get(name) in found for name in FLAGS}
     fields |= tables.fields_of(config, dict(zip(FLAGS, FLAGS)), ("", GROUP))
     if OF_DEEPSPEC in config:
@@ -118,7 +117,6 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     stated = config.get("draft_vocab_size")
     fields["draft_vocab_size"] = tables.take_vocabulary(found, int(known or 0), stated)
     fields["own_embeddings"] = EMBEDDINGS in found
-    fields["embedding_scale"] = kind.embedding_scale(hidden)
     return fields, found
 
 

@@ -251,12 +251,15 @@ def layer_type(
 
 
 def layer_fields(layers: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
-    """Fields of layers, as Llama's config names them."""
+    """Fields of :class:`DecoderConfig` that describe layers."""
     layers = kind.flat(layers)
     for name in ("hidden_size", "num_attention_heads"):
         check_count(f"{name} in config.json", layers.get(name), high=MAX_SIZE)
     heads, dim = layers["num_attention_heads"], layers.get("head_dim")
     return {
+        "architecture": kind.name,
+        "num_layers": layers.get("num_hidden_layers", 1),
+        "embedding_scale": kind.embedding_scale(layers["hidden_size"]),
         **{name: layers.get(name) for name in SIZES},
         "num_key_value_heads": layers.get("num_key_value_heads") or heads,
         "head_dim": layers["hidden_size"] // heads if dim is None else dim,

@@ -19,8 +19,7 @@ from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.drafting.vocabulary_markov_head import PathPredictions, VocabularyMarkovHead
-from hf_spec.model.hidden_states import Reads, model_logits, output_logits
-from modeling_patches.weights import placement
+from hf_spec.model.hidden_states import Reads
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,7 @@ class BlockDrafter(TreeDrafter):
         return hidden[:, :depth]
 
     def logits(self, states: Tensor) -> Tensor:
-        if self.vocabulary is not None and self.vocabulary.is_own:
-            return self.network.shaped(self.vocabulary(states))
-        if self.exact and not self.network.config.shapes_logits:
-            final = states.to(placement(self.model).dtype)
-            return model_logits(self.model, final, head=self.vocabulary)
-        return self.network.shaped(output_logits(self.model, states, self.vocabulary))
+        return self.network.logits(states, self.vocabulary)
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         for some in places.split(max(AT_ONCE // self.distances, 1)):

@@ -23,7 +23,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.decoder import Decoder, DecoderNetwork
 from hf_spec.drafting.vocabulary_markov_head import CONFIDENCE, fresh
+from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.sequences import token_hidden
+from modeling_patches.weights import placement
 
 
 class Convolutions(nn.Module):
@@ -167,6 +169,15 @@ class BlockNetwork(DecoderNetwork):
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         return super().shaped(logits)
+
+    def logits(self, states: Tensor, head: Head | None = None) -> Tensor:
+        """``(..., tokens)`` of states ``(..., hidden)``, by its own head, if it has one, or by the
+        base's: ``head`` if this is given, which the drafter or the base scales and caps."""
+        if self.config.head == "own":
+            return super().logits(states)
+        if self.config.shapes_logits:
+            return self.shaped(output_logits(self.model, states, head))
+        return model_logits(self.model, states.to(placement(self.model).dtype), head=head)
 
     def blocks(self, anchors: Tensor) -> Tensor:
         """Tokens of the block of each anchor: ``(...)`` -> ``(..., block_size)``."""
