@@ -96,19 +96,13 @@ class Predictions:
         return log_probs
 
     def given(self, previous: Tensor) -> Tensor:
-        """Log-probabilities of :attr:`tokens`.
+        """Log-probabilities ``(batch, distances, n, width)`` of :attr:`tokens` by the Markov head.
 
         Args:
             previous: ``(batch, distances, n)`` tokens before each distance.
-
-        Returns:
-            ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` without a
-            Markov head.
         """
+        assert self._markov_head is not None and self._states is not None
         plain, tokens = self.log_probs[:, :, None], self.tokens
-        if self._markov_head is None:
-            return plain
-        assert self._states is not None
         bias = self._markov_head.bias(previous.to(tokens.device), self._states, tokens)
         weighed = plain + (bias if self._noise is None else TRUST * bias)
         # Probability of all other tokens, independent of the previous one.

@@ -10,9 +10,10 @@ from functools import partial
 from typing import ClassVar
 
 from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.losses import block_loss
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Method
 from hf_spec.policy.tree_source import tree_source
 
@@ -27,7 +28,7 @@ class DFlashConfig(BlockConfig):
 METHOD = Method(
     name="dflash",
     summary="a small decoder predicts a block of tokens in one forward",
-    options=BlockOptions,
+    options=DraftOptions,
     drafter=BlockDrafter,
     make=partial(BlockDrafter, tree_source=tree_source),
     adapter_config=DFlashConfig,

@@ -11,9 +11,10 @@ from typing import ClassVar
 
 from hf_spec.adapters.config import setting
 from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter, BlockOptions
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.losses import block_loss
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Method
 from hf_spec.policy.tree_source import tree_source
 
@@ -36,7 +37,7 @@ class DSparkConfig(BlockConfig):
 METHOD = Method(
     name="dspark",
     summary="a block predicted in one forward, and a Markov head that chains its tokens",
-    options=BlockOptions,
+    options=DraftOptions,
     drafter=BlockDrafter,
     make=partial(BlockDrafter, tree_source=tree_source),
     adapter_config=DSparkConfig,

@@ -32,6 +32,7 @@ CONFIGS = {
     "plain": ("dflash", {"num_layers": 2, "block_size": 5}),
     "anchor": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "gated"}),
     "rnn": ("dspark", {"num_layers": 1, "markov_rank": 4, "markov_head": "rnn"}),
+    "llama": ("dflash", {"architecture": "llama", "layers": [3, 1], "head": "own"}),
     "scaled": (
         "dflash",
         {"block_size": 4, "embedding_scale": 2.0, "logit_scale": 0.5, "logit_softcap": 3.0},

@@ -13,7 +13,7 @@ from trained import SETTINGS, TRAININGS, Trained, answers, decodes_exactly, weig
 
 from hf_spec.training.train import train
 
-#: Heads, mask tokens with updates, layers, blocks with transitions, updates of the base.
+#: Heads, mask tokens with updates, layers, blocks with Markov heads, updates of the base.
 NAMES = ("medusa", "space", "eagle3", "dspark", "layer_skip")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -22,17 +21,6 @@ from hf_spec.drafting.vocabulary_markov_head import PathPredictions, VocabularyM
 from hf_spec.model.hidden_states import Reads
 
 
-@dataclass(frozen=True)
-class BlockOptions(DraftOptions):
-    """Options of block drafters, which are those of all strategies.
-
-    Attributes:
-        tree: ``chain``: each distance's likeliest token only, as in the papers. Or what
-            :class:`DraftOptions` says.
-        max_depth: number of distances used; None for all of a block.
-    """
-
-
 class BlockDrafter(TreeDrafter):
     """Trees of a block's likeliest tokens.
 
@@ -41,10 +29,8 @@ class BlockDrafter(TreeDrafter):
         tree_source: :func:`hf_spec.policy.tree_source.tree_source`.
     """
 
-    options: BlockOptions
-
     def __init__(
-        self, model: Any, options: BlockOptions, adapter: ActiveAdapter,
+        self, model: Any, options: DraftOptions, adapter: ActiveAdapter,
         tree_source: Callable[..., TreeSource],
     ):  # fmt: skip
         config, weights = adapter.config, adapter.weights()
