@@ -145,11 +145,10 @@ def future_losses(
         vocabulary,
         lambda head: predict(flat, head) if predict else model_logits(model, flat, head=head),
     ).unflatten(1, wanted.shape[1:])
-    losses = prediction_losses(logits, wanted, own)
-    if markov_head is None:
-        return losses, logits, wanted
-    given = markov_head.along(logits, ahead.before, states)
-    losses = markov_head.plain_share * losses + prediction_losses(given, wanted, own)
+    given = logits if markov_head is None else markov_head.along(logits, ahead.before, states)
+    losses = prediction_losses(given, wanted, own)
+    if markov_head is not None and markov_head.plain_share:
+        losses = losses + markov_head.plain_share * prediction_losses(logits, wanted, own)
     return losses, given, wanted
 
 
