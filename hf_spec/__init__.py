@@ -1,34 +1,86 @@
 """Speculative decoding inside ``generate()``, for any causal language model of Transformers.
 
 Importing registers the strategies with ``generate()`` and the adapter types with PEFT, and changes
-nothing else: a call that names no strategy runs as if hf_spec were not there. The public names are
-those of :mod:`hf_spec.public`; :mod:`hf_spec.registration` says when they are imported.
+nothing else: a call that names no strategy runs as if hf_spec were not there.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from hf_spec.registration import register_when_possible
-
-if TYPE_CHECKING:
-    from hf_spec.public import *  # noqa: F403 (all that its __all__ names)
+from hf_spec.adapters.active import merge_adapter, unmerge_adapter
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
+from hf_spec.decoding.compiling import warm_up
+from hf_spec.decoding.config import SpecConfig
+from hf_spec.decoding.config import note_source as _note_source
+from hf_spec.decoding.custom import generate
+from hf_spec.decoding.loop import decode as _decode
+from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
+from hf_spec.decoding.validate import validate_call as _validate_call
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.options import AUTO as _AUTO
+from hf_spec.drafting.options import DraftOptions
+from hf_spec.methods.bita import BitaConfig
+from hf_spec.methods.dflash import DFlashConfig
+from hf_spec.methods.dspark import DSparkConfig
+from hf_spec.methods.eagle3 import Eagle3Config
+from hf_spec.methods.layer_skip import LayerSkipConfig
+from hf_spec.methods.medusa import MedusaConfig
+from hf_spec.methods.mtp import MtpConfig
+from hf_spec.methods.ppd import PPDConfig
+from hf_spec.methods.propd import ProPDConfig
+from hf_spec.methods.registry import Method, register_method
+from hf_spec.methods.registry import methods as _methods
+from hf_spec.methods.space import SpaceConfig
+from hf_spec.model.packed_weights import pack_weights
+from modeling_patches import generation_mode as _generation_mode
+from modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
 
 __version__ = "0.2.0"
 
+_warn_of_newer()
+_generation_mode.register(
+    "hf_spec_decode",
+    ("assistant_strategy", "assistant_kwargs"),
+    _decode,
+    _validate_call,
+    loaded=_note_source,
+    custom=generate,
+    default=_AUTO,
+)
+_methods()  # registers their adapter types with PEFT
 
-def __getattr__(name: str) -> Any:
-    if name == "__all__" or not name.startswith("__"):
-        public = import_module("hf_spec.public")
-        names = getattr(public, "__all__", ())  # none while it is being imported
-        if name == "__all__" or name in names:
-            return names if name == "__all__" else getattr(public, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def strategies() -> dict[str, str]:
+    """Every strategy's name with one line about it."""
+    return {name: method.summary for name, method in _methods().items()}
 
 
-def __dir__() -> list[str]:
-    return [*globals(), *__getattr__("__all__")]
-
-
-register_when_possible()
+__all__ = [
+    "BitaConfig",
+    "DFlashConfig",
+    "DSparkConfig",
+    "Drafter",
+    "Eagle3Config",
+    "LayerSkipConfig",
+    "MedusaConfig",
+    "Method",
+    "MtpConfig",
+    "PPDConfig",
+    "ProPDConfig",
+    "SpaceConfig",
+    "SpecConfig",
+    "SpecGenerateOutput",
+    "SpecStats",
+    "DraftOptions",
+    "TokenTree",
+    "Tree",
+    "generate",
+    "last_stats",
+    "merge_adapter",
+    "pack_weights",
+    "register_method",
+    "strategies",
+    "unmerge_adapter",
+    "warm_up",
+]

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils as generation_utils
 
 import hf_spec
-import hf_spec.public
 from modeling_patches import tested_versions
 
 #: What only some commands need; each is imported where it is used.
@@ -57,7 +55,6 @@ def test_nothing_heavy_is_imported() -> None:
     parts = {name.split(".")[1] for name in new if name.startswith("hf_spec.")}
     assert "decoding" in parts and parts <= {
         "adapters", "cache", "core", "decoding", "drafting", "files", "methods", "model", "policy",
-        "public", "registration",
     }  # fmt: skip
     tops = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
     known = {"hf_spec", "modeling_patches", "hub_cards", "transformers", "peft", "torch"}
@@ -67,9 +64,9 @@ def test_nothing_heavy_is_imported() -> None:
 def test_help_and_version_load_neither_torch_nor_transformers() -> None:
     """They answer at once: for every command, in one interpreter."""
     program = """
-from hf_spec.cli import main
-from hf_spec.cli.main import app
+from hf_spec_cli import main
 assert main(["--version"]) == main(["--help"]) == 0
+from hf_spec.cli.main import app
 for command in app.registered_commands:
     assert main([command.name or command.callback.__name__, "--help"]) == 0
 """
@@ -77,48 +74,11 @@ for command in app.registered_commands:
     assert "typer" in loaded and not loaded & {"torch", "transformers", "peft", "numpy"}
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        ("print('nothing')", ["nothing"]),
-        ("import transformers", ["transformers", "registered"]),
-        ("import peft, transformers", ["transformers", "peft", "registered"]),  # not within peft
-        (
-            "from importlib.util import find_spec; find_spec('peft'); import transformers, peft",
-            ["transformers", "registered", "peft"],
-        ),
-        ("import transformers.nothing", ["transformers", "registered"]),
-    ],
-)
-def test_when_registration_takes_place(program: str, expected: list[str], tmp_path: Path) -> None:
-    """After the outermost import; with stand-ins for transformers and peft."""
-    for name, code in {"transformers": "", "peft": "import transformers; "}.items():
-        (tmp_path / f"{name}.py").write_text(f"{code}print({name!r})")
-    start = "from hf_spec import registration as r; r._register = lambda: print('registered')"
-    path = os.pathsep.join([str(tmp_path), str(Path(hf_spec.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", f"{start}\n{program}"], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": path}, timeout=60,
-    )  # fmt: skip
-    assert done.stdout.split() == expected, done.stderr
-
-
-@pytest.mark.environment
-def test_a_module_of_ours_that_is_imported_first_registers_when_it_is_complete() -> None:
-    program = """
-from hf_spec.drafting.drafter import Drafter
-from transformers import GenerationMixin
-assert hasattr(GenerationMixin, "_hf_spec_decode")
-"""
-    loaded = imported_by(program, new_interpreter)
-    assert "hf_spec.public" in loaded
-
-
 def test_public_names() -> None:
     for name in hf_spec.__all__:
         assert getattr(hf_spec, name) is not None
     assert {"SpecConfig", "SpecStats", "TokenTree", "LayerSkipConfig"} <= {*hf_spec.__all__}
-    for name in ("nothing", "_decode", "__nothing__"):
+    for name in ("nothing", "__nothing__"):
         with pytest.raises(AttributeError, match=f"module 'hf_spec' has no attribute '{name}'"):
             getattr(hf_spec, name)
     assert set(hf_spec.__all__) < set(dir(hf_spec))
@@ -131,8 +91,8 @@ def test_a_newer_minor_version_is_warned_of_once(
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
         tested_versions.warn_of_newer.cache_clear()
         caplog.clear()
-        importlib.reload(hf_spec.public)
-        importlib.reload(hf_spec.public)
+        importlib.reload(hf_spec)
+        importlib.reload(hf_spec)
         return "; ".join(record.getMessage() for record in caplog.records)
 
     tested = tested_versions.NEWEST_TESTED["transformers"]
@@ -166,7 +126,7 @@ def test_import_is_idempotent(tiny: Tiny) -> None:
 
     before, finders = state(), [*sys.meta_path]
     module = importlib.reload(hf_spec)
-    assert module is hf_spec and importlib.reload(hf_spec.public)
+    assert module is hf_spec
     assert state() == before and sys.meta_path == finders
     model = tiny()
     settings = {"max_new_tokens": 8, "do_sample": False}

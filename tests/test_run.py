@@ -49,13 +49,11 @@ def started(
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand-ins for transformers and hf_spec, which take no time to import.
-
-    ``tests/test_import.py`` tests when the real one registers.
-    """
+    """Stand-ins for transformers, PEFT and hf_spec, which take no time to import."""
     for name, code in {
         "transformers": "print('transformers')",
-        "hf_spec": "print('hf_spec')",
+        "peft": "import transformers; print('peft')",
+        "hf_spec": "import transformers, peft; print('hf_spec')",
     }.items():
         (tmp_path / "fakes" / name).mkdir(parents=True)
         (tmp_path / "fakes" / name / "__init__.py").write_text(code)
@@ -93,10 +91,24 @@ def test_exit_codes_and_tracebacks(tmp_path: Path) -> None:
         assert ours.stderr == plain.stderr
 
 
-def test_hf_spec_is_imported_first(fakes: Path, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import transformers; print('done')")
-    ours = started(str(tmp_path / "script.py"))
-    assert ours.stdout.splitlines() == ["hf_spec", "transformers", "done"]
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('done')", "done"),
+        ("import transformers; print('done')", "transformers peft hf_spec done"),
+        ("import peft, transformers; print('done')", "transformers peft hf_spec done"),
+        (
+            "from importlib.util import find_spec; assert find_spec('peft'); print('found'); "
+            "import peft; print(peft.__spec__.name, find_spec('peft').origin == peft.__file__)",
+            "found transformers peft hf_spec peft True",
+        ),
+        ("import transformers.nothing", "transformers peft hf_spec"),
+    ],
+)
+def test_when_hf_spec_is_imported(fakes: Path, tmp_path: Path, program: str, expected: str) -> None:
+    """It imports both itself: never within either of them."""
+    (tmp_path / "script.py").write_text(program)
+    assert started(str(tmp_path / "script.py")).stdout.split() == expected.split()
 
 
 def test_another_environments_python_goes_on_without_it(fakes: Path, tmp_path: Path) -> None:
@@ -108,7 +120,10 @@ def test_another_environments_python_goes_on_without_it(fakes: Path, tmp_path: P
 
 
 def test_children_know_it_too(fakes: Path, tmp_path: Path) -> None:
-    script, knows = tmp_path / "parent.py", "import sys; print('knows', 'hf_spec' in sys.modules)"
+    script, knows = (
+        tmp_path / "parent.py",
+        "import sys, peft; print('knows', 'hf_spec' in sys.modules)",
+    )
     script.write_text(
         "import multiprocessing, subprocess, sys\n"
         f"def child():\n    {knows}\n"
@@ -128,7 +143,7 @@ def test_an_environments_own_sitecustomize_runs(fakes: Path, tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text("import sitecustomize, transformers; print(sitecustomize.__file__)")
     assert started(str(script)).stdout.splitlines() == [
-        "own", "hf_spec", "transformers", str(fakes / "sitecustomize.py"),
+        "own", "transformers", "peft", "hf_spec", str(fakes / "sitecustomize.py"),
     ]  # fmt: skip
 
 

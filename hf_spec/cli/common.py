@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typer import Exit, echo
+from typer.core import TyperCommand
 
 from hf_spec.core.checks import duration, install_extra, nearest
 
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
 NO_STRATEGY = "none"
 #: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
+
+
+class Command(TyperCommand):
+    """A command that works with the library; its help does not."""
+
+    def invoke(self, ctx: Any) -> Any:
+        library: Any = sys.modules["hf_spec"]
+        if not hasattr(library, "__version__"):  # made by the entry point, and not run yet
+            library.__spec__.loader.exec_module(library)
+        return super().invoke(ctx)
 
 
 def require(extra: str, *packages: str) -> None:

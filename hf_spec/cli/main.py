@@ -6,13 +6,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Annotated
 
 import typer
 
 from hf_spec.cli.bench import bench
 from hf_spec.cli.card import card
-from hf_spec.cli.common import BAD_INPUT, INTERRUPTED
+from hf_spec.cli.common import BAD_INPUT, INTERRUPTED, Command
 from hf_spec.cli.demo import demo
 from hf_spec.cli.distill import distill
 from hf_spec.cli.doctor import doctor
@@ -37,28 +38,26 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command()(demo)
-app.command()(bench)
-app.command()(distill)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(distill)
 app.command(cls=TrainCommand, context_settings=UNKNOWN)(train)  # fields of the method's config
-app.command()(search)
-app.command()(plot)
-app.command()(card)
-app.command()(push)
-app.command(name="import")(import_)
-app.command()(export)
-app.command()(strategies)
-app.command()(doctor)
+app.command(cls=Command)(search)
+app.command(cls=Command)(plot)
+app.command(cls=Command)(card)
+app.command(cls=Command)(push)
+app.command(name="import", cls=Command)(import_)
+app.command(cls=Command)(export)
+app.command(cls=Command)(strategies)
+app.command(cls=Command)(doctor)
 # All arguments after the program's name belong to the program.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command(context_settings=UNKNOWN)(serve)  # options of 'transformers serve'
+app.command(cls=Command, context_settings=UNKNOWN)(serve)  # options of 'transformers serve'
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        import hf_spec
-
-        typer.echo(f"hf-spec {hf_spec.__version__}")
+        typer.echo(f"hf-spec {metadata.version('hf_spec')}")
         raise typer.Exit
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Context, Option, echo
-from typer.core import TyperCommand
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import check_writable, explained_interrupt, require
+from hf_spec.cli.common import Command, check_writable, explained_interrupt, require
 from hf_spec.core.checks import nearest
 from hf_spec.model.loading import NATIVE, load_model
 
@@ -157,7 +156,7 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(Command):
     """The command, whose help lists the options of the method that is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
