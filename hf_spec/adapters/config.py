@@ -1,8 +1,8 @@
 """Base class of hf_spec's adapter configs, which are saved as `adapter_config.json`."""
 
 import os
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from peft import PeftConfig
 from torch import nn
@@ -10,12 +10,11 @@ from transformers import GenerationMixin
 
 from hf_spec.adapters.base_model import check_facts, facts_of
 from hf_spec.adapters.repo_files import write_companions
-from hf_spec.core.checks import INSTALL
+from hf_spec.core.checks import INSTALL, check_fields, setting
 from modeling_patches.support import check_model
 
 #: Version of adapter_config.json and weights that this release writes, and the newest it reads.
 FORMAT_VERSION = 1
-T = TypeVar("T")
 
 
 class SpecPeftType(str):
@@ -36,16 +35,12 @@ class SpecPeftType(str):
         return str(self)
 
 
-def setting(default: T, help_text: str) -> T:
-    """A field of a config, with its help for `hf-spec train` and the documentation."""
-    return field(default=default, metadata={"help": help_text})
-
-
 @dataclass
 class SpecPeftConfig(PeftConfig):
     """Base of hf_spec's adapter configs: a dataclass whose defaults all work.
 
-    Subclasses set `type_name`, and may override `__post_init__` and `check_base`, calling these.
+    Subclasses set `type_name`; their fields say by :func:`setting` which values are right. They may
+    override `__post_init__` and `check_base`, calling these.
     """
 
     #: PEFT type in capitals, such as "BITA".
@@ -86,6 +81,7 @@ class SpecPeftConfig(PeftConfig):
                 f"base_facts must be a dict or None, got {self.base_facts!r}. Leave it out: "
                 "attaching the adapter records it."
             )
+        check_fields(self)
 
     def check_base(self, model: nn.Module) -> None:
         """Raise a ValueError if the adapter does not fit `model`; runs before it is attached.

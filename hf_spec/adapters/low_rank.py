@@ -13,24 +13,23 @@ import torch
 from torch import nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.core.checks import check_count, check_range
-from hf_spec.core.limits import MAX_ALPHA, MAX_RANK
+from hf_spec.core.checks import number
+from hf_spec.core.limits import MAX_ALPHA
 from modeling_patches.low_rank import Factors, LowRank
 from modeling_patches.modules import compiled
 from modeling_patches.weights import features, loaded
 
 DOWN, UP = "down__", "up__"
+#: The rule of alpha.
+ALPHA = number(0.0, MAX_ALPHA, open_low=True)
 
 
-def check_settings(prefix: str, rank: Any, alpha: Any, target_modules: Any) -> None:
-    """Raise a ValueError unless these fields of a config (``<prefix>rank`` etc.) are valid."""
-    check_count(f"{prefix}rank", rank, high=MAX_RANK)
-    check_range(f"{prefix}alpha", alpha, 0.0, MAX_ALPHA, open_low=True)
-    names = target_modules
-    listed = isinstance(names, Sequence) and all(isinstance(name, str) and name for name in names)
+def check_targets(name: str, names: Any) -> None:
+    """Raise a ValueError unless a config's field of this name names modules, or is None."""
+    listed = isinstance(names, Sequence) and all(isinstance(one, str) and one for one in names)
     if names is not None and not (listed and names):
         raise ValueError(
-            f"{prefix}target_modules={names!r}: give a list of names of linear modules, a regular "
+            f"{name}={names!r}: give a list of names of linear modules, a regular "
             "expression, or None for all linear modules of the decoder layers."
         )
     if isinstance(names, str):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.base_model import facts_of
-from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.core.checks import SHARE, count, setting
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.support import kv_shape
 from modeling_patches.weights import input_features, output_features, placement
@@ -29,11 +29,8 @@ class VocabularyConfig(SpecPeftConfig):
         0,
         "Number of tokens that can be drafted, the commonest of the training answers; 0: all, as "
         "in the paper. Default of hf-spec train: a quarter of the vocabulary.",
+        count(0, MAX_SIZE),
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("draft_vocab_size", self.draft_vocab_size, low=0, high=MAX_SIZE)
 
     @property
     def reads_head(self) -> bool:
@@ -79,14 +76,9 @@ class PredictingConfig(VocabularyConfig):
         0,
         "Rank of the Markov head, which conditions predictions on the root and on the token "
         "before; 0: none, as in the paper.",
+        count(0, MAX_RANK),
     )
-
-    markov_learning_rate: float = setting(3e-3, "Peak learning rate of the Markov head.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("markov_learning_rate", self.markov_learning_rate, 0.0, 1.0, open_low=True)
-        check_count("markov_rank", self.markov_rank, low=0, high=MAX_RANK)
+    markov_learning_rate: float = setting(3e-3, "Peak learning rate of the Markov head.", SHARE)
 
     def learning_rates(self) -> dict[str, float]:
         return {"markov": self.markov_learning_rate} if self.markov_rank else {}
@@ -114,15 +106,15 @@ class PredictingConfig(VocabularyConfig):
 class FrontConfig(PredictingConfig):
     """Base of configs of adapters with a prefix KV, which has the shape of the base's KV cache."""
 
-    num_layers: int | None = setting(None, "Layers of the base's cache (recorded).")
-    num_kv_heads: int | None = setting(None, "Key-value heads of the base (recorded).")
-    head_dim: int | None = setting(None, "Dimension of the base's heads (recorded).")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), high=MAX_SHAPE)
+    num_layers: int | None = setting(
+        None, "Layers of the base's cache (recorded).", count(1, MAX_SHAPE)
+    )
+    num_kv_heads: int | None = setting(
+        None, "Key-value heads of the base (recorded).", count(1, MAX_SHAPE)
+    )
+    head_dim: int | None = setting(
+        None, "Dimension of the base's heads (recorded).", count(1, MAX_SHAPE)
+    )
 
     def record_shape(self, model: nn.Module) -> None:
         """Record the shape of the base's cache, unless a loaded adapter already has it."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+#: Of a value: raises a ValueError with the given name unless the value is right.
+Rule = Callable[[str, Any], None]
 
 #: The command that installs hf_spec: the one place where it stands, for errors, cards and guides.
 #: On the package index it will be ``pip install hf_spec``.
@@ -44,11 +50,77 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
         raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")
 
 
-def check_switches(given: Any, *names: str) -> None:
-    """Raise a ValueError unless each of these attributes of ``given`` is True or False."""
-    for name in names:
-        if not isinstance(getattr(given, name), bool):
-            raise ValueError(f"{name}={getattr(given, name)!r}: must be True or False.")
+def check_switch(name: str, value: Any) -> None:
+    """Raise a ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False.")
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise a ValueError unless ``value`` is one of the choices."""
+    if not any(value == one and type(value) is type(one) for one in choices):
+        raise ValueError(
+            f"{name}={value!r}{nearest(value, choices)}: choose one of "
+            f"{', '.join(map(str, choices))}."
+        )
+
+
+def count(low: int = 1, high: int | None = None) -> Rule:
+    """The rule of :func:`check_count`."""
+    return partial(check_count, low=low, high=high)
+
+
+def number(low: float, high: float, open_low: bool = False) -> Rule:
+    """The rule of :func:`check_range`."""
+    return partial(check_range, low=low, high=high, open_low=open_low)
+
+
+#: The rule of shares that are not 0: weights, decays, learning rates.
+SHARE = number(0.0, 1.0, open_low=True)
+
+
+def choice(*choices: Any) -> Rule:
+    """The rule of :func:`check_choice`."""
+    return partial(check_choice, choices=choices)
+
+
+def setting(
+    default: T, help_text: str = "", rule: Rule | None = None,
+    only: Mapping[str, Collection[Any]] | None = None,
+) -> T:  # fmt: skip
+    """A field of a dataclass, with what :func:`check_fields` looks at.
+
+    Args:
+        help_text: for `hf-spec train` and the documentation; those of options are in docstrings.
+        rule: of its value; None is right, too, where it is the default. Default: where ``default``
+            is True or False, one of these.
+        only: values of another field without which it must be left at its default.
+    """
+    rule = check_switch if rule is None and isinstance(default, bool) else rule
+    data = {"help": help_text, "rule": rule, "only": only}
+    metadata = {name: value for name, value in data.items() if value}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_fields(given: Any) -> None:
+    """Raise a ValueError unless the fields of a dataclass follow what :func:`setting` says of them,
+    or of those that they replace in a base class."""
+    for item in dataclasses.fields(given):
+        value = getattr(given, item.name)
+        bases = (getattr(one, "__dataclass_fields__", {}) for one in type(given).__mro__)
+        metadata: dict[str, Any] = {}
+        for fields in bases:
+            if item.name in fields:
+                metadata = {**fields[item.name].metadata, **metadata}
+        rule, only = metadata.get("rule"), metadata.get("only", {})
+        if rule is not None and not (value is None and "None" in str(item.type)):
+            rule(item.name, value)
+        for name, values in only.items() if value != item.default else ():
+            if getattr(given, name) not in values:
+                raise ValueError(
+                    f"{item.name}={value!r} with {name}={getattr(given, name)!r}: it belongs to "
+                    f"{name}={' or '.join(map(repr, values))}. Give that, or leave {item.name} out."
+                )
 
 
 def distinct_layers(name: str, layers: Any) -> list[int]:
@@ -71,17 +143,6 @@ def nearest(given: Any, known: Iterable[Any]) -> str:
     words = map(str, known if isinstance(given, str) else ())
     found = get_close_matches(str(given), [*words], 1)
     return f" (did you mean {found[0]!r}?)" if found else ""
-
-
-def check_choices(given: Any, **known: Collection[Any]) -> None:
-    """Raise a ValueError unless each of these attributes of ``given`` is a known choice."""
-    for name, values in known.items():
-        value = getattr(given, name)
-        if value not in values:
-            raise ValueError(
-                f"{name}={value!r}{nearest(value, values)}: choose one of "
-                f"{', '.join(map(str, values))}."
-            )
 
 
 def check_same_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -18,15 +18,16 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_spec.adapters.base_model import facts_of
-from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import (
-    check_choices,
-    check_count,
+    SHARE,
     check_range,
-    check_switches,
+    choice,
+    count,
     distinct_layers,
+    number,
+    setting,
 )
 from hf_spec.core.limits import MAX_BLOCKS, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.layer_types import ARCHITECTURES, LAYER_TYPES, SIZES, LayerType
@@ -36,6 +37,8 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of, input_features, placement
 
+#: Rules of sizes and of factors.
+SIZE, FACTOR = count(1, MAX_SHAPE), number(0.0, MAX_SIZE, open_low=True)
 #: What ``rope_parameters=None`` means.
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -58,52 +61,45 @@ class DecoderConfig(VocabularyConfig):
     )
     architecture: str = setting(
         "llama", f"Type of its decoder layers: {', '.join(ARCHITECTURES[:-1])} or "
-        f"{ARCHITECTURES[-1]}."
+        f"{ARCHITECTURES[-1]}.",
+        choice(*ARCHITECTURES),
     )  # fmt: skip
-    num_layers: int = setting(1, "Its decoder layers.")
-    hidden_size: int | None = setting(None, "Width of its hidden states. Default: the base's.")
-    intermediate_size: int | None = setting(None, "Width of its MLPs. Default: the base's.")
-    num_attention_heads: int | None = setting(None, "Attention heads. Default: the base's.")
-    num_key_value_heads: int | None = setting(None, "Key-value heads. Default: the base's.")
-    head_dim: int | None = setting(None, "Dimension of a head. Default: the base's.")
-    hidden_act: str = setting("silu", "Activation of its MLPs.")
-    rms_norm_eps: float = setting(1e-6, "Epsilon of its norms.")
+    num_layers: int = setting(1, "Its decoder layers.", count(1, MAX_BLOCKS))
+    hidden_size: int | None = setting(
+        None, "Width of its hidden states. Default: the base's.", SIZE
+    )
+    intermediate_size: int | None = setting(None, "Width of its MLPs. Default: the base's.", SIZE)
+    num_attention_heads: int | None = setting(None, "Attention heads. Default: the base's.", SIZE)
+    num_key_value_heads: int | None = setting(None, "Key-value heads. Default: the base's.", SIZE)
+    head_dim: int | None = setting(None, "Dimension of a head. Default: the base's.", SIZE)
+    hidden_act: str = setting("silu", "Activation of its MLPs.", choice(*ACT2FN))
+    rms_norm_eps: float = setting(1e-6, "Epsilon of its norms.", SHARE)
     rope_parameters: dict[str, Any] | None = setting(
         None, "Rotary embedding, as in configs of Transformers. Default: theta 10000."
     )
-    max_position_embeddings: int | None = setting(None, "Longest text. Default: the base's.")
+    max_position_embeddings: int | None = setting(
+        None, "Longest text. Default: the base's.", count(1, MAX_SIZE)
+    )
     attention_k_eq_v: bool = setting(
         False, "Whether values are keys, which layers of gemma4_text can have (recorded)."
     )
-    mask_token_id: int | None = setting(None, "Token of mask rows; None: none.")
+    mask_token_id: int | None = setting(None, "Token of mask rows; None: none.", count(0, MAX_SIZE))
     embedding_scale: float | None = setting(
         None,
         "Factor of the rows of the embedding matrix; None: the base's module says what becomes of "
         "them (recorded).",
+        FACTOR,
     )
     logit_softcap: float | None = setting(
-        None, "c: its logits x become c * tanh(x / c) (recorded)."
+        None, "c: its logits x become c * tanh(x / c) (recorded).", FACTOR
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
             self.layers = distinct_layers("layers", self.layers)
-        check_choices(self, architecture=ARCHITECTURES, hidden_act=tuple(ACT2FN))
-        check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
-        for name in SIZES:
-            if getattr(self, name) is not None:
-                most = MAX_SIZE if name == "max_position_embeddings" else MAX_SHAPE
-                check_count(name, getattr(self, name), high=most)
-        check_range("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0, open_low=True)
-        check_switches(self, "attention_k_eq_v")
         if self.attention_k_eq_v and "attention_k_eq_v" not in self.layer_type.own:
             raise ValueError(f"attention_k_eq_v=True: layers of {self.architecture} have values.")
-        for name in ("embedding_scale", "logit_softcap"):
-            if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 0.0, MAX_SIZE, open_low=True)
-        if self.mask_token_id is not None:
-            check_count("mask_token_id", self.mask_token_id, low=0, high=MAX_SIZE)
         if self.rope_parameters is not None:
             _check_rope(self.rope_parameters)
         heads, groups = self.num_attention_heads, self.num_key_value_heads

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import count, setting
 from hf_spec.core.host_tree import HostTree
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
@@ -21,14 +21,7 @@ from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.noise import as_sampled
-from hf_spec.drafting.options import (
-    ADAPTIVE,
-    AUTO,
-    CHAIN,
-    DEFAULT_DRAFT_TOKENS,
-    DraftOptions,
-    refuse,
-)
+from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DEFAULT_DRAFT_TOKENS, DraftOptions
 from hf_spec.drafting.state import DecodeState, Grown
 
 #: Depth of the deepest draft token by default.
@@ -47,15 +40,8 @@ class GrowOptions(DraftOptions):
         width: draft tokens of a level that are continued, the likeliest ones.
     """
 
-    width: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("width", self.width, high=MAX_DRAFT_TOKENS)
-        if self.max_depth is not None:
-            check_count("max_depth", self.max_depth, high=MAX_DRAFT_TOKENS)
-        if self.tree == CHAIN:
-            refuse(self, ["width"], f"with tree={CHAIN!r}, which has one. Leave one out.")
+    max_depth: int | None = setting(None, rule=count(1, MAX_DRAFT_TOKENS))
+    width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
 
 
 class ForwardDrafter(Drafter):

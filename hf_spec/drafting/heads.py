@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import PredictingConfig, of_tokens
-from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.checks import SHARE, choice, count, setting
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN
@@ -34,7 +33,6 @@ from modeling_patches.weights import (
     placement,
 )
 
-PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
 #: Names of the parameters: blocks' weights and biases, and the projections of heads with own ones.
 WEIGHTS, BIASES, PROJECTION = HEAD_WEIGHTS = "weights", "biases", "projections"
 
@@ -47,26 +45,21 @@ class HeadsConfig(PredictingConfig):
         ValueError: naming the field, its value and the rule.
     """
 
-    num_heads: int = setting(4, "Heads, each drafting one future token.")
-    num_layers: int = setting(1, "Residual blocks of each head.")
+    num_heads: int = setting(4, "Heads, each drafting one future token.", count(1, MAX_FUTURE))
+    num_layers: int = setting(1, "Residual blocks of each head.", count(1, MAX_BLOCKS))
     projection: str = setting(
         "shared",
         "shared: heads use the model's output embeddings. own: each head trains a copy of them, "
         "num_heads * vocabulary * hidden parameters.",
+        choice("shared", "own"),
     )
-    decay: float = setting(0.8, "Weight of head k in the loss is decay ** k.")
+    decay: float = setting(0.8, "Weight of head k in the loss is decay ** k.", SHARE)
     loss: str = setting(
         "hard",
         "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
         "own distributions.",
+        choice("hard", "distillation"),
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("num_heads", self.num_heads, high=MAX_FUTURE)
-        check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
-        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
-        check_choices(self, projection=PROJECTIONS, loss=LOSSES)
 
     @property
     def reads_head(self) -> bool:

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_spec.core.checks import count, number, setting
 from hf_spec.core.host_tree import Row
+from hf_spec.core.limits import MAX_DRAFT_TOKENS
 
 #: Factor on a match's weight per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
 #: Follows each text of another source, and is no token.
 END = -1
+_COUNT = count(1, MAX_DRAFT_TOKENS)
 
 
 class Match(NamedTuple):
@@ -181,9 +184,9 @@ class Limits:
         min_probability: draft tokens whose estimated probability is lower are left out.
     """
 
-    max_ngram: int = 4
-    min_ngram: int = 1
-    max_matches: int = 8
-    max_depth: int = 12
-    max_nodes: int = 15
-    min_probability: float = 0.02
+    max_ngram: int = setting(4, rule=_COUNT)
+    min_ngram: int = setting(1, rule=_COUNT)
+    max_matches: int = setting(8, rule=_COUNT)
+    max_depth: int = setting(12, rule=_COUNT)
+    max_nodes: int = setting(15, rule=_COUNT)
+    min_probability: float = setting(0.02, rule=number(0.0, 1.0))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.checks import SHARE, check_count, check_fields, choice, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_HISTORY
 
 #: Acceptance rules and whether they keep the target distribution.
@@ -23,6 +23,11 @@ AUTO = "auto"
 DEFAULT_DRAFT_TOKENS = 8
 #: Options of trees of predictions.
 TREE_OPTIONS = ("tree", "num_draft_tokens", "max_depth")
+
+
+def _number_or_auto(name: str, value: Any) -> None:
+    if value != AUTO:
+        check_count(name, value, high=MAX_DRAFT_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -52,37 +57,17 @@ class DraftOptions:
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
-    num_draft_tokens: int | str = AUTO
-    max_depth: int | None = None
-    lookup: bool | str = AUTO
-    lookup_history: int = 0
-    drafting: str = AUTO
-    acceptance: str = "match"
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
+    num_draft_tokens: int | str = setting(AUTO, rule=_number_or_auto, only={"tree": (ADAPTIVE,)})
+    max_depth: int | None = setting(None, rule=count())
+    lookup: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
+    lookup_history: int = setting(0, rule=count(0, MAX_HISTORY), only={"lookup": (AUTO, True)})
+    drafting: str = setting(AUTO, rule=choice(AUTO, "always"))
+    acceptance: str = setting("match", rule=choice(*ACCEPTANCE_RULES))
+    typical_epsilon: float = setting(0.09, rule=SHARE, only={"acceptance": ("typical",)})
+    typical_delta: float = setting(0.3, rule=SHARE, only={"acceptance": ("typical",)})
 
     def __post_init__(self) -> None:
-        check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=(AUTO, "always"))
-        if not isinstance(self.lookup, bool) and self.lookup != AUTO:
-            raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
-        check_count("lookup_history", self.lookup_history, low=0, high=MAX_HISTORY)
-        if self.lookup is False:
-            refuse(self, ["lookup_history"], "with lookup=False looks nothing up. Leave one out.")
-        if self.num_draft_tokens != AUTO:
-            check_count("num_draft_tokens", self.num_draft_tokens, high=MAX_DRAFT_TOKENS)
-        if self.tree != ADAPTIVE:
-            refuse(self, ["num_draft_tokens"], f"is of tree={ADAPTIVE!r}. Leave one out.")
-        if self.max_depth is not None:
-            check_count("max_depth", self.max_depth)
-        thresholds = ("typical_epsilon", "typical_delta")
-        for name in thresholds:
-            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
-        if self.acceptance != "typical":
-            refuse(
-                self, thresholds,
-                f"with acceptance={self.acceptance!r}: it belongs to 'typical'. Leave one of the "
-                "two out.",
-            )  # fmt: skip
+        check_fields(self)
 
 
 def refuse(options: DraftOptions, names: Sequence[str], why: str) -> None:

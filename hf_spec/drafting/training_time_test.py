@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.checks import SHARE, choice, count, setting
 from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.losses import Ahead, drafted_targets, mean_loss, own_logits, prediction_losses
@@ -36,20 +36,15 @@ class ChainConfig(SpecPeftConfig):
     ttt_steps: int | None = setting(
         None,
         "Steps of the training-time test. Default: 4, or the number of layers if that is larger.",
+        count(1, MAX_FUTURE),
     )
-    decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.")
+    decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.", SHARE)
     loss: str = setting(
         "kl",
         "kl: KL divergence from the base's distributions. ce: cross-entropy of the tokens that are "
         "likeliest by them.",
+        choice(*LOSSES),
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, loss=LOSSES)
-        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
-        if self.ttt_steps is not None:
-            check_count("ttt_steps", self.ttt_steps, high=MAX_FUTURE)
 
 
 class ChainCache(DynamicCache):

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED, FrontConfig
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_choices, check_count
+from hf_spec.core.checks import choice, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FRONT, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.losses import Ahead, future_losses, mean_loss
-from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
+from hf_spec.drafting.options import CHAIN, DraftOptions
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
 from hf_spec.methods.registry import Method
@@ -32,7 +31,6 @@ from hf_spec.model.sequences import computed_states, probe_sequences
 from hf_spec.policy.tree_source import tree_source
 from modeling_patches.weights import input_features
 
-DEPTHS = ("deep", "shallow", "none")
 #: Models with more parameters get four mask tokens (section 4.1).
 LARGE = 13e9
 
@@ -51,20 +49,20 @@ class BitaConfig(FrontConfig):
         None,
         "M, mask tokens, each drafting one future token. Default: 3, or 4 for a base model of more "
         "than 13 billion parameters.",
+        count(1, MAX_FUTURE),
     )
-    num_prompt_tokens: int = setting(16, "P, learned prompt tokens that only mask tokens see.")
+    num_prompt_tokens: int = setting(
+        16, "P, learned prompt tokens that only mask tokens see.", count(0, MAX_FRONT)
+    )
     prompt_depth: str = setting(
         "deep",
         "deep: a learned prefix KV in every layer. shallow: learned input embeddings. none: "
         "mask tokens only.",
+        choice("deep", "shallow", "none"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_mask_tokens is not None:
-            check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
-        check_count("num_prompt_tokens", self.num_prompt_tokens, low=0, high=MAX_FRONT)
-        check_choices(self, prompt_depth=DEPTHS)
         if self.prompt_depth == "none":
             self.num_prompt_tokens = 0
         elif not self.num_prompt_tokens:
@@ -149,7 +147,9 @@ class BitaOptions(DraftOptions):
         top_k: k, draft tokens per mask token of ``efficient`` and ``full`` trees; None for 5.
     """
 
-    top_k: int | None = None
+    top_k: int | None = setting(
+        None, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": ("efficient", "full")}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,13 +158,6 @@ class BitaOptions(DraftOptions):
                 "lookup=True with tree='straightforward', whose one group of mask tokens is for "
                 "its own chain. Use tree='chain'."
             )
-        if self.top_k is not None:
-            check_count("top_k", self.top_k, high=MAX_DRAFT_TOKENS)
-        if self.tree not in ("efficient", "full"):
-            refuse(
-                self, ["top_k"],
-                "is of the trees 'efficient' and 'full'; leave it out with another one.",
-            )  # fmt: skip
 
 
 def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from hf_spec.adapters.config import setting
+from hf_spec.core.checks import setting
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.network import BlockAdapter

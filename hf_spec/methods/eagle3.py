@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import setting
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core import mask as masks
-from hf_spec.core.checks import check_switches
+from hf_spec.core.checks import setting
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter, DraftNetwork, MaskRows
 from hf_spec.drafting.decoder import Decoder, DecoderConfig, DecoderNetwork
@@ -62,10 +61,6 @@ class Eagle3Config(ChainConfig, DecoderConfig):
     )
     own_embeddings: bool = setting(False, "Whether it has input embeddings of its own.")
     ttt_steps: int | None = setting(STEPS, "Steps of the training-time test.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_switches(self, *FLAGS, "own_embeddings")
 
     def _defaults(self, model: Any) -> dict[str, Any]:
         count = num_layers(model)

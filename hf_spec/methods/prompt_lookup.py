@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_spec.core.checks import check_count, check_range
-from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
@@ -26,9 +24,6 @@ class PromptLookupOptions(Limits, DraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
-            check_count(name, getattr(self, name), high=MAX_DRAFT_TOKENS)
-        check_range("min_probability", self.min_probability, 0.0, 1.0)
         if self.min_ngram > self.max_ngram:
             raise ValueError(
                 f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}: lower it."

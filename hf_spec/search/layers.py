@@ -25,7 +25,7 @@ from hf_spec.bench.prompts import Prompt, encode_prompts
 from hf_spec.bench.results import BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
-from hf_spec.core.checks import check_choices, check_same_settings, first_line
+from hf_spec.core.checks import check_choice, check_same_settings, first_line
 from hf_spec.core.memory import forget
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import num_layers
@@ -55,7 +55,7 @@ class Settings:
     sampler: str = "gp"  # one of `SAMPLERS`
 
     def __post_init__(self) -> None:
-        check_choices(self, sampler=SAMPLERS)
+        check_choice("sampler", self.sampler, SAMPLERS)
 
 
 def skippable(model: Any) -> Choice:

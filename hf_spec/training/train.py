@@ -16,9 +16,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.bench.environment import device_name, package_version
-from hf_spec.core.checks import check_count, check_range, nearest
+from hf_spec.core.checks import check_count, check_range, nearest, setting
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically, writing
 from hf_spec.hub.card import TRAINING

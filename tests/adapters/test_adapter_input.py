@@ -338,7 +338,7 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
         ("Space", {"alpha": 1e308}, r"alpha=1e\+308: must be a number in \(0.0, 1000000.0\]"),
         ("Space", {"target_modules": "layers.("}, r"'layers.\(' is no regular expression: missing"),
         ("Space", {"target_modules": "a" * 9999}, "a\\.\\.\\.' has 9999 characters: at most 1000"),
-        ("LayerSkip", {"draft_rank": 10**7}, "draft_rank=10000000: .* from 1 to 16384"),
+        ("LayerSkip", {"draft_rank": 10**7}, "draft_rank=10000000: .* from 0 to 16384"),
         ("LayerSkip", {"draft_alpha": 1e308}, r"draft_alpha=1e\+308: must be a number in"),
         ("LayerSkip", {"draft_target_modules": "*"}, "no regular expression: nothing to repeat"),
         ("LayerSkip", {"skip_attention": [-1]}, r"skip_attention=\[-1\]: must name each layer"),

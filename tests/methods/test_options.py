@@ -15,6 +15,7 @@ from hf_spec.policy.tree_source import drafted_depth, static_tree
 WHOLE = "must be a whole number"
 FIXED = {"draft_exit": "fixed"}
 STRAIGHT = {"tree": "straightforward"}
+PRUNE = {"prune": True}
 #: Strategy, options, and what the error says. The contract test has values of the wrong type.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # names
@@ -46,13 +47,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),
     # size
     ("bita", {"num_draft_tokens": 0}, f"num_draft_tokens=0: {WHOLE} from 1 to 1024"),
-    ("ppd", {"tree": "static", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree='adaptive'"),
-    ("propd", {"tree": "online", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree="),
+    ("ppd", {"tree": "static", "num_draft_tokens": 3}, "=3 with tree='static'.*tree='adaptive'"),
+    ("propd", {"tree": "online", "num_draft_tokens": 3}, "num_draft_tokens=3 with tree="),
     ("ppd", {"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
     ("bita", {"tree": "efficient", "top_k": 10**7}, f"top_k=10000000: {WHOLE} from 1 to 1024"),
-    ("bita", {"top_k": 2}, "top_k=2 is of the trees"),
+    ("bita", {"top_k": 2}, "top_k=2 with tree=.*: it belongs to tree='efficient' or 'full'"),
     # lookup, drafting
-    ("layer_skip", {"lookup": "yes"}, "lookup='yes': must be 'auto', True or False"),
+    ("layer_skip", {"lookup": "yes"}, "lookup='yes': choose one of auto, True, False"),
     ("bita", {**STRAIGHT, "lookup": True}, "lookup=True with .*tree='chain'"),
     ("medusa", {"drafting": True}, "drafting=True: choose one of auto, always"),
     # acceptance
@@ -60,7 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("propd", {"acceptance": "rejection"}, "='rejection': draft tokens of 'propd' are not sampled"),
     ("space", {"acceptance": "rejection", "num_draft_tokens": 3}, "tree='adaptive', whose"),
     ("medusa", {"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
-    ("medusa", {"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.* 'typical'"),
+    ("medusa", {"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.*='typical'"),
     # prompt_lookup
     ("prompt_lookup", {"min_ngram": 1.5}, f"min_ngram=1.5: {WHOLE}"),
     ("prompt_lookup", {"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower"),
@@ -73,18 +74,30 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layer_skip", {"skip_mlp": [1, -1]}, r"skip_mlp=\[1, -1\]: must name each layer once"),
     # propd
     ("propd", {"prune": "auto"}, "prune='auto': must be True or False"),
-    ("propd", {"prune_top_k": 9}, "prune_top_k=9 with prune=False.*Give prune=True"),
-    ("propd", {"drafter": "medusa"}, "drafter='medusa' with prune=False.*Give prune=True"),
+    ("propd", {"prune_top_k": 9}, "prune_top_k=9 with prune=False.*prune=True. Give that"),
+    ("propd", {"drafter": "medusa"}, "drafter='medusa' with prune=False.*prune=True. Give that"),
     ("propd", {"tree": "online", "hit_alpha": 2}, "hit_alpha=2: must be a number in .0.0, 1.0"),
     ("propd", {"tree": "online", "hit_ranks": 0}, "hit_ranks=0: must be a whole number from 1"),
-    ("propd", {"hit_ranks": 8}, "hit_ranks=8 is of tree='online'. Leave it out."),
-    ("propd", {"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
-    ("propd", {"drafter": "medusas"}, "'medusas' is unknown"),
-    ("propd", {"drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
+    ("propd", {"hit_ranks": 8}, "belongs to tree='online'. Give that, or leave hit_ranks out."),
+    (
+        "propd",
+        {**PRUNE, "drafter": "propd"},
+        "drafter='propd': give 'heads', or the name of another",
+    ),
+    ("propd", {**PRUNE, "drafter": "medusas"}, "'medusas' is unknown"),
+    ("propd", {**PRUNE, "drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
     ("propd", {"drafter_kwargs": {"tree": "chain"}}, "with the adapter's own heads"),
-    ("propd", {"drafter": "bita", "tree": "chain"}, "tree='chain' with drafter='bita'"),
-    ("propd", {"drafter": "bita", "drafter_kwargs": {"depth": 1}}, "'bita' has no option 'depth'"),
-    ("propd", {"drafter": "bita", "drafter_kwargs": {"lookup": True}}, "'lookup' is an option of"),
+    ("propd", {**PRUNE, "drafter": "bita", "tree": "chain"}, "tree='chain' with drafter='bita'"),
+    (
+        "propd",
+        {**PRUNE, "drafter": "bita", "drafter_kwargs": {"depth": 1}},
+        "'bita' has no option 'depth'",
+    ),
+    (
+        "propd",
+        {**PRUNE, "drafter": "bita", "drafter_kwargs": {"lookup": True}},
+        "'lookup' is an option of",
+    ),
 ]
 
 

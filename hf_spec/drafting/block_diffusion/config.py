@@ -8,23 +8,21 @@ from typing import Any, ClassVar
 from torch import nn
 
 from hf_spec.adapters.base_model import facts_of
-from hf_spec.adapters.config import setting
 from hf_spec.core.checks import (
-    check_choices,
+    SHARE,
     check_count,
-    check_range,
-    check_switches,
+    choice,
+    count,
     distinct_layers,
+    setting,
 )
 from hf_spec.core.limits import MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
-from hf_spec.drafting.decoder import DecoderConfig
+from hf_spec.drafting.decoder import FACTOR, DecoderConfig
 from hf_spec.drafting.layer_types import ARCHITECTURES
 from hf_spec.drafting.vocabulary_markov_head import NAMES
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features
 
-CONFIDENCE_HEADS = ("none", "state", "markov")
-HEADS, LOSSES, WINDOWS = ("base", "own"), ("hard", "distillation"), ("anchor", "query")
 #: Type of layers that can have convolutions.
 CONVOLVED = "qwen3"
 #: Layers of the base that are read by default.
@@ -45,72 +43,71 @@ class BlockConfig(DecoderConfig):
     of_layers: ClassVar[tuple[str, ...]] = (*DecoderConfig.of_layers, "attention_bias")
 
     architecture: str = setting("qwen3", f"Type of its layers: {', '.join(ARCHITECTURES)}.")
-    block_size: int = setting(8, "Tokens of a block: the anchor, the root of a tree, and masks.")
+    block_size: int = setting(
+        8, "Tokens of a block: the anchor, the root of a tree, and masks.", count(2, MAX_FUTURE)
+    )
     num_layers: int = setting(2, "Its decoder layers.")
     sample_from_anchor: bool = setting(
         False,
         "True: each slot of a block predicts the token after its own, the anchor's slot included. "
         "False: each mask's slot predicts its own token.",
     )
-    markov_rank: int = setting(0, "Rank of the Markov head; 0: none.")
+    markov_rank: int = setting(0, "Rank of the Markov head; 0: none.", count(0, MAX_RANK))
     markov_head: str = setting(
         "vanilla",
         "vanilla: the token before changes the predictions. gated: by more or less, as the slot's "
         "state says. rnn: all drafted tokens before do. selector: as gated, among each slot's "
         "likeliest tokens only (DFlash 2).",
+        choice(*NAMES),
     )
-    selector_top_k: int = setting(16, "Tokens of a slot among which a selector chooses.")
+    selector_top_k: int = setting(
+        16, "Tokens of a slot among which a selector chooses.", count(1, MAX_SHAPE)
+    )
     conv_kernel_size: int = setting(
         0, "Slots that convolutions around attention and MLPs see (DFlash 2); 0: none."
     )
-    conv_group_size: int = setting(16, "Features that share the moving part of a convolution.")
+    conv_group_size: int = setting(
+        16, "Features that share the moving part of a convolution.", count(1, MAX_SHAPE)
+    )
     loss: str = setting(
         "hard",
         "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
         "own distributions.",
+        choice("hard", "distillation"),
     )
-    decay: float = setting(0.8, "Weight of distance d in the loss is decay ** d.")
-    head: str = setting("base", "base: the base's output embeddings. own: a matrix (recorded).")
+    decay: float = setting(0.8, "Weight of distance d in the loss is decay ** d.", SHARE)
+    head: str = setting(
+        "base", "base: the base's output embeddings. own: a matrix (recorded).",
+        choice("base", "own"),
+    )  # fmt: skip
     confidence_head: str = setting(
         "none",
         "What a head of confidence reads: a slot's state, or that and the token before; trees are "
         "grown by it, next to a Markov head (recorded).",
+        choice("none", "state", "markov"),
     )
     embedding_scale: float | None = setting(
         1.0, "Factor of the rows of the embedding matrix; None: as the base's module (recorded)."
     )
-    logit_scale: float = setting(1.0, "Factor of the logits, before their cap (recorded).")
+    logit_scale: float = setting(1.0, "Factor of the logits, before their cap (recorded).", FACTOR)
     attention_bias: bool = setting(False, "Whether attention has biases (recorded).")
     sliding_layers: list[int] | None = setting(None, "Layers with a sliding window (recorded).")
-    sliding_window: int | None = setting(None, "Size of the window (recorded).")
+    sliding_window: int | None = setting(None, "Size of the window (recorded).", count(1, MAX_SIZE))
     sliding_window_from: str = setting(
-        "anchor", "anchor: a block has one window. query: each slot has its own (recorded)."
-    )
+        "anchor", "anchor: a block has one window. query: each slot has its own (recorded).",
+        choice("anchor", "query"),
+    )  # fmt: skip
     sliding_window_non_causal: bool = setting(
         True, "Whether slots of layers with a window see those behind them (recorded)."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, low, high in (
-            ("block_size", 2, MAX_FUTURE), ("markov_rank", 0, MAX_RANK),
-            ("selector_top_k", 1, MAX_SHAPE), ("conv_kernel_size", 0, self.block_size),
-            ("conv_group_size", 1, MAX_SHAPE),
-        ):  # fmt: skip
-            check_count(name, getattr(self, name), low=low, high=high)
-        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
-        check_range("logit_scale", self.logit_scale, 0.0, MAX_SIZE, open_low=True)
-        check_switches(self, "sample_from_anchor", "sliding_window_non_causal", "attention_bias")
-        check_choices(
-            self, markov_head=tuple(NAMES), loss=LOSSES, head=HEADS,
-            confidence_head=CONFIDENCE_HEADS, sliding_window_from=WINDOWS,
-        )  # fmt: skip
+        check_count("conv_kernel_size", self.conv_kernel_size, low=0, high=self.block_size)
         if self.sliding_layers is not None:
             self.sliding_layers = distinct_layers("sliding_layers", self.sliding_layers)
             for layer in self.sliding_layers:
                 check_count("sliding_layers", layer, low=0, high=self.num_layers - 1)
-        if self.sliding_window is not None:
-            check_count("sliding_window", self.sliding_window, high=MAX_SIZE)
         if self.sliding_layers and self.sliding_window is None:
             raise ValueError(
                 f"sliding_layers={self.sliding_layers!r}: these need a sliding_window."

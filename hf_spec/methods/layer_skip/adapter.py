@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.adapters.low_rank import LowRankAdapter, check_settings
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.low_rank import ALPHA, LowRankAdapter, check_targets
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_count, distinct_layers
+from hf_spec.core.checks import count, distinct_layers, setting
+from hf_spec.core.limits import MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import Ahead, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import model_logits
@@ -47,8 +48,10 @@ class LayerSkipConfig(SpecPeftConfig):
     skip_mlp: list[int] = field(
         default_factory=list, metadata={"help": "Layers whose MLP drafting skips."}
     )
-    draft_rank: int = setting(0, "Rank of trained low-rank updates for drafting; 0: none.")
-    draft_alpha: float = setting(16, "The updates are scaled by draft_alpha / draft_rank.")
+    draft_rank: int = setting(
+        0, "Rank of trained low-rank updates for drafting; 0: none.", count(0, MAX_RANK)
+    )
+    draft_alpha: float = setting(16, "The updates are scaled by draft_alpha / draft_rank.", ALPHA)
     draft_target_modules: list[str] | str | None = setting(
         None,
         "Linear modules with updates: names, or a regular expression. Default: all that drafting "
@@ -71,8 +74,7 @@ class LayerSkipConfig(SpecPeftConfig):
                     f"{name} names layer {max(indices)}, but the base model has {layers} layers, "
                     f"0 to {layers - 1}, by base_facts. Correct one of them."
                 )
-        check_count("draft_rank", self.draft_rank, low=0)
-        check_settings("draft_", self.draft_rank or 1, self.draft_alpha, self.draft_target_modules)
+        check_targets("draft_target_modules", self.draft_target_modules)
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)

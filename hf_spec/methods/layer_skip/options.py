@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_spec.core.checks import check_choices, check_count, check_range, distinct_layers
+from hf_spec.core.checks import choice, count, distinct_layers, number, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import locked
 from hf_spec.drafting.calibration import DraftExit
-from hf_spec.drafting.options import DraftOptions, refuse
+from hf_spec.drafting.options import DraftOptions
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
 POLICY = "policy"
 EXITS = (POLICY, "adaptive", "threshold", "fixed")
-#: Options of the adaptive threshold.
-ADAPTING = ("threshold_step", "beta1", "beta2", "target_acceptance")
+#: Where gamma adapts, and where there is one.
+ADAPTING = {"draft_exit": (POLICY, "adaptive")}
+GAMMA = {"draft_exit": (POLICY, "adaptive", "threshold")}
+SHARE = number(0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -40,25 +42,16 @@ class LayerSkipOptions(DraftOptions):
 
     skip_attention: Sequence[int] | None = None
     skip_mlp: Sequence[int] | None = None
-    draft_exit: str = POLICY
-    max_draft: int = 12
-    threshold: float = 0.6
-    threshold_step: float = 0.01
-    beta1: float = 0.5
-    beta2: float = 0.9
-    target_acceptance: float = 0.85
+    draft_exit: str = setting(POLICY, rule=choice(*EXITS))
+    max_draft: int = setting(12, rule=count(1, MAX_DRAFT_TOKENS))
+    threshold: float = setting(0.6, rule=SHARE, only=GAMMA)
+    threshold_step: float = setting(0.01, rule=SHARE, only=ADAPTING)
+    beta1: float = setting(0.5, rule=SHARE, only=ADAPTING)
+    beta2: float = setting(0.9, rule=SHARE, only=ADAPTING)
+    target_acceptance: float = setting(0.85, rule=SHARE, only=ADAPTING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, draft_exit=EXITS)
-        check_count("max_draft", self.max_draft, high=MAX_DRAFT_TOKENS)
-        for name in ("threshold", *ADAPTING):
-            check_range(name, getattr(self, name), 0.0, 1.0)
-        unused = f"with draft_exit={self.draft_exit!r}, which does not use it. Leave one out."
-        if self.draft_exit == "threshold":
-            refuse(self, ADAPTING, unused)
-        if self.draft_exit == "fixed":
-            refuse(self, ("threshold", *ADAPTING), unused)
         for name in ("skip_attention", "skip_mlp"):
             layers = getattr(self, name)
             if layers is not None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
-from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_count, check_switches
+from hf_spec.core.checks import count, setting
 from hf_spec.core.limits import MAX_BLOCKS
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.forward_drafter import GrowOptions
@@ -46,14 +45,10 @@ class MtpConfig(ChainConfig):
 
     type_name: ClassVar[str] = "MTP"
     shards: ClassVar[bool] = False
-    num_layers: int | None = setting(None, "Layers for multi-token prediction (recorded).")
+    num_layers: int | None = setting(
+        None, "Layers for multi-token prediction (recorded).", count(1, MAX_BLOCKS)
+    )
     sparse: bool = setting(False, "Whether their MLPs are mixtures of experts (recorded).")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_switches(self, "sparse")
-        if self.num_layers is not None:
-            check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import setting
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import FrontConfig, of_tokens, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.checks import SHARE, check_count, choice, count, setting
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
@@ -36,10 +35,6 @@ from hf_spec.model.sequences import probe_sequences
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_features
 
-MASKS = ("ensemble", "decoder", "encoder")
-AGGREGATIONS = ("average", "learned")
-LOSSES = ("distillation", "hard")
-HEADS = ("none", "vocabulary", "residual")
 #: With two stages, share of the steps that train everything but the head.
 FIRST_STAGE = 0.5
 
@@ -54,20 +49,29 @@ class PPDConfig(FrontConfig):
 
     type_name: ClassVar[str] = "PPD"
 
-    num_prompt_tokens: int = setting(3, "m, prompt tokens, each drafting one future token.")
+    num_prompt_tokens: int = setting(
+        3, "m, prompt tokens, each drafting one future token.", count(1, MAX_FUTURE)
+    )
     num_ept: int = setting(1, "n, ensemble prompt tokens (EPTs) per prompt token.")
     ept_mask: str = setting(
         "ensemble",
         "Which other EPTs an EPT sees. ensemble: the one of its own number in each earlier prompt "
         "token. decoder: all before it. encoder: all of earlier prompt tokens and of its own.",
+        choice("ensemble", "decoder", "encoder"),
     )
-    ept_aggregation: str = setting("average", "How EPTs are combined: average, or learned weights.")
+    ept_aggregation: str = setting(
+        "average", "How EPTs are combined: average, or learned weights.",
+        choice("average", "learned"),
+    )  # fmt: skip
     loss: str = setting(
         "distillation",
         "distillation: KL divergence from the base's own distributions. hard: cross-entropy of the "
         "answers' tokens.",
+        choice("distillation", "hard"),
     )
-    decay: float = setting(0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).")
+    decay: float = setting(
+        0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).", SHARE
+    )
     num_prefix_tokens: int = setting(
         0,
         "Tokens of a learned prefix KV in every layer for each prompt token, which alone sees them "
@@ -77,19 +81,23 @@ class PPDConfig(FrontConfig):
         "none",
         "A decoding head for prompt tokens. none: the base's. vocabulary: a second output layer. "
         "residual: a block of hidden size before the base's.",
+        choice("none", "vocabulary", "residual"),
     )
     head_rank: int | None = setting(
         None,
         "Rank of a residual head's matrix; a low one keeps the adapter below 0.1 % of the base.  "
         "[default: a full matrix]",
+        count(1, MAX_RANK),
+        {"head": ("residual",)},
     )
     head_stages: int = setting(
         2,
         "1: the head is trained from the first step. 2: the head is trained in the second half of "
         "the steps, together with the rest.",
+        count(1, 2),
     )
     num_exits: int = setting(
-        1, "Last layers whose hidden states are averaged (multi-exit ensemble)."
+        1, "Last layers whose hidden states are averaged (multi-exit ensemble).", count()
     )
 
     dynamic_tree: list[dict[str, Any]] | None = setting(
@@ -102,21 +110,9 @@ class PPDConfig(FrontConfig):
         super().__post_init__()
         if self.dynamic_tree is not None:
             states_of(self.dynamic_tree)
-        check_count("num_prompt_tokens", self.num_prompt_tokens, high=MAX_FUTURE)
         check_count("num_ept", self.num_ept, high=MAX_PROBES // self.num_prompt_tokens)
         most = MAX_FRONT // self.num_prompt_tokens
         check_count("num_prefix_tokens", self.num_prefix_tokens, low=0, high=most)
-        check_count("num_exits", self.num_exits)
-        check_count("head_stages", self.head_stages, high=2)
-        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
-        check_choices(self, ept_mask=MASKS, ept_aggregation=AGGREGATIONS, loss=LOSSES, head=HEADS)
-        if self.head_rank is not None:
-            check_count("head_rank", self.head_rank, high=MAX_RANK)
-            if self.head != "residual":
-                raise ValueError(
-                    f"head_rank={self.head_rank} with head={self.head!r}: only residual heads have "
-                    "a rank. Give head='residual', or leave head_rank out."
-                )
         if self.num_ept == 1 and self.ept_aggregation == "learned":
             raise ValueError(
                 "ept_aggregation='learned' with num_ept=1: there is nothing to weigh. Give at "

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import setting
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import count, setting
 from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
 from hf_spec.drafting.losses import Ahead, heads_loss, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import model_logits, states_at
@@ -43,16 +42,12 @@ class ProPDConfig(HeadsConfig):
         None,
         "Layers that run on the whole tree; the early prediction head reads the hidden states "
         f"behind them.  [default: {PRUNE_LAYER}, or all but one where there are fewer]",
+        count(),
     )
     prune_top_k: int = setting(
-        50, "k: draft tokens that are not among the early head's k likeliest tokens are dropped."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prune_layer is not None:
-            check_count("prune_layer", self.prune_layer)
-        check_count("prune_top_k", self.prune_top_k)
+        50, "k: draft tokens that are not among the early head's k likeliest tokens are dropped.",
+        count(),
+    )  # fmt: skip
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)

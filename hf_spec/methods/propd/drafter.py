@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.core.checks import check_count, check_range, check_switches
+from hf_spec.core.checks import SHARE, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
@@ -54,22 +54,15 @@ class ProPDOptions(DraftOptions):
             the accuracies, in (0, 1], and K, the number of ranks that have one.
     """
 
-    drafter: str = HEADS
+    drafter: str = setting(HEADS, only={"prune": (True,)})
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
-    prune: bool = False
-    prune_top_k: int | None = None
-    hit_alpha: float = HIT_ALPHA
-    hit_ranks: int = RANKS
+    prune: bool = setting(False)
+    prune_top_k: int | None = setting(None, rule=count(), only={"prune": (True,)})
+    hit_alpha: float = setting(HIT_ALPHA, rule=SHARE, only={"tree": (ONLINE,)})
+    hit_ranks: int = setting(RANKS, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ONLINE,)})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_switches(self, "prune")
-        if self.prune_top_k is not None:
-            check_count("prune_top_k", self.prune_top_k)
-        check_range("hit_alpha", self.hit_alpha, 0.0, 1.0, open_low=True)
-        check_count("hit_ranks", self.hit_ranks, high=MAX_DRAFT_TOKENS)
-        if self.tree != ONLINE:
-            refuse(self, ("hit_alpha", "hit_ranks"), f"is of tree={ONLINE!r}. Leave it out.")
         if not isinstance(self.drafter_kwargs, dict):
             raise ValueError(f"drafter_kwargs={self.drafter_kwargs!r}: give a dict of options.")
         if self.drafter != HEADS:
@@ -79,11 +72,6 @@ class ProPDOptions(DraftOptions):
                 f"drafter_kwargs={self.drafter_kwargs!r} with the adapter's own heads: their "
                 "options are propd's own (tree, max_depth)."
             )
-        if not self.prune:
-            refuse(
-                self, ("drafter", "prune_top_k"),
-                "with prune=False, which prunes nothing. Give prune=True, or leave it out.",
-            )  # fmt: skip
 
 
 def drafting_method(options: ProPDOptions) -> Method:

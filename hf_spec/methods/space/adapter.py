@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import setting
-from hf_spec.adapters.low_rank import DOWN, UP, LowRankAdapter, check_settings
+from hf_spec.adapters.low_rank import ALPHA, DOWN, UP, LowRankAdapter, check_targets
 from hf_spec.adapters.predicting import PredictingConfig, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import check_choices, check_count, check_range, check_switches
-from hf_spec.core.limits import MAX_FUTURE
+from hf_spec.core.checks import SHARE, choice, count, number, setting
+from hf_spec.core.limits import MAX_FUTURE, MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import Ahead, future_losses, prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits
@@ -28,8 +27,6 @@ from modeling_patches.modules import linear_modules, output_projections
 from modeling_patches.support import check_unquantized
 from modeling_patches.weights import input_features, placement
 
-UPDATES = ("gated", "lora", "full", "none")
-MASKS = ("learned", "noise")
 #: Learning rate by kind of update; that of ``full`` is the paper's (table 2). Mask tokens alone are
 #: soft prompts, which need a higher one.
 LEARNING_RATES = {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
@@ -44,7 +41,9 @@ class SpaceConfig(PredictingConfig):
     """
 
     type_name: ClassVar[str] = "SPACE"
-    num_mask_tokens: int = setting(5, "k, mask tokens, each drafting one future token.")
+    num_mask_tokens: int = setting(
+        5, "k, mask tokens, each drafting one future token.", count(1, MAX_FUTURE)
+    )
     shared_mask: bool = setting(
         False, "One embedding for all mask tokens, as in the paper, instead of k."
     )
@@ -52,22 +51,25 @@ class SpaceConfig(PredictingConfig):
         "learned",
         "learned: mask tokens have embeddings of their own. noise: random tokens of the vocabulary "
         "stand in their place, with gated updates only, which is what SGLang drafts with.",
+        choice("learned", "noise"),
     )
     p_ar: float = setting(
-        0.5, "Share of autoregressive sequences in training; 1 is plain fine-tuning."
-    )
+        0.5, "Share of autoregressive sequences in training; 1 is plain fine-tuning.",
+        number(0.0, 1.0),
+    )  # fmt: skip
     update: str = setting(
         "gated",
         "What is trained besides the mask tokens. gated: low-rank updates of mask tokens only; the "
         "model's output stays the same. lora: low-rank updates of the model, and full: all its "
         "weights, saved beside the adapter; both fine-tune the model, as in the paper. none: "
         "nothing.",
+        choice(*LEARNING_RATES),
     )
-    rank: int = setting(16, "Rank of the low-rank updates.")
+    rank: int = setting(16, "Rank of the low-rank updates.", count(1, MAX_RANK))
     update_learning_rate: float = setting(
-        5e-3, "Peak learning rate of gated updates; mask tokens have that of training."
+        5e-3, "Peak learning rate of gated updates; mask tokens have that of training.", SHARE
     )
-    alpha: float = setting(32, "The updates are scaled by alpha / rank.")
+    alpha: float = setting(32, "The updates are scaled by alpha / rank.", ALPHA)
     target_modules: list[str] | str | None = setting(
         None,
         "Linear modules that get low-rank updates: names, or a regular expression. Default: all in "
@@ -76,18 +78,13 @@ class SpaceConfig(PredictingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
-        check_range("p_ar", self.p_ar, 0.0, 1.0)
-        check_range("update_learning_rate", self.update_learning_rate, 0.0, 1.0, open_low=True)
-        check_switches(self, "shared_mask")
-        check_choices(self, update=UPDATES, masks=MASKS)
         if self.masks == "noise" and (self.update != "gated" or self.shared_mask):
             raise ValueError(
                 f"masks='noise' with update={self.update!r} and shared_mask={self.shared_mask}: "
                 "random tokens are told from text by gated updates alone, and have no embedding to "
                 "share. Take update='gated' and shared_mask=False, or masks='learned'."
             )
-        check_settings("", self.rank, self.alpha, self.target_modules)
+        check_targets("target_modules", self.target_modules)
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             self.target_modules = sorted(self.target_modules)
 
