@@ -23,7 +23,8 @@ _OTHER_MODES = (
 
 
 def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Raise on every option that ``decode`` would have to ignore; put a strategy for ``auto``.
+    """Raise on every option that ``decode`` would have to ignore; put a strategy for ``auto``, and
+    the parsed options for those given.
 
     Raises:
         ValueError: naming the option, its value and what to do.
@@ -34,6 +35,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     method = get_method(strategy)
     options = method.parse_options(config.assistant_kwargs)
     warn_if_lossy(config.assistant_kwargs, ACCEPTANCE_RULES[options.acceptance])
+    config.assistant_kwargs = options
     check_model(model)
     check_cache_stays(model)
 
@@ -118,4 +120,4 @@ def check_strategy(model: Any, config: GenerationConfig) -> None:
     config = copy.copy(config)
     validate_call(model, config, {})
     method = get_method(config.assistant_strategy)
-    method.make_drafter(model, method.parse_options(config.assistant_kwargs))
+    method.make_drafter(model, config.assistant_kwargs)

@@ -21,7 +21,7 @@ from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.noise import as_sampled
-from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DEFAULT_DRAFT_TOKENS, DraftOptions
+from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
 from hf_spec.drafting.state import DecodeState, Grown
 
 #: Depth of the deepest draft token by default.
@@ -131,10 +131,7 @@ class ForwardDrafter(Drafter):
         return tree if self._exactly(state) is None else tree.changed(whole=True)
 
     def _exactly(self, state: DecodeState) -> int | None:
-        """Number of draft tokens in every step; None if the policy chooses it."""
-        if not self.policy_chooses:
-            return int(self.options.num_draft_tokens)
-        return None if state.timed else DEFAULT_DRAFT_TOKENS  # one size, whatever time it takes
+        return fixed_size(self.options.num_draft_tokens, state.timed)
 
     def _count(self, state: DecodeState) -> int:
         """Number of draft tokens that are grown."""

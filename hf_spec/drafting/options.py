@@ -93,6 +93,14 @@ def key_of(options: DraftOptions) -> str:
     return json.dumps(changed(options), sort_keys=True)
 
 
+def fixed_size(num_draft_tokens: Any, timed: bool) -> int | None:
+    """Draft tokens of an adaptive tree in every step, by that option; None if the policy chooses
+    them, which it does not where nothing may depend on time."""
+    if num_draft_tokens != AUTO:
+        return int(num_draft_tokens)
+    return None if timed else DEFAULT_DRAFT_TOKENS
+
+
 def samples_drafts(options: DraftOptions, do_sample: bool) -> bool:
     """Whether draft tokens are sampled in a call that samples, or does not."""
     return do_sample and options.acceptance == "rejection"

@@ -89,13 +89,15 @@ class Method:
         package = sys.modules[beside.__module__].__package__ or ""
         return files(package) / f"{self.name}.md"
 
-    def parse_options(self, kwargs: dict[str, Any] | None) -> DraftOptions:
-        """Build and validate the options.
+    def parse_options(self, kwargs: dict[str, Any] | DraftOptions | None) -> DraftOptions:
+        """Build and validate the options, unless that has been done.
 
         Raises:
             ValueError: an option is unknown or invalid, or of no use to the method; the message
                 lists the options.
         """
+        if isinstance(kwargs, self.options):
+            return kwargs
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ValueError(
                 f"assistant_kwargs is a {type(kwargs).__name__}: give a dict of options of "

@@ -20,7 +20,7 @@ from hf_spec.core.tree_states import TreeState
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.grow import grow
-from hf_spec.drafting.options import DEFAULT_DRAFT_TOKENS
+from hf_spec.drafting.options import AUTO, fixed_size
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
@@ -37,19 +37,18 @@ class AdaptiveTrees(TreeSource):
     Args:
         depth: number of predicted distances.
         probes: whether predictions come from probes under the nodes.
-        num_draft_tokens: exact number in every step; None for the policy's choice, or
-            `DEFAULT_DRAFT_TOKENS` if nothing may depend on time.
+        num_draft_tokens: the option of this name.
         calibrations: learned by earlier calls, greedy and sampled ones; None to use predictions
             uncorrected.
     """
 
     def __init__(
-        self, depth: int, probes: bool, num_draft_tokens: int | None = None,
+        self, depth: int, probes: bool, num_draft_tokens: int | str = AUTO,
         calibrations: tuple[Calibration, Calibration] | None = None,
     ):  # fmt: skip
         self.depth, self.probes = depth, probes
         self.num_draft_tokens, self.calibrations = num_draft_tokens, calibrations
-        self.policy_chooses = num_draft_tokens is None
+        self.policy_chooses = num_draft_tokens == AUTO
         self.calibration = None if calibrations is None else calibrations[False]
         self._most = FEWEST
         #: The step's trees, and the terms added to their log-probabilities per distance.
@@ -110,8 +109,7 @@ class AdaptiveTrees(TreeSource):
         return None if noise is None else noise.ahead(depth, drafter.token_ids)
 
     def _exactly(self, state: DecodeState) -> int | None:
-        """Number of draft tokens in every step; None if the policy chooses it."""
-        return self.num_draft_tokens or (None if state.timed else DEFAULT_DRAFT_TOKENS)
+        return fixed_size(self.num_draft_tokens, state.timed)
 
     def propose(
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int

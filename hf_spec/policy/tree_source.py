@@ -38,8 +38,7 @@ def tree_source(
         check_states(states, "tree", model, distances)
         return TreeSource(states)
     if options.num_draft_tokens != AUTO:
-        exactly: Any = options.num_draft_tokens
-        return AdaptiveTrees(depth, bool(probes), exactly)
+        return AdaptiveTrees(depth, bool(probes), options.num_draft_tokens)
     key = adapter.config.type_name, adapter.name, depth
     pair = recall(model, (Calibration, key), lambda: (Calibration(depth), Calibration(depth)))
     return AdaptiveTrees(depth, bool(probes), calibrations=pair)
