@@ -244,7 +244,7 @@ def test_a_conversation_goes_on(fresh: Tiny, name: str) -> None:
 def test_trees_deeper_than_the_adapter(fresh: Tiny, name: str) -> None:
     model = fresh("llama")
     added(model, name)
-    with pytest.raises(ValueError, match=r"max_depth=99: the adapter predicts \d future tokens"):
+    with pytest.raises(ValueError, match=r"max_depth=99: .* The adapter predicts no more"):
         tokens(model, name, max_depth=99)
     with pytest.raises(ValueError, match=r"paths of 9 ranks, \d future tokens"):
         tokens(model, name, tree=[[0] * length for length in range(1, 10)])

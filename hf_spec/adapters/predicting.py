@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.core.checks import SHARE, count, setting
+from hf_spec.core.checks import SHARE, check_count, count, setting
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.support import kv_shape
 from modeling_patches.weights import input_features, output_features, placement
@@ -48,11 +48,9 @@ class VocabularyConfig(SpecPeftConfig):
                 f"draft_vocab_size={self.draft_vocab_size}: this adapter predicts tokens by a "
                 "matrix of its own, which has them all. Leave it out."
             )
-        if self.draft_vocab_size and self.draft_vocab_size > vocab_size(model):
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size}: the model has {vocab_size(model)} "
-                "tokens. Take fewer, or 0 for all."
-            )
+        if self.draft_vocab_size:
+            why = "The model has no more tokens. Take fewer, or 0 for all."
+            check_count("draft_vocab_size", self.draft_vocab_size, 0, vocab_size(model), why)
 
     def known_tokens(self, model: nn.Module) -> int:
         """Number of tokens that matrices of a loaded adapter have rows for: those of the model, or

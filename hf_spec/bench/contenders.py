@@ -10,7 +10,7 @@ from typing import Any
 from transformers import CompileConfig
 
 import hf_spec
-from hf_spec.core.checks import first_line, nearest
+from hf_spec.core.checks import check_choice, first_line
 from hf_spec.drafting.options import AUTO
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.loading import is_path
@@ -116,11 +116,7 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     result = dict.fromkeys(item.strip() for item in listed)
     for name in result:
         if strategy_of(name) not in (*known, AUTO, GENERATE, STOCK_LOOKUP, STOCK_ASSISTED):
-            choices = [*known, AUTO, STOCK_LOOKUP, STOCK_ASSISTED]
-            raise ValueError(
-                f"unknown strategy {name!r}{nearest(name, choices)}; choose from "
-                f"{', '.join(choices)}"
-            )
+            check_choice("strategy", name, [*known, AUTO, STOCK_LOOKUP, STOCK_ASSISTED])
     return [name for name in result if name != GENERATE]
 
 

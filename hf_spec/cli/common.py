@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Exit, echo
 from typer.core import TyperCommand
 
-from hf_spec.core.checks import duration, install_extra, nearest
+from hf_spec.core.checks import check_choice, duration, install_extra
 
 if TYPE_CHECKING:
     from hf_spec.bench.contenders import Adapter
@@ -65,12 +65,7 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     name = name or (adapters[0].strategy if len(adapters) == 1 else default)
     if name in (NO_STRATEGY, AUTO):
         return name if name == AUTO else None
-    known = hf_spec.strategies()
-    if name not in known:
-        choices = [NO_STRATEGY, AUTO, *known]
-        raise ValueError(
-            f"unknown strategy {name!r}{nearest(name, choices)}; choose from {', '.join(choices)}"
-        )
+    check_choice("strategy", name, [NO_STRATEGY, AUTO, *hf_spec.strategies()])
     if get_method(name).needs_adapter and all(one.strategy != name for one in adapters):
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
     return name

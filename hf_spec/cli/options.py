@@ -7,17 +7,14 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from hf_spec.core.checks import check_count, check_range, nearest
+from hf_spec.core.checks import check_choice, check_count, check_range
 from hf_spec.model.loading import NATIVE
 
 DTYPES = (NATIVE, "auto", "bfloat16", "float16", "float32", "float64")
 
 
 def _known(dtype: str) -> str:
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"--dtype {dtype!r}{nearest(dtype, DTYPES)}: choose from {', '.join(DTYPES)}"
-        )
+    check_choice("--dtype", dtype, DTYPES)
     return dtype
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
@@ -42,12 +43,18 @@ def check_range(
         raise ValueError(f"{name}={value!r}: must be a number in {bracket}{low}, {high}].")
 
 
-def check_count(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
-    """Raise a ValueError unless ``value`` is an int of at least ``low`` (and at most ``high``)."""
+def check_count(
+    name: str, value: Any, low: int = 1, high: int | None = None, why: str = ""
+) -> None:
+    """Raise a ValueError unless ``value`` is an int of at least ``low`` (and at most ``high``).
+
+    Args:
+        why: for the message, why these are the limits, and what to do.
+    """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")
+        raise ValueError(f"{name}={value!r}: must be a whole number {limit}.{why and f' {why}'}")
 
 
 def check_switch(name: str, value: Any) -> None:
@@ -56,13 +63,32 @@ def check_switch(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: must be True or False.")
 
 
-def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raise a ValueError unless ``value`` is one of the choices."""
+def check_choice(name: str, value: Any, choices: Collection[Any], more: str = "") -> None:
+    """Raise a ValueError unless ``value`` is one of the choices; ``more`` ends the message."""
     if not any(value == one and type(value) is type(one) for one in choices):
         raise ValueError(
             f"{name}={value!r}{nearest(value, choices)}: choose one of "
-            f"{', '.join(map(str, choices))}."
+            f"{', '.join(map(str, choices))}{more}."
         )
+
+
+def check_names(whose: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise a ValueError unless all names are known as options of something."""
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"{whose} has no option {name!r}{nearest(name, known)}; its options are "
+                f"{', '.join(sorted(known))}."
+            )
+
+
+@contextmanager
+def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds become ValueErrors that say first what could not be done, in a line."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{what}: {first_line(error)}") from error
 
 
 def count(low: int = 1, high: int | None = None) -> Rule:
@@ -123,13 +149,16 @@ def check_fields(given: Any) -> None:
                 )
 
 
-def distinct_layers(name: str, layers: Any) -> list[int]:
-    """``layers`` as a list; ValueError unless they are distinct ints from 0."""
+def distinct_layers(name: str, layers: Any, high: int | None = None, why: str = "") -> list[int]:
+    """``layers`` as a list; ValueError unless they are distinct ints from 0, to ``high`` if it is
+    given, and ``why`` these are the limits."""
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise ValueError(f"{name}={layers!r}: must be a list of layers, such as [2, 16, 29].")
     found = list(layers)
     if any(type(one) is not int or one < 0 for one in found) or len({*found}) < len(found):
         raise ValueError(f"{name}={found!r}: must name each layer once, by a whole number from 0.")
+    if found and high is not None:
+        check_count(f"layer of {name}", max(found), 0, high, why)
     return found
 
 

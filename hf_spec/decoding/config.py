@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.core.checks import first_line, nearest
+from hf_spec.core.checks import check_names, first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.loading import is_path
@@ -49,14 +49,10 @@ def _warn_of_lossy(source: str, acceptance: str) -> None:
 
 def _check_options_of_all(kwargs: dict[str, Any]) -> None:
     """Check the options of a call whose strategy is chosen later."""
-    known = sorted(item.name for item in dataclasses.fields(DraftOptions))
-    for name in kwargs:
-        if name not in known:
-            raise ValueError(
-                f"assistant_kwargs: {name!r}{nearest(name, known)} with assistant_strategy="
-                f"{AUTO!r}: options of all strategies are {', '.join(known)}. Name the "
-                "strategy that has this one."
-            )
+    known = [item.name for item in dataclasses.fields(DraftOptions)]
+    check_names(
+        f"assistant_kwargs: strategy {AUTO!r} (name the one that has it instead)", kwargs, known
+    )
     DraftOptions(**kwargs)
 
 

@@ -25,7 +25,7 @@ from hf_spec.adapters.checkpoint import (
     shards,
 )
 from hf_spec.adapters.layer import layer_of
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import check_choice, explained, first_line
 from hf_spec.files import read_json, write_atomically
 from hf_spec.formats.tables import Reader, Writer, formats_of
 from hf_spec.hub.card import write_card
@@ -64,10 +64,7 @@ def _layouts() -> dict[str, Reader]:
 def importable(name: str) -> tuple[Method, Reader]:
     """A method and its reader of published checkpoints; a ValueError if there is none."""
     known = _layouts()
-    if name not in known:
-        raise ValueError(
-            f"no published layout of {name!r} is known; choose one of {', '.join(known)}."
-        )
+    check_choice("type", name, known)
     return methods()[name], known[name]
 
 
@@ -203,14 +200,12 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
     """
     method, reader = importable(method_name)
     assert method.adapter_config is not None
-    try:
+    with explained(f"cannot import {str(path)!r}", ValueError):
         # With the scales of those that are stored as 8-bit floats.
         found = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
         tensors = _dequantized(found)
         fields, tensors = reader.convert(tensors, config_beside(path))
         return method.adapter_config(**fields, inference_mode=True), tensors
-    except ValueError as error:
-        raise ValueError(f"cannot import {str(path)!r}: {error}") from error
 
 
 def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

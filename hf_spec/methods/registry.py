@@ -24,7 +24,7 @@ from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
-from hf_spec.core.checks import nearest
+from hf_spec.core.checks import check_choice, check_names
 from hf_spec.core.field_docs import complete_docstring
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
@@ -106,12 +106,7 @@ class Method:
         kwargs = kwargs or {}
         names = [item.name for item in dataclasses.fields(self.options)]
         known = [name for name in names if name not in self.drafter.unused]
-        for key in kwargs:
-            if key not in known:
-                raise ValueError(
-                    f"assistant_kwargs: strategy {self.name!r} has no option {key!r}"
-                    f"{nearest(key, known)}; its options are {', '.join(sorted(known))}."
-                )
+        check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, known)
         options = self.options(**kwargs)
         if options.acceptance == "rejection" and not self.drafter.can_sample:
             raise ValueError(
@@ -121,11 +116,8 @@ class Method:
         tree, trees = options.tree, (ADAPTIVE, *self.drafter.trees)
         if isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
             TokenTree.from_paths(tree)
-        elif tree not in trees:
-            raise ValueError(
-                f"tree={tree!r}{nearest(tree, trees)}: choose one of {', '.join(trees)}, or give "
-                "rank paths."
-            )
+        else:
+            check_choice("tree", tree, trees, ", or give rank paths")
         return options
 
     def make_drafter(
@@ -217,9 +209,5 @@ def get_method(name: str) -> Method:
     Raises:
         ValueError: there is none; the message lists the strategies.
     """
-    if not isinstance(name, str) or name not in methods():
-        raise ValueError(
-            f"assistant_strategy={name!r} is unknown{nearest(name, methods())}: choose one of "
-            f"{', '.join(methods())}, or {AUTO!r}."
-        )
+    check_choice("assistant_strategy", name, methods(), f", or {AUTO!r}")
     return methods()[name]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import explained
 
 if TYPE_CHECKING:
     import torch
@@ -101,10 +101,9 @@ def _explained(path: str) -> Iterator[None]:
     disable_progress_bar()
     # Its retries would bury the one line that says what is wrong.
     hub_logging.set_verbosity_error()
-    try:
+    kinds = OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError
+    with explained(f"cannot load model {path!r}", *kinds):
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError) as error:
-        raise ValueError(f"cannot load model {path!r}: {first_line(error)}") from error
 
 
 def chosen_device(device: str | None) -> str:
@@ -170,13 +169,14 @@ def load_adapters(model: Any, adapters: Iterable[NamedAdapter]) -> None:
     """
     names = []
     for adapter in adapters:
-        try:
-            with warnings.catch_warnings():  # PEFT's, of adapters side by side, which we want
-                warnings.filterwarnings("ignore", "Already found a `peft_config`")
-                model.load_adapter(adapter.path, adapter_name=adapter.name)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            reason = first_line(error)
-            raise ValueError(f"cannot load adapter {adapter.path!r}: {reason}") from error
+        what = f"cannot load adapter {adapter.path!r}"
+        with (
+            explained(what, OSError, ValueError, RuntimeError, KeyError),
+            warnings.catch_warnings(),
+        ):
+            # PEFT's, of adapters side by side, which we want.
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")
+            model.load_adapter(adapter.path, adapter_name=adapter.name)
         names.append(adapter.name)
     if names:
         model.set_adapter(names)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.core.checks import check_count
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
@@ -47,10 +48,9 @@ def tree_source(
 def drafted_depth(options: DraftOptions, distances: int) -> int:
     """Number of distances that are drafted, of those that the adapter predicts; a ValueError if
     ``max_depth`` is larger."""
-    if options.max_depth is not None and options.max_depth > distances:
-        raise ValueError(
-            f"max_depth={options.max_depth}: the adapter predicts {distances} future tokens."
-        )
+    if options.max_depth is not None:
+        why = "The adapter predicts no more tokens."
+        check_count("max_depth", options.max_depth, 1, distances, why)
     return options.max_depth or distances
 
 

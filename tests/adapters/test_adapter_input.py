@@ -347,10 +347,10 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
         *(
             ("LayerSkip", {**fields, "base_facts": {"num_hidden_layers": layers}}, message)
             for fields, layers, message in (
-                ({"skip_mlp": [1, 4]}, 4, "names layer 4, but the base model has 4 layers, 0 to 3"),
-                ({"skip_attention": [6]}, 6, "skip_attention names layer 6"),
-                ({}, "4", "must be a positive integer, got '4'"),
-                ({}, 0, "number of layers must be a positive integer, got 0"),
+                ({"skip_mlp": [1, 4]}, 4, "layer of skip_mlp=4: .* from 0 to 3. By base_facts"),
+                ({"skip_attention": [6]}, 6, "layer of skip_attention=6: .* from 0 to 5"),
+                ({}, "4", "num_hidden_layers of base_facts='4': must"),
+                ({}, 0, "base_facts=0: must be a whole number of at least 1. Leave it out"),
             )
         ),
         ("LayerSkip", {"format_version": 2}, "format_version=2; this hf_spec reads versions 1 to"),

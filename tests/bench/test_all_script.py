@@ -146,7 +146,7 @@ def test_vllm_is_beside_them_where_it_is(
     [
         (["--only", "speed"], "--only speed: choose from batches, tasks"),
         (["--only", "vllm"], "--only vllm needs --vllm-python"),
-        (["--strategies", "nothing"], "unknown strategy 'nothing'"),
+        (["--strategies", "nothing"], "strategy='nothing'"),
         (["--batch-sizes", "8"], "no category has 8 prompts, which a batch of 8 needs"),
     ],
 )

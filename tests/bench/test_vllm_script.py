@@ -126,7 +126,7 @@ def test_engines_alone(vllm: Any, folder: Path, tmp_path: Path, capsys: Any) -> 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--strategies", "medusas"], "unknown strategy 'medusas'"),
+        (["--strategies", "medusas"], "strategy='medusas'"),
         (["--vllm", "plain,eagle"], "--vllm plain,eagle: name each of plain,ngram,suffix,drafter"),
         (["--vllm", "drafter"], "--vllm drafter and --drafter FOLDER belong together"),
         (["--vllm", "drafter", "--drafter", "none"], "--drafter none: there is no config.json"),

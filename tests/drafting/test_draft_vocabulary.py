@@ -140,7 +140,10 @@ def test_what_does_not_fit(fresh: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="draft_vocab_size=-1: must be a whole number"):
         hf_spec.BitaConfig(draft_vocab_size=-1)
     for config, message in (
-        (hf_spec.MedusaConfig(draft_vocab_size=VOCAB + 1), f"the model has {VOCAB} tokens"),
+        (
+            hf_spec.MedusaConfig(draft_vocab_size=VOCAB + 1),
+            f"from 0 to {VOCAB}. The model has no more",
+        ),
         (hf_spec.MedusaConfig(draft_vocab_size=9, projection="own"), "a matrix of its own"),
         (hf_spec.PPDConfig(draft_vocab_size=9, head="vocabulary"), "a matrix of its own"),
     ):

@@ -263,8 +263,8 @@ def test_import_and_export_commands(checkpoint: Path, tmp_path: Path, capsys: An
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("heads.pt", "--type", "prompt_lookup"), "no published layout of 'prompt_lookup'.*medusa"),
-        (("heads.pt", "--type", "medusas"), "no published layout of 'medusas'.*medusa"),
+        (("heads.pt", "--type", "prompt_lookup"), "type='prompt_lookup': choose one of .*medusa"),
+        (("heads.pt", "--type", "medusas"), "type='medusas' .did you mean 'medusa'"),
         (("absent.pt", "--type", "medusa"), "there is no file"),
         (("heads.pt", "--type", "medusa", "--strategy-kwargs", '{"a": 1}'), "no option 'a'"),
     ],

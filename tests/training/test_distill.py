@@ -496,7 +496,7 @@ def test_folders_of_others_and_damaged_ones(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--strategy", "fastest"], "unknown strategy 'fastest'; choose from none, "),
+        (["--strategy", "fastest"], "strategy='fastest': choose one of none, "),
         (["--strategy-kwargs", '{"color": 1}'], "has no option 'color'"),
         (["--strategy-kwargs", '{"acceptance": "typical"}'], "changes the answers"),
         (["--strategy", "none", "--strategy-kwargs", "{}"], "--strategy-kwargs needs a strategy"),

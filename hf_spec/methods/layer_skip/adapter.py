@@ -16,7 +16,7 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.low_rank import ALPHA, LowRankAdapter, check_targets
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import count, distinct_layers, setting
+from hf_spec.core.checks import check_count, count, distinct_layers, setting
 from hf_spec.core.limits import MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import Ahead, mean_loss, own_logits, prediction_losses
@@ -61,19 +61,12 @@ class LayerSkipConfig(SpecPeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers: Any = (self.base_facts or {}).get("num_hidden_layers")
-        if layers is not None and (type(layers) is not int or layers < 1):
-            raise ValueError(
-                f"the base model's number of layers must be a positive integer, got {layers!r}. "
-                "Leave it out: attaching the adapter records it."
-            )
+        if layers is not None:
+            why = "Leave it out: attaching the adapter records it."
+            check_count("num_hidden_layers of base_facts", layers, why=why)
+        last, why = layers and layers - 1, "By base_facts, these are the base's. Correct one."
         for name in ("skip_attention", "skip_mlp"):
-            indices = sorted(distinct_layers(name, getattr(self, name)))
-            setattr(self, name, indices)
-            if layers is not None and max(indices, default=0) >= layers:
-                raise ValueError(
-                    f"{name} names layer {max(indices)}, but the base model has {layers} layers, "
-                    f"0 to {layers - 1}, by base_facts. Correct one of them."
-                )
+            setattr(self, name, sorted(distinct_layers(name, getattr(self, name), last, why)))
         check_targets("draft_target_modules", self.draft_target_modules)
 
     def check_base(self, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_spec.adapters.checkpoint import Origin, complaints, opened, shards
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import explained, first_line
 from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.methods.mtp.network import MtpNetwork
@@ -232,12 +232,8 @@ def _file(origin: Origin, *names: str) -> Path | None:
     has been downloaded."""
     for ask in (False, True):
         for name in names:
-            try:
+            with explained(f"cannot read {name} of {origin.place!r}", OSError):
                 found = origin.file(name, ask)
-            except OSError as error:
-                raise ValueError(
-                    f"cannot read {name} of {origin.place!r}: {first_line(error)}"
-                ) from error
             if found is not None:
                 return found
     return None

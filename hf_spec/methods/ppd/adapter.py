@@ -130,10 +130,8 @@ class PPDConfig(FrontConfig):
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)
-        if self.num_exits > 1 and self.num_exits > num_layers(model):
-            raise ValueError(
-                f"num_exits={self.num_exits}: the model has {num_layers(model)} layers."
-            )
+        if self.num_exits > 1:
+            check_count("num_exits", self.num_exits, 1, num_layers(model), "As the model's layers.")
         if self.num_prefix_tokens:
             self.record_shape(model)
 

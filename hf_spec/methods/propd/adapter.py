@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import count, setting
+from hf_spec.core.checks import check_count, count, setting
 from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
 from hf_spec.drafting.losses import Ahead, heads_loss, mean_loss, own_logits, prediction_losses
 from hf_spec.model.hidden_states import model_logits, states_at
@@ -59,11 +59,8 @@ class ProPDConfig(HeadsConfig):
             )
         if self.prune_layer is None:
             self.prune_layer = min(PRUNE_LAYER, layers - 1)
-        if self.prune_layer >= layers:
-            raise ValueError(
-                f"prune_layer={self.prune_layer}: the model has {layers} layers, so draft tokens "
-                f"can be pruned behind 1 to {layers - 1} of them."
-            )
+        why = f"The model has {layers} layers, behind the last of which nothing is left to save."
+        check_count("prune_layer", self.prune_layer, 1, layers - 1, why)
 
 
 #: Names of the head's parameters: A (hidden, hidden), b (hidden,) and gain (hidden,).
