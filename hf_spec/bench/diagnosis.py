@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt, encode, encode_prompts
@@ -82,7 +82,7 @@ def diagnose(
         {task: row["tau"] for (name, task), row in rows.items()
          if name == "drafting" and task != ALL},
     )  # fmt: skip
-    adapter = None if method.peft_type is None else find_active(model, method.peft_type)
+    adapter = method.active_adapter(model)
     if adapter is not None or method.included is not None:  # lookups learn from nothing else
         result.conditions = _conditions(
             model, tokenizer, prompts, drafting, adapter, max_new_tokens

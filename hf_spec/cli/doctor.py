@@ -194,7 +194,6 @@ def supported(model: Any) -> dict[str, str | None]:
 
     import torch
 
-    from hf_spec.adapters.active import find_active
     from hf_spec.core.checks import first_line
     from hf_spec.methods.registry import methods
 
@@ -205,7 +204,7 @@ def supported(model: Any) -> dict[str, str | None]:
         config, on_trial, obstacles[name] = method.adapter_config, False, None
         with warnings.catch_warnings(action="ignore"):  # of adapters side by side
             try:
-                if config is not None and find_active(model, config.type_name) is None:
+                if config is not None and method.active_adapter(model) is None:
                     model.add_adapter(config(), TRIAL)
                     on_trial = True
                 model.generate(

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
@@ -51,7 +51,7 @@ def choose(model: Any, assistant: Any = None) -> Choice:
     passed: dict[str, str] = {}
     active: dict[str, ActiveAdapter] = {}
     for name, method in sorted(methods().items(), key=lambda item: item[1].included is None):
-        own = None if method.peft_type is None else find_active(model, method.peft_type)
+        own = method.active_adapter(model)
         if own is not None:
             active[name] = own
             if method.included is not None:

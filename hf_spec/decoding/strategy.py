@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.memory import recall
 from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
@@ -77,7 +76,9 @@ class Strategy:
         check_tree_forward(model, method.name, drafter, padded or synced, running, rows)
         samples = bool(config.do_sample)
         timed, lookup = resolve(options, drafter, samples)
-        adapter = _adapter(method, model)
+        adapter = None
+        with suppress(ValueError):  # several are active; the drafter raises if that is a problem
+            adapter = method.active_adapter(model)  # on which acceptance depends
         copies, packed = packed_weights(model, *drafter.beside), Changes()
         for one in copies:
             one.add_to(packed)
@@ -113,11 +114,3 @@ def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[b
     if options.lookup == AUTO:
         return timed, timed and drafter.policy_chooses
     return timed, bool(options.lookup)
-
-
-def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
-    """The method's active adapter, on which acceptance depends."""
-    if method.peft_type is not None:
-        with suppress(ValueError):  # several are active; the drafter raises if that is a problem
-            return find_active(model, method.peft_type)
-    return None

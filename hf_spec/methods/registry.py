@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.active import ActiveAdapter, find_active, require_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
@@ -81,6 +81,10 @@ class Method:
     def peft_type(self) -> str | None:
         """Type of its PEFT adapter; None if it has none."""
         return getattr(self.adapter_config, "type_name", None)
+
+    def active_adapter(self, model: Any) -> ActiveAdapter | None:
+        """Its active adapter on a model, as :func:`find_active` says."""
+        return None if self.peft_type is None else find_active(model, self.peft_type)
 
     @property
     def card(self) -> Traversable:
