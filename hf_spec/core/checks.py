@@ -118,8 +118,8 @@ def setting(
 
     Args:
         help_text: for `hf-spec train` and the documentation; those of options are in docstrings.
-        rule: of its value; None is right, too, where it is the default. Default: where ``default``
-            is True or False, one of these.
+        rule: of its value; None is right, too, where the field's type says so. Default: where
+            ``default`` is True or False, one of these.
         only: values of another field without which it must be left at its default.
     """
     rule = check_switch if rule is None and isinstance(default, bool) else rule

@@ -82,7 +82,7 @@ class Method:
         """Type of its PEFT adapter; None if it has none."""
         return getattr(self.adapter_config, "type_name", None)
 
-    def active_adapter(self, model: Any) -> ActiveAdapter | None:
+    def active_adapter(self, model: PreTrainedModel) -> ActiveAdapter | None:
         """Its active adapter on a model, as :func:`find_active` says."""
         return None if self.peft_type is None else find_active(model, self.peft_type)
 
