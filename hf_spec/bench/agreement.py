@@ -36,13 +36,8 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 
 
 def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> bool:
-    """Whether the logits of both tokens are within `TIE_ULPS` of the largest one.
-
-    Args:
-        scores: ``(vocab,)`` next-token logits after the logits processors.
-        ours, plain: the two tokens that were chosen.
-        dtype: the dtype that the model computes in.
-    """
+    """Whether the logits of both tokens are within `TIE_ULPS` of the largest one; ``scores``
+    ``(vocab,)`` are logits after the processors, ``dtype`` is what the model computes in."""
     best = scores.max().item()
     worse = min(scores[ours].item(), scores[plain].item())
     return best - worse <= TIE_ULPS * ulp(max(abs(best), abs(worse)), dtype)

@@ -64,21 +64,19 @@ def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -
     Stock assistants get no copy, as their caches are dynamic.
 
     Args:
-        backend: of ``torch.compile``.
         longest: tokens of the longest call, prompt and new ones: the size that stock calls are
             compiled for.
     """
     config = CompileConfig(backend=backend)
     config._compile_all_devices = True  # stock calls, too, also on a CPU
-    kwargs = {"cache_implementation": "static", "compile_config": config}
+    static = {"cache_implementation": "static", "compile_config": config}
     result = []
-    for contender in uncompiled:
-        result.append(contender)
-        if not contender.single_row:
-            limit = {"max_cache_len": longest} if contender.stock else {}
-            options = {**contender.kwargs, **kwargs, **limit}
-            name = f"{contender.name}{COMPILED}"
-            result.append(replace(contender, name=name, kwargs=options, compiled=True))
+    for one in uncompiled:
+        result.append(one)
+        if not one.single_row:
+            kwargs = {**one.kwargs, **static, **({"max_cache_len": longest} if one.stock else {})}
+            copy = replace(one, name=f"{one.name}{COMPILED}", kwargs=kwargs, compiled=True)
+            result.append(copy)
     return result
 
 
@@ -87,9 +85,8 @@ class Adapter:
     """An adapter folder or repository, with the strategy and options stored beside its weights.
 
     Attributes:
-        path: the folder or repository.
         name: its name on the model.
-        changes_model: whether it fine-tunes the base model. If so, its baseline is plain decoding
+        changes_model: whether it fine-tunes the base model, so that its baseline is plain decoding
             with the adapter.
     """
 
@@ -101,13 +98,10 @@ class Adapter:
 
 
 def parse_names(names: str | Iterable[str]) -> list[str]:
-    """Check strategy names, in one string with commas or several, without loading anything; drop
-    :data:`GENERATE`, which always takes part, and repetitions.
+    """Check strategy names, in one string with commas or several; drop :data:`GENERATE`, which
+    always takes part, and repetitions. A ValueError names one that is unknown.
 
     A strategy can take part several times as ``strategy:label``, with its own options each time.
-
-    Raises:
-        ValueError: a name is unknown.
     """
     listed = names.split(",") if isinstance(names, str) else list(names)
     if listed == [""]:
@@ -138,11 +132,7 @@ def needs_assistant(name: str) -> bool:
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
-    """Read the ``SpecConfig`` beside each adapter's weights.
-
-    Raises:
-        ValueError: there is none, or it names no strategy.
-    """
+    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none."""
     from peft import PeftConfig
 
     adapters = []
@@ -173,10 +163,9 @@ def contenders(
     """The contenders for strategy names and adapters.
 
     Args:
-        names: strategy names from :func:`parse_names`.
+        names: of :func:`parse_names`.
         options: options by name; they override those stored with an adapter.
-        adapters: adapters, each for the strategy that its config names; a strategy with several
-            adapters takes part once with each.
+        adapters: a strategy with several takes part once with each.
         assistants: by the name of each assistant model, the keyword arguments for ``generate``
             that use it; a strategy that needs one takes part once with each.
 

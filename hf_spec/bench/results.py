@@ -33,14 +33,12 @@ Interval = tuple[float, float]
 
 
 def interval(figure: Callable[..., Any], *columns: Sequence[float]) -> Interval | None:
-    """The 95% interval of a figure that is computed from sums over prompts.
+    """The 95% interval of a figure that is computed from sums over prompts; None if there are fewer
+    than `FEWEST` units.
 
     Args:
         figure: computes the figure from the sum of each column; the sums are arrays of equal shape.
         columns: one number per measured unit (a prompt or a batch), in the same order in all.
-
-    Returns:
-        Lower and upper end; None if there are fewer than `FEWEST` units.
     """
     units = len(columns[0])
     if units < FEWEST:
@@ -87,15 +85,13 @@ class Measurement:
 
 @dataclass
 class BenchResult:
-    """All measurements of a run.
+    """All measurements of a run, one per batch and contender.
 
     Attributes:
         prompts: those that were asked for.
         settings: as JSON types.
-        measurements: one per batch and contender.
         notes: remarks for the reader of the results.
         truncated_prompts: number of prompts that were cut to fit the context.
-        interrupted: whether the run was interrupted.
     """
 
     prompts: list[Prompt]
@@ -110,13 +106,11 @@ class BenchResult:
         """The entries of ``runs`` in ``results.json``: one per batch size, strategy and task, in
         order of appearance; task ``all`` comes last.
 
-        ``speedup`` is the ratio of tokens per second to those of the baseline on the same prompts.
-        ``tau`` is the number of new tokens per forward pass and unfinished sequence, the prefill
-        included. ``speedup_interval`` and ``tau_interval`` are 95% intervals (:func:`interval`),
-        None for too few measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count
-        sequences. Under sampling ``identical`` is counted at batch size 1, where all contenders
-        draw the same random numbers; the others are None if a sequence differs, and all are None
-        in batches.
+        ``speedup`` is beside the baseline on the same prompts. ``tau`` is the number of new tokens
+        per forward pass and unfinished sequence, the prefill included. ``identical``,
+        ``diverged_at_tie`` and ``diverged`` count sequences. Under sampling ``identical`` is
+        counted at batch size 1, where all contenders draw the same random numbers; the others are
+        None if a sequence differs, and all are None in batches.
         """
         groups: dict[tuple[int, str, str], list[Measurement]] = {}
         for name in dict.fromkeys((item.batch_size, item.strategy) for item in self.measurements):

@@ -42,16 +42,13 @@ def run(
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
-        contenders: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
+        contenders: plain decoding is added.
         batch_sizes: the benchmark runs once for each.
-        max_new_tokens: limit for each prompt, from 1.
         limit: most prompts that are measured, see :func:`hf_spec.bench.prompts.spread`.
         prompt_tokens: length of all prompts, which begin with text of others; None for their own.
-        generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
-            ``do_sample`` is among them.
-        seed: seed for the sampling of the first batch; the next batches count up from it. All
-            contenders start a batch with the same seed.
+        generate_kwargs: passed to every ``generate``; greedy unless ``do_sample`` is among them.
+        seed: seed for the sampling of the first batch, the same for all contenders; the next
+            batches count up from it.
         compiled: a backend of ``torch.compile``, with which contenders take part a second time,
             with a static cache and compiled steps; None for none. Calls that compile are repeated
             and counted apart.
@@ -89,7 +86,6 @@ def run(
             f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
             "at their beginning"
         )
-
     plan = []
     for size in batch_sizes:
         taking_part = [item for item in contenders if size == 1 or not item.single_row]
@@ -112,13 +108,12 @@ def run(
             progress(0, calls)
             for turn, (size, taking_part, indices) in enumerate(plan):
                 outcome: dict[str, Measurement] = {}
-                start = turn % len(taking_part)
+                start, category = turn % len(taking_part), prompts[indices[0]].category
                 for item in taking_part[start:] + taking_part[:start]:
                     torch.manual_seed(seed + turn)
-                    made_by = session.generate(item, [token_ids[index] for index in indices])
-                    category = prompts[indices[0]].category
+                    made = session.generate(item, [token_ids[index] for index in indices])
                     outcome[item.name] = Measurement(
-                        item.name, size, indices, category, *made_by, baseline=item.baseline
+                        item.name, size, indices, category, *made, baseline=item.baseline
                     )
                     done += 1
                     progress(done, calls)
@@ -158,11 +153,9 @@ def _compare_samples(outcome: Mapping[str, Measurement]) -> None:
 
 
 def _compare(
-    session: Session,
-    outcome: Mapping[str, Measurement],
-    token_ids: Sequence[list[int]],
+    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]],
     contenders: Sequence[Contender],
-) -> None:
+) -> None:  # fmt: skip
     """Set the ``agreement`` of every measurement with its baseline."""
     default = session.model.generation_config.repetition_penalty
     penalty = session.options.get("repetition_penalty", default)
