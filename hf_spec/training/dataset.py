@@ -43,8 +43,8 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
         distill`` all columns, in the order of the prompts.
 
     Raises:
-        ValueError: there is no such place, it is unfinished, it is empty, or a row has no prompt,
-            no answer, or other values in a column; the message names the place.
+        ValueError: the folder is missing, unfinished or empty, or a row is invalid; the message
+            names the place.
     """
     import datasets
 
@@ -100,8 +100,9 @@ def _files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
     inside = sorted([*folder.glob("*"), *folder.glob("data/*")])
-    kinds = [[path for path in inside if path.name.endswith(kind)] for kind in SUFFIXES]
-    parquet, lines, arrays = kinds
+    parquet, lines, arrays = (
+        [path for path in inside if path.name.endswith(kind)] for kind in SUFFIXES
+    )
     found = parquet or lines or arrays
     if not found or (parquet and lines):
         raise ValueError(

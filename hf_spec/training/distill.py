@@ -78,10 +78,8 @@ class Settings:
 
 
 class AnswerFolder:
-    """The output folder: answers are appended as JSON lines while they are made.
-
-    The provenance is written before the first answer; that of a finished folder has ``rows``.
-    """
+    """The output folder: answers are appended as JSON lines while they are made. The provenance is
+    written before the first one; that of a finished folder has ``rows``."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -190,8 +188,7 @@ def distill(
     Every process calls this function and generates its share; the main process writes.
 
     Args:
-        model: a causal language model in evaluation mode, on its device, with the adapter of
-            ``contender`` loaded.
+        model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
         prompts: in the order of the output.
         folder: locked by the main process.
         contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
@@ -220,12 +217,10 @@ def distill(
         contender = broadcast_object_list(found)[0]
     assert contender is not None
     facts["chosen"] = contender.kwargs
-    # The block ends with merged updates removed, also after an error.
     with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
 
         def generate(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
-            """Seconds, steps and rows of a batch."""
-            # Each batch has its own seed, independent of process and time.
+            """Seconds, steps and rows of a batch, which has a seed of its own."""
             seed_batch(settings.seed, number)
             batch = [token_ids[index] for index in indices]
             seconds, answers, steps, _ = session.generate(contender, batch)
@@ -251,11 +246,8 @@ def distill(
         for start in range(0, len(work), state.num_processes):
             speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
             progress(len(everything) - len(work) + start, len(everything), note=speed)
-            share = work[start : start + state.num_processes]
-            made: tuple[float, int, list[dict[str, Any]]] = (0.0, 0, [])
-            if state.process_index < len(share):
-                made = generate(*share[state.process_index])
-            for batch_seconds, batch_steps, rows in gather_object([made]):
+            own = work[start : start + state.num_processes][state.process_index :][:1]
+            for batch_seconds, batch_steps, rows in gather_object([generate(*one) for one in own]):
                 seconds, steps = seconds + batch_seconds, steps + batch_steps
                 tokens += sum(len(row["answer_ids"]) for row in rows)
                 new = [row for row in rows if row["index"] not in lengths]
@@ -268,14 +260,10 @@ def distill(
         del environment[name]
     total = sum(lengths.values())
     provenance = {
-        **facts,
-        "model_revision": getattr(model.config, "_commit_hash", None),
-        "truncated_prompts": truncated,
-        "processes": state.num_processes,
-        "environment": environment,
-        "rows": len(prompts),
-        "answer_tokens": total,
-        "mean_answer_tokens": total / len(prompts),
+        **facts, "model_revision": getattr(model.config, "_commit_hash", None),
+        "truncated_prompts": truncated, "processes": state.num_processes,
+        "environment": environment, "rows": len(prompts),
+        "answer_tokens": total, "mean_answer_tokens": total / len(prompts),
         "measured": {  # seconds in ``generate``, added up over processes
             "answer_tokens": tokens, "seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -18,10 +17,8 @@ SHOWN = 4
 
 
 class Report(ProgressCallback):
-    """A progress bar, the expected duration after the first steps, and a line per evaluation.
-
-    Args:
-        trainer: the training, whose ``done`` is from 0 to 1.
+    """A progress bar, the expected duration after the first steps, and a line per evaluation of a
+    training, whose ``done`` is from 0 to 1.
 
     Attributes:
         dry_run: whether the training ends when its duration is known.
@@ -44,9 +41,8 @@ class Report(ProgressCallback):
         found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
         self._best = max(found, default=None)  # of a training that is resumed
         if self._speaks and not args.disable_tqdm:
-            total, unit = state.max_steps, "step"
-            if args.max_minutes is not None:
-                total, unit = round(60 * args.max_minutes), "s"
+            seconds = None if args.max_minutes is None else round(60 * args.max_minutes)
+            total, unit = (state.max_steps, "step") if seconds is None else (seconds, "s")
             start = round(total * self._before)
             self.training_bar = tqdm(
                 total=total, initial=start, unit=unit, dynamic_ncols=True, leave=False
@@ -74,19 +70,11 @@ class Report(ProgressCallback):
             done = round(self.training_bar.total * self.trainer.done)
             self.training_bar.update(done - self.training_bar.n)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within the block, the bar says that an evaluation runs."""
-        self._describe("evaluating")
-        try:
-            yield
-        finally:
-            self._describe("")
-            self._move()
-
-    def _describe(self, text: str) -> None:
+    def describe(self, text: str) -> None:
+        """What the bar says before its numbers."""
         if self.training_bar is not None:
             self.training_bar.set_description(text)
+        self._move()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass  # losses are kept in the record

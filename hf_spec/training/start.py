@@ -43,8 +43,7 @@ def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any
             if it has no Markov head yet.
 
     Raises:
-        ValueError: another field is changed, the adapter is of another type or has no weights, or
-            it was trained together with its base model.
+        ValueError: another field is changed, or the adapter cannot be trained on.
     """
     config: Any = PeftConfig.from_pretrained(str(folder))
     if type(config) is not method.adapter_config:

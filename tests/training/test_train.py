@@ -181,7 +181,7 @@ def test_evaluations_are_counted(
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.seconds = clock.now - self.began
 
-    monkeypatch.setattr(Report, "_describe", lambda self, text: shown.append(text))
+    monkeypatch.setattr(Report, "describe", lambda self, text: shown.append(text))
     monkeypatch.setattr(SpecTrainer, "training_step", slow)
     monkeypatch.setattr(EvalDecoding, "measure", decode)
     settings = {**SETTINGS, "max_minutes": 1.0, "eval_steps": 40}
