@@ -105,8 +105,8 @@ def _shown(found: Interval | None) -> str:
 def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:
     """Write ``results.json``: the environment, the figures (``runs``), and the measurements of each
     call (``calls``), so that other figures can be compared prompt by prompt."""
-    names = ("settings", "truncated_prompts", "interrupted", "notes")
-    environment = {**environment, **{name: getattr(result, name) for name in names}}
+    facts = ("settings", "truncated_prompts", "interrupted", "notes")
+    environment = {**environment, **{name: getattr(result, name) for name in facts}}
     names = ("strategy", "batch_size", "prompts", "seconds", "new_tokens", "row_steps")
     calls = [{name: getattr(one, name) for name in names} for one in result.measurements]
     data = {"environment": environment, "runs": result.runs(), "calls": calls}

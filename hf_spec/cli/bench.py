@@ -47,9 +47,7 @@ def bench(
         int | None,
         Option(min=1, help="Make all prompts this long: text of other prompts comes before each."),
     ] = None,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for results.json.")] = Path(
-        "hf-spec-bench"
-    ),
+    output: opt.Output = Path("hf-spec-bench"),
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -57,25 +55,17 @@ def bench(
     repetition_penalty: Annotated[
         float | None, Option(help="For greedy decoding and sampling.  [default: the model's]")
     ] = None,
-    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
+    seed: opt.Seed = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
     pack_weights: Annotated[
-        bool,
-        Option(
-            help="On a CPU, let strategies compute with packed copies of large weights, if they "
-            "fit into a quarter of the free memory."
-        ),
+        bool, Option(help="On a CPU, let strategies compute with packed copies of large weights.")
     ] = True,
     attn_implementation: Annotated[
         str | None, Option(help="eager, sdpa, ...  [default: the model's]")
     ] = None,
     compile: Annotated[
-        bool,
-        Option(
-            "--compile",
-            help="Measure compiled steps with a static cache, too, plain generate included.",
-        ),
+        bool, Option("--compile", help="Measure compiled steps with a static cache, too.")
     ] = False,
     backend: Annotated[
         str | None,

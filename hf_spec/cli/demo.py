@@ -15,9 +15,7 @@ SHOWN_LINES = 12
 
 
 def demo(
-    output: Annotated[
-        Path, Option("--output", "-o", help="Folder for results.json and speed.png.")
-    ] = Path("hf-spec-demo"),
+    output: opt.Output = Path("hf-spec-demo"),
     model: Annotated[
         str | None,
         Option(

@@ -6,14 +6,8 @@ from typing import Annotated, Any
 
 from typer import Option, echo
 
+from hf_spec.cli import common
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import (
-    check_writable,
-    explained_interrupt,
-    progress_bar,
-    require,
-    single_strategy,
-)
 from hf_spec.files import exclusive
 from hf_spec.model.loading import NATIVE, load_model, native_dtype
 
@@ -25,7 +19,7 @@ OWN = 2_000
 
 def distill(
     model: opt.Model,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the answers.")],
+    output: opt.Output,
     prompts: Annotated[
         list[Path] | None,
         Option(
@@ -60,7 +54,7 @@ def distill(
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
+    seed: opt.Seed = 0,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -91,7 +85,7 @@ def distill(
     # Everything that can be checked without a model comes first.
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
-    require("train", "accelerate", "datasets")
+    common.require("train", "accelerate", "datasets")
     count = limit or OWN
     if prompts:
         chosen, files = work.read_sources(prompts, limit)
@@ -105,7 +99,7 @@ def distill(
         strategy_kwargs={} if contender is None else contender.kwargs.get("assistant_kwargs", {}),
         dtype=dtype, seed=seed, do_sample=do_sample, **sampling,
     )  # fmt: skip
-    check_writable(output)
+    common.check_writable(output)
     folder = work.AnswerFolder(output)
     finished = folder.check(vars(settings))
 
@@ -121,7 +115,7 @@ def distill(
         "--output"
     )
     with (
-        explained_interrupt("the same command continues"),
+        common.explained_interrupt("the same command continues"),
         exclusive(output / ".lock", refusal) if main else nullcontext(),
     ):
         if state.num_processes > 1 and device is None:
@@ -132,11 +126,11 @@ def distill(
         if not prompts:
             own = output / OWN_PROMPTS
             if main and not folder.begun:
-                with progress_bar("prompts") as progress:
+                with common.progress_bar("prompts") as progress:
                     write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
-        with progress_bar("answers") if main else silent as progress:
+        with common.progress_bar("answers") if main else silent as progress:
             made = work.distill(
                 loaded, tokenizer, chosen, folder, settings, contender, state, progress
             )
@@ -154,7 +148,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     adapters = lineup.read_adapters([adapter] if adapter else ())
     if strategy == AUTO and adapters:
         strategy = None  # that of the adapter
-    name = single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
+    name = common.single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
     if name == AUTO:
         if options is not None:
             raise ValueError("--strategy-kwargs needs the name of a strategy: give --strategy")

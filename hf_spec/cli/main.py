@@ -6,22 +6,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_spec.cli.bench import bench
-from hf_spec.cli.card import card
 from hf_spec.cli.common import BAD_INPUT, INTERRUPTED
 from hf_spec.cli.demo import demo
 from hf_spec.cli.distill import distill
 from hf_spec.cli.doctor import doctor
-from hf_spec.cli.export import export
-from hf_spec.cli.import_ import import_
-from hf_spec.cli.plot import plot
-from hf_spec.cli.push import push
+from hf_spec.cli.hub import card, export, import_, push
 from hf_spec.cli.run import run
-from hf_spec.cli.search import search
+from hf_spec.cli.search import plot, search
 from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
 from hf_spec.cli.train import TrainCommand, train
@@ -37,21 +33,18 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command()(demo)
-app.command()(bench)
-app.command()(distill)
-app.command(cls=TrainCommand, context_settings=UNKNOWN)(train)  # fields of the method's config
-app.command()(search)
-app.command()(plot)
-app.command()(card)
-app.command()(push)
-app.command(name="import")(import_)
-app.command()(export)
-app.command()(strategies)
-app.command()(doctor)
-# All arguments after the program's name belong to the program.
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command(context_settings=UNKNOWN)(serve)  # options of 'transformers serve'
+SETTINGS: dict[Any, dict[str, Any]] = {
+    train: {"cls": TrainCommand, "context_settings": UNKNOWN},  # fields of the method's config
+    import_: {"name": "import"},
+    # All arguments after the program's name belong to the program.
+    run: {"context_settings": {"allow_interspersed_args": False}},
+    serve: {"context_settings": UNKNOWN},  # options of 'transformers serve'
+}
+for one in (
+    demo, bench, distill, train, search, plot, card, push, import_, export, strategies, doctor,
+    run, serve,
+):  # fmt: skip
+    app.command(**SETTINGS.get(one, {}))(one)
 
 
 def _version(wanted: bool) -> None:

@@ -52,7 +52,8 @@ class KeptStates:
             layers: the kind of the states.
         """
         real = mask.bool()
-        keys = [repr((ids[own].tolist(), list(layers))) for ids, own in zip(input_ids.cpu(), real.cpu())]
+        rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real.cpu())]
+        keys = [repr((row, list(layers))) for row in rows]
         digests = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in keys]
         paths = [self.folder / f"{digest}{SUFFIX}" for digest in digests]
         new = [row for row, path in enumerate(paths) if not path.is_file()]
