@@ -100,11 +100,6 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
     """What ``parse`` makes of each row of a file; the row's place is put before its errors.
 
     A JSON array is read as a whole, other files in parts. An empty file has no rows.
-
-    Raises:
-        ValueError: the file cannot be read, it is not what the module's text says, or ``parse``
-            raises one; the message names the place.
-        ImportError: it is a parquet file, and pyarrow is not installed.
     """
     path = Path(path)
     if path.is_dir():
@@ -191,11 +186,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def example(fields: Mapping[str, Any]) -> Prompt:
-    """The prompt and the answer of a row; category and id are left to the reader.
-
-    Raises:
-        ValueError: the row has no prompt, or a field does not hold what it must.
-    """
+    """The prompt and the answer of a row; category and id are left to the reader."""
     given = {name: value for name, value in fields.items() if value is not None}
     name = next((name for name in PROMPT_FIELDS if name in given), None)
     if name is None:

@@ -76,11 +76,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no JSON object; the message names it.
-    """
+    """A JSON object from a file; a ValueError names it if it holds none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -94,11 +90,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def exclusive(lock: Path, refusal: str) -> Iterator[None]:
-    """Keep a second process out; the lock ends with the process, however it ends.
-
-    Raises:
-        ValueError: ``refusal``, where another process holds the lock.
-    """
+    """Keep a second process out, with a ValueError that says ``refusal``; the lock ends with the
+    process, however it ends."""
     from filelock import FileLock, Timeout
 
     try:

@@ -50,16 +50,12 @@ def classify(
     plain: Sequence[int],
     repetition_penalty: float | None = None,
 ) -> Agreement:
-    """Compare the new tokens for one prompt with those of plain ``generate``.
+    """Compare the new tokens for one prompt with those of plain ``generate``, of which the adapters
+    are active.
 
     At the first difference, one forward pass over the prompt and the tokens both have in common
     gives the logits that decide whether it is a tie. An output that merely ends earlier or later is
     never a tie.
-
-    Args:
-        model: a causal language model, with the adapters of plain generation active.
-        prompt: its token ids, without padding.
-        repetition_penalty: the penalty that both were generated with; None for none.
     """
     if list(ours) == list(plain):
         return Agreement.IDENTICAL

@@ -31,11 +31,8 @@ class Contender:
     """One way to generate.
 
     Attributes:
-        name: its name in the results.
-        kwargs: keyword arguments for ``generate``.
         adapters: names of the loaded adapters to activate.
-        stock: whether it is a feature of Transformers, which reports no
-            :class:`~hf_spec.SpecStats`.
+        stock: whether it is a feature of Transformers, which reports no statistics.
         single_row: whether it works only with batch size 1.
         baseline: name of the contender without a strategy that it is compared with.
         compiled: whether its steps are compiled.
@@ -59,14 +56,8 @@ BASELINE = Contender(GENERATE, stock=True)
 
 
 def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -> list[Contender]:
-    """The contenders, each followed by a copy with a static cache and compiled steps.
-
-    Stock assistants get no copy, as their caches are dynamic.
-
-    Args:
-        longest: tokens of the longest call, prompt and new ones: the size that stock calls are
-            compiled for.
-    """
+    """The contenders, each followed by a copy with a static cache and compiled steps, but for stock
+    assistants, whose caches are dynamic. Stock calls are compiled for ``longest`` tokens."""
     config = CompileConfig(backend=backend)
     config._compile_all_devices = True  # stock calls, too, also on a CPU
     static = {"cache_implementation": "static", "compile_config": config}
@@ -160,18 +151,13 @@ def contenders(
     adapters: Sequence[Adapter] = (),
     assistants: Mapping[str, dict[str, Any]] | None = None,
 ) -> list[Contender]:
-    """The contenders for strategy names and adapters.
+    """The contenders for strategy names (:func:`parse_names`) and adapters.
 
     Args:
-        names: of :func:`parse_names`.
         options: options by name; they override those stored with an adapter.
         adapters: a strategy with several takes part once with each.
         assistants: by the name of each assistant model, the keyword arguments for ``generate``
             that use it; a strategy that needs one takes part once with each.
-
-    Raises:
-        ValueError: an option is wrong, an adapter's strategy does not take part, or adapters or
-            assistants are missing or not needed.
     """
     names = list(names)
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]

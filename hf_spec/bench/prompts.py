@@ -87,14 +87,9 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
 def encode(
     tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
 ) -> list[int]:
-    """Token ids of what the user says after the messages of ``history``.
-
-    Where the tokenizer has no chat template, of which ``template`` are variables, blank lines
-    separate messages.
-
-    Raises:
-        ValueError: the chat template refuses the messages, such as those of a role.
-    """
+    """Token ids of what the user says after the messages of ``history``; a ValueError if the chat
+    template, of which ``template`` are variables, refuses them. Without one, blank lines separate
+    messages."""
     if getattr(tokenizer, "chat_template", None):
         from jinja2 import TemplateError
 
@@ -129,10 +124,6 @@ def encode_within(
     The oldest turns are left out first; system messages stay. Then the *text* is cut at its
     beginning, before the chat template is applied. A cut prompt is thus still a well-formed chat,
     and it keeps its end, where the question usually is.
-
-    Raises:
-        ValueError: the template, with the system messages, is longer than ``limit``, or refuses
-            the messages.
     """
     ids, cut = encode(tokenizer, text, history), False
     while limit is not None and len(ids) > limit:
@@ -165,11 +156,7 @@ def encode_long(
     new_tokens: int, length: int,
 ) -> list[list[int]]:  # fmt: skip
     """Token ids of prompts of ``length`` tokens at most, hardly fewer: the text of ``others`` comes
-    before each, and none twice, as what repeats itself is easy to draft.
-
-    Raises:
-        ValueError: the model's context has no room for them, or there is too little text.
-    """
+    before each, and none twice, as what repeats itself is easy to draft."""
     limit = context_limit(model, tokenizer)
     if limit is not None and length + new_tokens > limit:
         raise ValueError(

@@ -54,11 +54,8 @@ class Measurement:
     """One contender on one batch: a call of ``generate``.
 
     Attributes:
-        strategy: name of the contender.
         batch_size: the nominal batch size; a category's last batch may be smaller.
-        prompts: indices of the prompts.
-        category: their category.
-        seconds: wall-clock time of the call.
+        prompts: indices of the prompts, which are of one category.
         rows: the new tokens of each sequence, up to and including the first EOS.
         row_steps: forward passes of the model, counted once per unfinished sequence.
         stats: statistics of the call; None for stock contenders.
@@ -85,14 +82,7 @@ class Measurement:
 
 @dataclass
 class BenchResult:
-    """All measurements of a run, one per batch and contender.
-
-    Attributes:
-        prompts: those that were asked for.
-        settings: as JSON types.
-        notes: remarks for the reader of the results.
-        truncated_prompts: number of prompts that were cut to fit the context.
-    """
+    """All measurements of a run, one per batch and contender; ``settings`` are JSON types."""
 
     prompts: list[Prompt]
     contenders: list[Contender]

@@ -41,9 +41,6 @@ def run(
     batches that all contenders have finished are returned, and ``interrupted`` is set.
 
     Args:
-        model: a causal language model in evaluation mode, on its device.
-        contenders: plain decoding is added.
-        batch_sizes: the benchmark runs once for each.
         limit: most prompts that are measured, see :func:`hf_spec.bench.prompts.spread`.
         prompt_tokens: length of all prompts, which begin with text of others; None for their own.
         generate_kwargs: passed to every ``generate``; greedy unless ``do_sample`` is among them.
@@ -54,9 +51,6 @@ def run(
             and counted apart.
         progress: called as ``progress(done, total)`` with numbers of calls, at first with 0 after
             the calls that prepare.
-
-    Raises:
-        ValueError: a strategy does not support this model or these options.
     """
     if not prompts:
         raise ValueError("nothing to measure: no prompts")

@@ -43,11 +43,7 @@ class DemoResult:
 
 
 def model_folder() -> Path:
-    """The model shipped with the package.
-
-    Raises:
-        ValueError: this installation lacks it.
-    """
+    """The model shipped with the package."""
     folder = Path(str(files("hf_spec.demo") / MODEL_FOLDER))
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -79,16 +75,8 @@ def run_demo(
     progress: Callable[[int, int], Any] = lambda done, total: None,
     status: Callable[[str], Any] = lambda text: None,
 ) -> DemoResult:
-    """Load a model and measure it, plainly and with each strategy.
-
-    Args:
-        limit: most prompts.
-        max_new_tokens: limit for each prompt.
-        name: the model, a folder or a repository on the Hub, with the published adapters that fit;
-            None for the shipped one.
-        progress: called as ``progress(done, total)`` with numbers of calls.
-        status: called with a line of text when the model is loaded.
-    """
+    """Load a model, the shipped one or another with the published adapters that fit it, and measure
+    it, plainly and with each strategy. ``status`` gets a line of text when it is loaded."""
     if name is None:
         adapters = read_adapters(map(str, adapter_folders()))
         model, tokenizer = load_model(str(model_folder()), dtype, adapters=adapters)

@@ -38,12 +38,11 @@ class StepStreamer(BaseStreamer):
     """A streamer that records a call step by step; ``generate(..., streamer=StepStreamer())``.
 
     It works for one sequence, with and without a strategy. Plain generation emits one token per
-    step. A strategy's first step is the forward pass of the prompt.
+    step. A strategy's first step is the forward pass of the prompt, which verifies no tree.
 
     Attributes:
         steps: the tokens that each step emitted.
-        trees: the tree that a step verified, by index in ``steps``. The first step has none, nor
-            has any step of plain generation.
+        trees: the tree that a step verified, by index in ``steps``.
     """
 
     def __init__(self) -> None:

@@ -31,15 +31,8 @@ PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTIL
 
 
 def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
-    """The text of a card.
-
-    Args:
-        repository: the adapter's name on the Hub; None for the folder's name.
-        base_model: name of the base model; None for that in ``adapter_config.json``.
-
-    Raises:
-        ValueError: a file of the folder is missing or invalid.
-    """
+    """The text of a card, with the adapter's name on the Hub and that of its base model; by default
+    the folder's name, and what ``adapter_config.json`` says."""
     from huggingface_hub import ModelCard, ModelCardData
 
     method, options = read_spec_config(folder)

@@ -37,21 +37,11 @@ def push(
 ) -> str:
     """Upload a complete adapter folder, and return the URL of the commit.
 
-    Other files in the folder, such as the study and logs, are not uploaded.
-    A card that hf_spec or PEFT wrote is rendered anew, with the repository's name, unless it was
-    edited since. The folder is not changed. The upload is a single commit, so whoever loads the
-    adapter during the upload, or after an interrupted one, gets the earlier adapter as a whole. The
-    earlier adapter's measurements, figures and pickled weights are removed.
-
-    Args:
-        repository: ``owner/name``; created if it does not exist.
-        revision: branch, created if it does not exist; None for the main one.
-        base_model: name of the base model on the Hub; needed if ``adapter_config.json`` names a
-            folder.
-
-    Raises:
-        ValueError: the folder is incomplete, a name is invalid, or the Hub refuses the upload or
-            cannot be reached.
+    Other files in the folder, such as the study and logs, are not uploaded. A card that hf_spec or
+    PEFT wrote is rendered anew, with the repository's name, unless it was edited since. The upload
+    is a single commit, so whoever loads the adapter during the upload, or after an interrupted one,
+    gets the earlier adapter as a whole. That one's measurements, figures and pickled weights are
+    removed. Repository and branch are created if they do not exist.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id

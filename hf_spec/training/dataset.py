@@ -35,16 +35,11 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
             one such file. They have columns ``prompt_ids`` and ``answer_ids`` (lists of token ids;
             an answer ends with EOS unless it was cut off), or texts as :mod:`hf_spec.data` reads
             them.
-        tokenizer: makes tokens of texts: the prompt by the chat template where there is one, the
-            answer without BOS and with EOS behind it. Not needed where there are tokens.
+        tokenizer: makes tokens of texts, with EOS behind an answer.
 
     Returns:
         ``prompt_ids`` and ``answer_ids``; of texts also ``prompt`` and ``answer``; of ``hf-spec
         distill`` all columns, in the order of the prompts.
-
-    Raises:
-        ValueError: the folder is missing, unfinished or empty, or a row is invalid; the message
-            names the place.
     """
     import datasets
 

@@ -183,24 +183,16 @@ def distill(
     settings: Settings, contender: Contender | None, state: PartialState,
     progress: Callable[..., Any] = lambda done, total, note: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Generate the answers that the folder lacks, and finish it.
-
-    Every process calls this function and generates its share; the main process writes.
+    """Generate the answers that the folder lacks, finish it, and return its provenance, of which
+    ``measured`` is of this run. Every process calls this; the main process writes.
 
     Args:
         model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
-        prompts: in the order of the output.
         folder: locked by the main process.
         contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
             which the folder keeps.
         progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
             tokens per second so far.
-
-    Returns:
-        The provenance, as in the folder; ``measured`` is of this run.
-
-    Raises:
-        ValueError: the folder was made with other settings, or the prompts do not fit the model.
     """
     from accelerate.utils import broadcast_object_list, gather_object
 

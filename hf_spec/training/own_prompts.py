@@ -33,16 +33,9 @@ def write_own_prompts(
     model: Any, tokenizer: Any, path: Path, count: int, batch_size: int, seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:  # fmt: skip
-    """Let a model write prompts, all different, into a file of JSON lines, in one step.
-
-    Args:
-        batch_size: answers that are generated together; of prompts, which are shorter, four times
-            as many are.
-        progress: called with the number of prompts so far, and of all.
-
-    Raises:
-        ValueError: the model does not write so many.
-    """
+    """Let a model write prompts, all different, into a file of JSON lines, in one step; a
+    ValueError if it does not write so many. ``batch_size`` is that of answers; of prompts, which
+    are shorter, four times as many are generated together."""
     texts: dict[str, None] = {}
     before, end = _around_words(tokenizer)
     for number in range(-(-MOST_SAMPLES * count // (4 * batch_size))):

@@ -183,9 +183,6 @@ def train(
     Returns:
         The record, as written to ``training.json``; empty in all processes but the main one. Of a
         dry run, ``expected``: how long the training will take, in words.
-
-    Raises:
-        ValueError: the method, the arguments or the data are invalid; the message says how.
     """
     from hf_spec.training.trainer import SpecTrainer
 

@@ -50,17 +50,11 @@ class TimeLimit(TrainerCallback):
 class SpecTrainer(Trainer):
     """Trains a ``PeftModel`` with an adapter of hf_spec; evaluation decodes real prompts.
 
-    All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
-    checkpoints and resuming. ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``,
-    and ``eval_tau``, ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its
-    share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same prompts together.
-
-    With ``max_minutes``, the learning rate follows its schedule by time, not by steps.
-
-    If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
-
-    Args:
-        eval_decoding: prompts to decode at each evaluation; None for no decoding.
+    ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``, and ``eval_tau``,
+    ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its share; where FSDP2 or
+    ZeRO stage 3 shards the model, all decode the same prompts together. With ``max_minutes``, the
+    learning rate follows its schedule by time, not by steps. If the adapter's config has
+    ``trains_base``, checkpoints contain the base model's weights, too.
     """
 
     def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
