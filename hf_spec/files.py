@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside ``path`` that takes its place if the block ends without an error."""
