@@ -30,8 +30,11 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a ValueError names it if it holds none."""
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """A JSON object from a file, empty if an optional one is missing; a ValueError names the file
+    if it holds none."""
+    if optional and not path.is_file():
+        return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -80,7 +80,7 @@ def supported(model: Any) -> dict[str, str | None]:
 
 def diagnose(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], choice: Choice,
-    trained: Mapping[str, Any] | None, max_new_tokens: int,
+    trained: Mapping[str, Any], max_new_tokens: int,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> tuple[dict[str, str], list[str]]:  # fmt: skip
     """What was measured with a strategy on prompts, by title, and what it means, a sentence or two
@@ -88,7 +88,7 @@ def diagnose(
 
     Args:
         choice: its adapter is active.
-        trained: content of the adapter's ``training.json``; None if there is none.
+        trained: content of the adapter's ``training.json``; empty if there is none.
         progress: called as ``progress(done, total)`` with numbers of calls.
     """
     method, options = get_method(choice.strategy), {**choice.options, "drafting": "always"}
@@ -127,7 +127,7 @@ def diagnose(
     }
     at = [*positions, 0.0, 0.0, 0.0]
     may_get_head = isinstance(config, PredictingConfig) and not config.markov_rank
-    best = ((trained or {}).get("best") or {}).get("eval_tau", 0.0)
+    best = (trained.get("best") or {}).get("eval_tau", 0.0)
     findings = [
         (others[name] > max(BETTER * tau, tau + 0.1),
          f"With {name} instead of its own, tau is {others[name]:.2f}: the layer numbers in "

@@ -74,7 +74,7 @@ def doctor(
         if measure and works.get(choice.strategy) is None:
             records = [Path(one.path, TRAINING) for one in adapters
                        if one.strategy == choice.strategy]  # fmt: skip
-            trained = next((read_json(path) for path in records if path.is_file()), None)
+            trained = next((read_json(path, optional=True) for path in records), {})
             with progress_bar("decoding") as progress:
                 measured, findings = diagnosis.diagnose(
                     loaded, tokenizer, chosen, choice, trained, max_new_tokens, progress

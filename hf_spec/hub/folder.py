@@ -29,10 +29,8 @@ UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder, whose files and subfolders move to ``folder`` after the block.
-
-    If the block raises, ``folder`` is unchanged.
-    """
+    """Give a temporary folder, whose files and subfolders move to ``folder`` after the block,
+    unless it raises."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=folder, prefix=".writing-", ignore_cleanup_errors=True

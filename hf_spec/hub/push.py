@@ -10,31 +10,18 @@ from pathlib import Path
 from hf_spec.adapters.repo_files import SHIM, shim_text
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json
+from hf_spec.hub import folder as adapter_folder
 from hf_spec.hub.card import renewed_card
-from hf_spec.hub.folder import (
-    CARD,
-    CONFIG,
-    MEASURED,
-    OPTIONAL,
-    REQUIRED,
-    UNSAFE,
-    check_complete,
-    is_repository,
-    read_spec_config,
-)
+from hf_spec.hub.folder import CARD, CONFIG, check_complete, is_repository, read_spec_config
 
 #: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (*MEASURED, *UNSAFE)
+STALE = (*adapter_folder.MEASURED, *adapter_folder.UNSAFE)
 
 
 def push(
-    folder: Path,
-    repository: str,
-    *,
-    private: bool = False,
-    revision: str | None = None,
+    folder: Path, repository: str, *, private: bool = False, revision: str | None = None,
     base_model: str | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Upload a complete adapter folder, and return the URL of the commit.
 
     Other files in the folder, such as the study and logs, are not uploaded. A card that hf_spec or
@@ -96,7 +83,7 @@ def _files(folder: Path, repository: str, base_model: str | None) -> dict[str, s
     repository and base model are set."""
     found: dict[str, str | bytes] = {
         path.relative_to(folder).as_posix(): str(path)
-        for pattern in (*REQUIRED, *OPTIONAL)
+        for pattern in (*adapter_folder.REQUIRED, *adapter_folder.OPTIONAL)
         for path in folder.glob(pattern)
     }
     config = read_json(folder / CONFIG)

@@ -36,7 +36,7 @@ from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement, renamed
 
 SAFE = ".safetensors"
-#: File that describes what a checkpoint holds.
+#: What a checkpoint holds.
 MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
@@ -75,7 +75,7 @@ def recognized(place: str) -> tuple[str, Path]:
     """The method that a published checkpoint belongs to, and its file (:func:`find_published`)."""
     known = _layouts()
     path = find_published(place, lambda name: False)  # an index names tensors without their files
-    names, config = tensor_names(path), config_beside(path)
+    names, config = tensor_names(path), read_json(path.with_name(MODEL_CONFIG), optional=True)
     found = [name for name, reader in known.items() if reader.recognizes(config, names)]
     if len(found) != 1:
         which = f"of several types, {', '.join(found)}" if found else "of no known layout"
@@ -83,12 +83,6 @@ def recognized(place: str) -> tuple[str, Path]:
             f"the checkpoint {place!r} is {which}: give --type, one of {', '.join(found or known)}"
         )
     return found[0], find_published(place, known[found[0]].wants)
-
-
-def config_beside(path: Path) -> dict[str, Any]:
-    """The content of the ``config.json`` beside a checkpoint; empty if there is none."""
-    config = path.parent / MODEL_CONFIG
-    return read_json(config) if config.is_file() else {}
 
 
 def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str] = FILES) -> Path:
@@ -178,7 +172,7 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
 
 
 def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
-    """The files that an index names for the tensors that are wanted."""
+    """The files that an index names for wanted tensors."""
     return sorted({file for name, file in shards(path).items() if wants(name)})
 
 
@@ -188,16 +182,18 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
     assert method.adapter_config is not None
     try:
         # With the scales of those that are stored as 8-bit floats.
-        found = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
-        tensors = _dequantized(found)
-        fields, tensors = reader.convert(tensors, config_beside(path))
+        tensors = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
+        _dequantize(tensors)
+        fields, tensors = reader.convert(
+            tensors, read_json(path.with_name(MODEL_CONFIG), optional=True)
+        )
         return method.adapter_config(**fields, inference_mode=True), tensors
     except ValueError as error:
         raise ValueError(f"cannot import {str(path)!r}: {error}") from error
 
 
-def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with those of 8-bit floats in bfloat16, without scales."""
+def _dequantize(tensors: dict[str, Tensor]) -> None:
+    """Turn 8-bit floats into bfloat16, and drop their scales."""
     for name in [name for name, tensor in tensors.items() if tensor.dtype == FP8]:
         scales = tensors.pop(name + SCALES, None)
         if scales is None:
@@ -206,7 +202,6 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 "checkpoint that is not quantized"
             )
         tensors[name] = dequantized(name, tensors[name], scales, torch.bfloat16)
-    return tensors
 
 
 def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:

@@ -80,8 +80,7 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.exists():
         raise ValueError(f"there is no folder or file {str(folder)!r}: hf-spec distill makes one")
-    path = folder / PROVENANCE
-    provenance = read_json(path) if path.is_file() else {}
+    provenance = read_json(folder / PROVENANCE, optional=True)
     if provenance and "rows" not in provenance:
         raise ValueError(
             f"{str(folder)!r} is unfinished: repeat the hf-spec distill command that began it, "

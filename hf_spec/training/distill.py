@@ -105,7 +105,7 @@ class AnswerFolder:
 
     def chosen(self) -> Contender | None:
         """The contender that an interrupted run has found to be the fastest; None if none has."""
-        kwargs = read_json(self.provenance).get("chosen") if self.begun else None
+        kwargs = read_json(self.provenance, optional=True).get("chosen")
         if not kwargs:
             return None if kwargs is None else BASELINE
         return Contender(kwargs["assistant_strategy"], kwargs)
