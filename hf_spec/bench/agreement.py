@@ -44,12 +44,9 @@ def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> b
 
 
 def classify(
-    model: Any,
-    prompt: Sequence[int],
-    ours: Sequence[int],
-    plain: Sequence[int],
+    model: Any, prompt: Sequence[int], ours: Sequence[int], plain: Sequence[int],
     repetition_penalty: float | None = None,
-) -> Agreement:
+) -> Agreement:  # fmt: skip
     """Compare the new tokens for one prompt with those of plain ``generate``, of which the adapters
     are active.
 

@@ -146,11 +146,9 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
 
 def contenders(
-    names: Iterable[str],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    adapters: Sequence[Adapter] = (),
-    assistants: Mapping[str, dict[str, Any]] | None = None,
-) -> list[Contender]:
+    names: Iterable[str], options: Mapping[str, Mapping[str, Any]] | None = None,
+    adapters: Sequence[Adapter] = (), assistants: Mapping[str, dict[str, Any]] | None = None,
+) -> list[Contender]:  # fmt: skip
     """The contenders for strategy names (:func:`parse_names`) and adapters.
 
     Args:
@@ -175,7 +173,7 @@ def contenders(
                 label = name if len(assistants) == 1 else f"{name}@{Path(path).name}"
                 result.append(replace(alone, name=label, kwargs={**alone.kwargs, **kwargs}))
             continue
-        fitting = _of(strategy, adapters)
+        fitting = [one for one in adapters if strategy in (one.strategy, AUTO)]
         if not fitting:
             method = methods().get(strategy)
             if method is not None and method.needs_adapter:
@@ -206,10 +204,6 @@ def contenders(
     return result
 
 
-def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
-    return [adapter for adapter in adapters if strategy in (adapter.strategy, AUTO)]
-
-
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
     """The adapter of another strategy that a contender drafts with, if it does; a ValueError unless
     there is exactly one."""
@@ -220,7 +214,7 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     wrapped = methods().get(getattr(options, method.wraps)) if method.wraps else None
     if wrapped is None or not wrapped.needs_adapter:
         return []
-    fitting = _of(wrapped.name, adapters)
+    fitting = [one for one in adapters if one.strategy == wrapped.name]
     if len(fitting) != 1:
         raise ValueError(
             f"{method.name} drafts with {wrapped.name!r} here, for which {len(fitting)} adapters "

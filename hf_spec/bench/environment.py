@@ -22,13 +22,10 @@ PACKAGES = ("torch", "transformers", "peft", "hf_spec")
 def machine(device: torch.device) -> dict[str, Any]:
     """Versions of Python and packages, the device, the CPU and its threads."""
     return {
-        "python": platform.python_version(),
-        **{name: package_version(name) for name in PACKAGES},
-        "device": str(device),
-        "device_name": device_name(device),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-    }
+        "python": platform.python_version(), **{name: package_version(name) for name in PACKAGES},
+        "device": str(device), "device_name": device_name(device),
+        "cpu": cpu_name(), "threads": torch.get_num_threads(),
+    }  # fmt: skip
 
 
 @cache

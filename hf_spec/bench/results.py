@@ -125,31 +125,26 @@ def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[
     steps = [m.row_steps for m in group]
     plain = [m.new_tokens for m in base], [m.seconds for m in base]
     speed = sum(tokens) / sum(seconds)
+    comparable = all(m.agreement is not None for m in group)
+    agreements = [one for m in group for one in m.agreement or ()]
     return {
-        "prompts": sum(len(m.rows) for m in group),
-        "new_tokens": sum(tokens),
-        "seconds": sum(seconds),
-        "tokens_per_second": speed,
+        "prompts": sum(len(m.rows) for m in group), "new_tokens": sum(tokens),
+        "seconds": sum(seconds), "tokens_per_second": speed,
         "speedup": speed * sum(plain[1]) / sum(plain[0]) if any(plain[0]) else 0.0,
         "speedup_interval": None if group is base else interval(_speedup, tokens, seconds, *plain),
         "tau": sum(tokens) / sum(steps) if any(steps) else 0.0,
         "tau_interval": interval(truediv, tokens, steps),
-        **{kind.value: _agreeing(group, kind) for kind in Agreement},
+        **{
+            kind.value: agreements.count(kind)
+            if comparable and (kind == Agreement.IDENTICAL or None not in agreements) else None
+            for kind in Agreement
+        },
         "stats": _stats(group),
-    }
+    }  # fmt: skip
 
 
 def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
     return tokens / seconds / (plain_tokens / plain_seconds)
-
-
-def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
-    if any(m.agreement is None for m in group):
-        return None
-    agreements = [agreement for m in group for agreement in m.agreement or ()]
-    if None in agreements and kind != Agreement.IDENTICAL:
-        return None
-    return agreements.count(kind)
 
 
 def _stats(group: Sequence[Measurement]) -> dict[str, Any]:

@@ -21,20 +21,12 @@ from hf_spec.model.packed_weights import packed_weights
 
 
 def run(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    contenders: Sequence[Contender],
-    *,
-    batch_sizes: Sequence[int] = (1,),
-    max_new_tokens: int = 128,
-    limit: int | None = None,
-    prompt_tokens: int | None = None,
-    generate_kwargs: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    compiled: str | None = None,
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
+    batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
+    prompt_tokens: int | None = None, generate_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 0, compiled: str | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> BenchResult:
+) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
     Each contender first makes a short call that is not measured. On ``KeyboardInterrupt``, the
@@ -66,14 +58,15 @@ def run(
         truncated = 0
     if compiled:
         contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
+    kinds = (str, int, float, bool, list, dict, type(None))  # models and tokenizers are left out
     settings = {
-        **options,
-        "batch_sizes": list(batch_sizes),
-        "prompt_tokens": prompt_tokens,
-        "seed": seed,
+        **options, "batch_sizes": list(batch_sizes), "prompt_tokens": prompt_tokens, "seed": seed,
         "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
-        "strategies": {item.name: _plain_options(item) for item in contenders},
-    }
+        "strategies": {
+            item.name: {k: v for k, v in item.kwargs.items() if isinstance(v, kinds)}
+            for item in contenders
+        },
+    }  # fmt: skip
     result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
     if truncated:
         result.notes.append(
@@ -113,8 +106,10 @@ def run(
                     progress(done, calls)
                 if not options["do_sample"]:
                     _compare(session, outcome, token_ids, taking_part)
-                elif size == 1:
-                    _compare_samples(outcome)
+                elif size == 1:  # samples of the same seed, which rounding may make differ
+                    for one in outcome.values():
+                        pairs = zip(one.rows, outcome[one.baseline].rows)
+                        one.agreement = [Agreement.IDENTICAL if a == b else None for a, b in pairs]
                 result.measurements += [outcome[item.name] for item in taking_part]
             result.notes += [
                 f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are "
@@ -130,20 +125,6 @@ def run(
             result.interrupted = True
             result.notes.append(f"interrupted after {done} of {calls} calls")
     return result
-
-
-def _plain_options(contender: Contender) -> dict[str, Any]:
-    """A contender's keyword arguments of JSON types; models and tokenizers are left out."""
-    allowed = (str, int, float, bool, list, dict, type(None))
-    return {key: value for key, value in contender.kwargs.items() if isinstance(value, allowed)}
-
-
-def _compare_samples(outcome: Mapping[str, Measurement]) -> None:
-    """Set the ``agreement`` of samples of the same seed, which rounding may make differ."""
-    for item in outcome.values():
-        pairs = zip(item.rows, outcome[item.baseline].rows)
-        same = [ours == theirs for ours, theirs in pairs]
-        item.agreement = [Agreement.IDENTICAL if one else None for one in same]
 
 
 def _compare(

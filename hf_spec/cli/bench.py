@@ -84,10 +84,8 @@ def bench(
     Examples:
       hf-spec bench --model Qwen/Qwen3-0.6B
       hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26 --by-task
-      hf-spec bench --model M --prompts P.jsonl \\
-          --strategies prompt_lookup,transformers:prompt_lookup
-      hf-spec bench --model M --prompts P.jsonl --adapter ./layer-skip --batch-size 1,4
-      hf-spec bench --model M --prompts P.jsonl --do-sample --temperature 0.7 --seed 1
+      hf-spec bench --model M --strategies prompt_lookup,transformers:prompt_lookup
+      hf-spec bench --model M --adapter ./layer-skip --batch-size 1,4 --do-sample --seed 1
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile

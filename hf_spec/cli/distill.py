@@ -41,8 +41,7 @@ def distill(
         str | None,
         Option(
             help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
-            "plain generate and what fits the model, by a trial.  [default: that of the adapter, "
-            "else auto]"
+            "plain generate and what fits the model.  [default: that of the adapter, else auto]"
         ),
     ] = None,
     strategy_kwargs: Annotated[
@@ -135,8 +134,17 @@ def distill(
                 loaded, tokenizer, chosen, folder, settings, contender, state, progress
             )
     state.destroy_process_group()
-    if main:
-        _print(made, output)
+    if not main:
+        return
+    measured, cut = made["measured"], made["truncated_prompts"]
+    shortened = f", {cut:,} of them with a cut prompt" if cut else ""
+    by = made["chosen"].get("assistant_strategy", "plain generate")
+    echo(
+        f"examples: {made['rows']:,}{shortened}\n"
+        f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
+        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
+        f"generating with {by}, tau {measured['tau']:.2f}\nanswers: {output}"
+    )
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
@@ -167,15 +175,3 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
             f"{what} changes the answers, which are to be the model's own: choose another one"
         )
     return contender, adapters
-
-
-def _print(made: dict[str, Any], output: Path) -> None:
-    measured, cut = made["measured"], made["truncated_prompts"]
-    shortened = f", {cut:,} of them with a cut prompt" if cut else ""
-    chosen = made["chosen"].get("assistant_strategy", "plain generate")
-    echo(
-        f"examples: {made['rows']:,}{shortened}\n"
-        f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
-        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
-        f"generating with {chosen}, tau {measured['tau']:.2f}\nanswers: {output}"
-    )

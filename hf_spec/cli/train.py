@@ -39,9 +39,7 @@ def train(
         ),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
-    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = (
-        False
-    ),
+    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -64,7 +62,6 @@ def train(
     Examples:
       hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
       hf-spec train bita --help
-      hf-spec train bita --model M --data D --output ./bita --dry-run
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
@@ -132,8 +129,7 @@ def train(
 
 
 def _speedup(
-    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any],
-    minutes: float | None,
+    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any], minutes: Any
 ) -> float:  # fmt: skip
     """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
     from hf_spec.bench.contenders import BASELINE, Contender, ours, read_adapters

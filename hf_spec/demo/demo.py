@@ -67,14 +67,10 @@ def fitting(model: Any) -> list[Path]:
 
 
 def run_demo(
-    limit: int,
-    max_new_tokens: int,
-    dtype: str,
-    *,
-    name: str | None = None,
+    limit: int, max_new_tokens: int, dtype: str, *, name: str | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
     status: Callable[[str], Any] = lambda text: None,
-) -> DemoResult:
+) -> DemoResult:  # fmt: skip
     """Load a model, the shipped one or another with the published adapters that fit it, and measure
     it, plainly and with each strategy. ``status`` gets a line of text when it is loaded."""
     if name is None:

@@ -122,8 +122,6 @@ class LayerSearch:
         for choice in starting_points(self.sublayers):
             self.study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
 
-    # -- trials ------------------------------------------------------------------------------
-
     def _parameters(self, choice: Choice) -> dict[str, bool]:
         """Optuna's parameters of a choice."""
         return {
@@ -189,8 +187,6 @@ class LayerSearch:
         for trial in sorted(complete, key=lambda trial: -trial.value):
             distinct.setdefault(json.dumps(trial.params, sort_keys=True), trial)
         return list(distinct.values())[:count]
-
-    # -- held-out prompts --------------------------------------------------------------------
 
     def confirm(
         self, prompts: Sequence[Prompt], progress: Callable[[int, int], None]

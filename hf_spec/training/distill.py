@@ -288,10 +288,9 @@ def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """All that the answers depend on, as JSON types."""
     defaults = model.generation_config.to_diff_dict()
     defaults.pop("transformers_version", None)
+    config = {key: defaults[key] for key in defaults if key[0] != "_"}
     facts = {
-        **asdict(settings),
-        "model_fingerprint": fingerprint(model),
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "generation_config": {key: defaults[key] for key in defaults if key[0] != "_"},
-    }
+        **asdict(settings), "model_fingerprint": fingerprint(model),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer), "generation_config": config,
+    }  # fmt: skip
     return json.loads(json.dumps(facts))
