@@ -15,13 +15,7 @@ DEFAULT_BACKEND = "inductor"
 
 def bench(
     model: opt.Model,
-    prompts: Annotated[
-        Path | None,
-        Option(
-            help=f"{opt.PROMPTS}, and optionally category.  [default: 24 of our own, four of each "
-            "of six tasks]"
-        ),
-    ] = None,
+    prompts: opt.Prompts = None,
     strategies: Annotated[
         str | None,
         Option(
@@ -33,10 +27,7 @@ def bench(
     adapter: opt.Adapters = None,
     assistant: Annotated[
         list[str] | None,
-        Option(
-            help="Smaller model that drafts, for draft_model and transformers:assisted: a folder "
-            "or repository, for the latter also an adapter's; repeatable."
-        ),
+        Option(help="Smaller model that drafts, or, for stock assistance, an adapter; repeatable."),
     ] = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
@@ -44,8 +35,7 @@ def bench(
     batch_size: Annotated[str, Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
     prompt_tokens: Annotated[
-        int | None,
-        Option(min=1, help="Make all prompts this long: text of other prompts comes before each."),
+        int | None, Option(min=1, help="Make all prompts this long, with text of others before.")
     ] = None,
     output: opt.Output = Path("hf-spec-bench"),
     do_sample: opt.DoSample = False,
@@ -61,9 +51,7 @@ def bench(
     pack_weights: Annotated[
         bool, Option(help="On a CPU, let strategies compute with packed copies of large weights.")
     ] = True,
-    attn_implementation: Annotated[
-        str | None, Option(help="eager, sdpa, ...  [default: the model's]")
-    ] = None,
+    attn_implementation: Annotated[str | None, Option(help="eager, sdpa, ...")] = None,
     compile: Annotated[
         bool, Option("--compile", help="Measure compiled steps with a static cache, too.")
     ] = False,

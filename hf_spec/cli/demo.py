@@ -18,10 +18,7 @@ def demo(
     output: opt.Output = Path("hf-spec-demo"),
     model: Annotated[
         str | None,
-        Option(
-            help="Instead of the small one: a folder, or a repository on the Hub. Adapters that "
-            "ship with hf_spec are used where they fit."
-        ),
+        Option(help="Instead of the small one: folder or repository; adapters of ours that fit."),
     ] = None,
     limit: Annotated[int, Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,

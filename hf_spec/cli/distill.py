@@ -22,18 +22,11 @@ def distill(
     output: opt.Output,
     prompts: Annotated[
         list[Path] | None,
-        Option(
-            help=f"{opt.PROMPTS}, and optionally category; may be given several times. Default: "
-            "prompts that the model writes itself."
-        ),
+        Option(help=f"{opt.PROMPTS}; repeatable.  [default: the model writes them itself]"),
     ] = None,
     limit: Annotated[
         int | None,
-        Option(
-            min=1,
-            help="Maximum number of prompts, spread evenly over categories; of those that the "
-            f"model writes their number, {OWN:,} if not given.",
-        ),
+        Option(min=1, help=f"Most prompts, of all categories; of its own, {OWN:,} by default."),
     ] = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
@@ -44,12 +37,8 @@ def distill(
             "plain generate and what fits the model.  [default: that of the adapter, else auto]"
         ),
     ] = None,
-    strategy_kwargs: Annotated[
-        str | None, Option(help="Options of the strategy, a JSON object.")
-    ] = None,
-    adapter: Annotated[
-        str | None, Option(help="Adapter folder or repository that the strategy uses.")
-    ] = None,
+    strategy_kwargs: Annotated[str | None, Option(help="Its options, a JSON object.")] = None,
+    adapter: Annotated[str | None, Option(help="Adapter folder or repository for it.")] = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,

@@ -16,9 +16,7 @@ def doctor(
         str | None, Option(help="Model to try: a folder, or a repository on the Hub.")
     ] = None,
     adapter: opt.Adapters = None,
-    prompts: Annotated[
-        Path | None, Option(help=f"{opt.PROMPTS}.  [default: hf_spec's own, one of each task]")
-    ] = None,
+    prompts: opt.Prompts = None,
     limit: opt.Limit = 6,
     max_new_tokens: opt.NewTokens = 48,
     measure: Annotated[

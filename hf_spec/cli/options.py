@@ -47,8 +47,11 @@ Threads = Annotated[int | None, Option(min=1, callback=use_threads, help="CPU th
 #: Help of options that take a file of prompts.
 PROMPTS = (
     "JSON lines, a JSON array (.gz, too) or parquet; rows with messages, conversations, turns, "
-    "prompt, question or instruction"
+    "prompt, question or instruction, and optionally category"
 )
+Prompts = Annotated[
+    Path | None, Option(help=f"{PROMPTS}.  [default: 24 of our own, four of each of six tasks]")
+]
 Limit = Annotated[
     int | None, Option(min=1, help="Maximum number of prompts, spread evenly over categories.")
 ]

@@ -21,10 +21,7 @@ def search(
     held_out: Annotated[
         int | None,
         Option(
-            min=0,
-            help="Number of further prompts, which the trials do not see; the best choices are "
-            "measured on them.",
-            show_default="as many as --limit, if there are more prompts",
+            min=0, help="Further prompts, on which the best are measured.  [default: as --limit]"
         ),
     ] = None,
     max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
@@ -33,10 +30,7 @@ def search(
     seed: opt.Seed = 0,
     sampler: Annotated[
         str,
-        Option(
-            help="What chooses the next trial: gp, a Gaussian process as in the paper; or tpe, "
-            "which takes no time and breaks off trials that fall behind."
-        ),
+        Option(help="gp, a Gaussian process as in the paper, or tpe, which breaks off bad trials."),
     ] = "gp",
     device: opt.Device = None,
     threads: opt.Threads = None,

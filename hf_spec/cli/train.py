@@ -24,19 +24,12 @@ def train(
     ] = None,
     data: Annotated[
         Path | None,
-        Option(
-            help="What 'hf-spec distill' wrote, or a folder or file of your own prompts with "
-            "answers, as for 'hf-spec bench --prompts', or of token ids. Needed."
-        ),
+        Option(help="Of 'hf-spec distill', or your own prompts with answers, or ids. Needed."),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[
         Path | None,
-        Option(
-            help="Folder of a trained or imported adapter of the method, to go on from. With "
-            "--markov-rank it gets a Markov head (how the tokens before change its predictions), "
-            "and only that is trained."
-        ),
+        Option(help="Adapter to go on from; only its Markov head, if --markov-rank adds one."),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
