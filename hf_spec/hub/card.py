@@ -41,7 +41,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     public = is_repository(base_model) and base_model != "the base model"
     search, training = (read_json(folder / one, optional=True) for one in (SEARCH, TRAINING))
     repository = repository or folder.resolve().name
-    facts = {"adapter": adapter, "options": options}
+    facts: dict[str, Any] = {"adapter": adapter, "options": options}
     names = sorted(path.name for path in folder.iterdir())
     section = trained = ""
     if method.card.is_file():  # the method's own section
