@@ -1,8 +1,7 @@
 """Reads files of prompts and answers as people have them; all commands read with this module.
 
-A file holds JSON lines or a JSON array of objects, either may be gzipped, in UTF-8 or, with a byte
-order mark, UTF-16 (lines in Windows-1252 are read with a warning); or it is a parquet file. What it
-holds is seen from its content, not its name.
+A file holds JSON lines or a JSON array of objects in UTF-8, either may be gzipped; or it is a
+parquet file. What it holds is seen from its content, not its name.
 A row is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
@@ -17,7 +16,6 @@ The first of `PROMPT_FIELDS` that a row has is taken. A field that is null count
 import gzip
 import io
 import json
-import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,13 +42,11 @@ ACCEPTED = (
     "a file holds JSON lines, a JSON array of objects (both may be gzipped) or parquet; "
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
 )
-PARQUET, GZIP, UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
+PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
 #: JSON can escape half of a pair of surrogates, which is no character and has no UTF-8.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
@@ -100,18 +96,10 @@ def plain_text(text: str, history: Sequence[Message] = ()) -> str:
     return "\n\n".join([*(message.content for message in history), text])
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
     """What ``parse`` makes of each row of a file; the row's place is put before its errors.
 
     A JSON array is read as a whole, other files in parts. An empty file has no rows.
-
-    Raises:
-        ValueError: the file cannot be read, it is not what the module's text says, or ``parse``
-            raises one; the message names the place.
-        ImportError: it is a parquet file, and pyarrow is not installed.
     """
     path = Path(path)
     if path.is_dir():
@@ -161,34 +149,14 @@ def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[
 
 def _lines(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[str]:
     """Lines as text. They end at line feeds only: JSON texts may hold what else ends lines."""
-    if file.peek(2)[:2] in UTF_16:
-        try:
-            yield from io.TextIOWrapper(file, "utf-16", newline="\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}: begins like UTF-16, but is not ({error.reason}): save the file as UTF-8"
-            ) from error
-        return
-    warned = False
     for number, line in enumerate(file, start=1):
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            message = (
+            raise ValueError(
                 f"{path}, line {number}: byte {error.start + 1} of the line is "
-                f"{line[error.start]:#04x}, not UTF-8"
-            )
-            try:
-                text = line.decode("cp1252")  # what older programs on Windows write
-            except UnicodeDecodeError:
-                raise ValueError(f"{message}; save the file as UTF-8") from error
-            if not warned:
-                logger.warning(
-                    f"{message}: read as Windows-1252; if characters come out wrong, save the file "
-                    "as UTF-8"
-                )
-            warned = True
-        yield text
+                f"{line[error.start]:#04x}, not UTF-8; save the file as UTF-8"
+            ) from error
 
 
 def _load(place: str, text: str, hint: str) -> Any:
@@ -217,15 +185,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"cannot read {str(path)!r}: {error}") from error
 
 
-# -- rows ----------------------------------------------------------------------------------------
-
-
 def example(fields: Mapping[str, Any]) -> Prompt:
-    """The prompt and the answer of a row; category and id are left to the reader.
-
-    Raises:
-        ValueError: the row has no prompt, or a field does not hold what it must.
-    """
+    """The prompt and the answer of a row; category and id are left to the reader."""
     given = {name: value for name, value in fields.items() if value is not None}
     name = next((name for name in PROMPT_FIELDS if name in given), None)
     if name is None:
@@ -252,10 +213,10 @@ def checked_text(name: str, value: Any) -> str:
     """``value``; a ValueError if it is no text, is empty, or has half a pair of surrogates."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
-    return _without_surrogates(repr(name), value)
+    return _whole_characters(repr(name), value)
 
 
-def _without_surrogates(what: str, text: str) -> str:
+def _whole_characters(what: str, text: str) -> str:
     half = SURROGATE.search(text)
     if half:
         raise ValueError(
@@ -319,4 +280,4 @@ def _message(what: str, given: Any) -> Message:
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
-    return Message(ROLES[role], _without_surrogates(what, content))
+    return Message(ROLES[role], _whole_characters(what, content))

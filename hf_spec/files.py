@@ -3,7 +3,6 @@ files are read with errors that name them."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import uuid
@@ -12,49 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-#: What the system says where there is no room for what is written.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class NoRoom(OSError):
-    """There is no room for what is written; the message names the folder."""
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Raise :class:`NoRoom` where there is no room for what the block writes into ``folder``.
-
-    The system's error does not say where, libraries raise errors of their own, or fail behind it.
-    """
-    try:
-        yield
-    except NoRoom:
-        raise
-    except Exception as error:
-        one: BaseException | None = error
-        while one is not None:
-            if (reason := _no_room(one)) is not None:
-                raise NoRoom(
-                    f"cannot write to {str(folder)!r}: {reason}; make room there, or choose "
-                    "another folder"
-                ) from error
-            one = one.__cause__ or one.__context__
-        raise
-
-
-def _no_room(error: BaseException) -> str | None:
-    """Why there was no room, if that is what the error says."""
-    from safetensors import SafetensorError
-
-    text = str(error)
-    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
-        return error.strerror
-    if isinstance(error, SafetensorError) and "while serializing" in text:
-        return text.splitlines()[0]
-    if isinstance(error, RuntimeError) and "inline_container" in text:
-        return "a file could not be written to its end"  # torch.save does not say why
-    return None
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -62,8 +18,7 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with writing(path.parent):
-            yield temporary
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -75,12 +30,11 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no JSON object; the message names it.
-    """
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """A JSON object from a file, empty if an optional one is missing; a ValueError names the file
+    if it holds none."""
+    if optional and not path.is_file():
+        return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -94,11 +48,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def exclusive(lock: Path, refusal: str) -> Iterator[None]:
-    """Keep a second process out; the lock ends with the process, however it ends.
-
-    Raises:
-        ValueError: ``refusal``, where another process holds the lock.
-    """
+    """Keep a second process out, with a ValueError that says ``refusal``; the lock ends with the
+    process, however it ends."""
     from filelock import FileLock, Timeout
 
     try:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.bench import diagnosis
+from hf_spec.bench.diagnosis import supported, swept
 from hf_spec.cli import main
-from hf_spec.cli.doctor import imported_from, supported, swept
 
 DEMO = Path(hf_spec.__file__).parent / "demo"
 
@@ -52,30 +51,6 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"hf-spec bench --model {model} --adapter {adapter} --by-task" in found["next"]
 
 
-def test_a_clone_that_hides_an_installed_copy_is_said(monkeypatch, tmp_path) -> None:
-    def copy(place: Path, url: str = "") -> SimpleNamespace:
-        direct = json.dumps({"url": url}) if url else None
-        return SimpleNamespace(
-            version="9", locate_file=lambda name: place / name, read_text=lambda name: direct
-        )
-
-    here = Path(hf_spec.__file__).resolve().parent
-    (tmp_path / "hf_spec").mkdir()
-    nowhere = tmp_path / "site-packages"
-    for found, hides in (
-        ([], False),
-        ([copy(here.parent)], False),
-        ([copy(nowhere, here.parent.as_uri())], False),  # installed with pip install -e
-        ([copy(nowhere)], False),
-        ([copy(here.parent), copy(tmp_path)], True),
-        ([copy(nowhere, tmp_path.as_uri())], True),
-    ):
-        monkeypatch.setattr("hf_spec.cli.doctor.distributions", lambda name, found=found: found)
-        said = imported_from()
-        assert said.startswith(str(here)) and (said != str(here)) == hides
-        assert not hides or f"hides version 9 installed in {tmp_path / 'hf_spec'}" in said
-
-
 def test_types_of_the_sweep(tiny) -> None:
     assert swept(tiny("llama"))["llama"].startswith("the same tokens as plain generate")
     hybrid = SimpleNamespace(model_type="nemotron_h", get_text_config=lambda: hybrid)
@@ -88,26 +63,13 @@ def test_types_of_the_sweep(tiny) -> None:
 
 
 def test_layer_numbers_that_are_off_by_one_are_found(fresh) -> None:
-    """The condition is made: the config names other layers than the drafter was made for."""
-    model = fresh("llama")
-    model.add_adapter(hf_spec.Eagle3Config(layers=[1, 2]), "mine")
-    active = find_active(model, "EAGLE3")
-    asked: list[list[int]] = []
-    for shift in (-1, 1, 2):
-        with diagnosis._shifted(active.config, shift, 3) as layers:
-            asked.append(layers)
-            assert layers is None or active.config.layers == layers
-        assert active.config.layers == [1, 2]
-    assert asked == [[0, 1], [2, 3], None]
-    found = diagnosis.Diagnosis("eagle3", 1.5, 1.0, [0.6, 0.5], {"all": 1.5})
-    found.conditions = {"layers [0, 1]": 2.0, "enable_thinking=True": 1.9, "layers [2, 3]": 1.55}
-    lines = list(diagnosis._findings(found, SimpleNamespace(chat_template="x"), active, None))
-    assert len(lines) == 3 and lines[0].startswith("With layers [0, 1] instead of its own")
-    assert "with enable_thinking=True (tau 1.90)" in lines[1]
-    assert lines[2].startswith("Drafts are accepted, but steps with drafts take longer")
-    found.conditions = {}
-    (line,) = diagnosis._findings(found, SimpleNamespace(chat_template="x"), active, None)
-    assert line.startswith("Drafts are accepted, but")
+    """Other layers are tried while the caller measures; the config keeps its own."""
+    model, config = fresh("llama"), hf_spec.Eagle3Config(layers=[1, 2])
+    found = []
+    for name, ids in diagnosis._conditions(model, None, [], [[5]], config):
+        found.append((name, config.layers, ids))
+    assert found == [("layers [0, 1]", [0, 1], [[5]]), ("layers [2, 3]", [2, 3], [[5]])]
+    assert config.layers == [1, 2]
 
 
 def test_an_adapter_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:

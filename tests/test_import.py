@@ -1,10 +1,8 @@
 """``import hf_spec`` is cheap, can be repeated, and touches no generation without a strategy."""
 
-import dataclasses
 import importlib
 import inspect
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ import forks
 import pytest
 import torch
 from conftest import STRATEGIES, Tiny, prompt, ragged
-from peft import PeftConfig
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils as generation_utils
 
@@ -217,26 +214,6 @@ def test_public_signatures_name_types() -> None:
         for place, annotation in {**given, "result": made}.items():
             known = annotation is not inspect.Parameter.empty or place == "result"
             assert known and annotation not in (Any, "Any"), f"{name}: {place}"
-
-
-def test_help_tells_every_field() -> None:
-    """Of configs and options, those of base classes included, unless they are of no use."""
-    from hf_spec.methods.registry import methods
-
-    for method in methods().values():
-        for kind, unused in ((method.options, method.drafter.unused), (method.adapter_config, ())):
-            if kind is None:
-                continue
-            foreign = {one.name for one in dataclasses.fields(PeftConfig)}
-            text = inspect.getdoc(kind) or ""
-            for field in dataclasses.fields(kind):
-                if field.name not in foreign:
-                    named = re.search(rf"\b{field.name}\b", text) is not None
-                    assert named or field.name in unused, f"{kind.__name__}.{field.name}"
-    text = inspect.getdoc(hf_spec.BitaConfig) or ""
-    assert "    markov_rank: Rank of the Markov head" in text
-    text = inspect.getdoc(methods()["prompt_lookup"].options) or ""
-    assert "    acceptance: ``match`` (exact" in text and "num_draft_tokens:" not in text
 
 
 def test_a_config_of_a_folder_that_is_not_there(tmp_path: Path) -> None:

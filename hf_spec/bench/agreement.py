@@ -36,35 +36,23 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 
 
 def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> bool:
-    """Whether the logits of both tokens are within `TIE_ULPS` of the largest one.
-
-    Args:
-        scores: ``(vocab,)`` next-token logits after the logits processors.
-        ours, plain: the two tokens that were chosen.
-        dtype: the dtype that the model computes in.
-    """
+    """Whether the logits of both tokens are within `TIE_ULPS` of the largest one; ``scores``
+    ``(vocab,)`` are logits after the processors, ``dtype`` is what the model computes in."""
     best = scores.max().item()
     worse = min(scores[ours].item(), scores[plain].item())
     return best - worse <= TIE_ULPS * ulp(max(abs(best), abs(worse)), dtype)
 
 
 def classify(
-    model: Any,
-    prompt: Sequence[int],
-    ours: Sequence[int],
-    plain: Sequence[int],
+    model: Any, prompt: Sequence[int], ours: Sequence[int], plain: Sequence[int],
     repetition_penalty: float | None = None,
-) -> Agreement:
-    """Compare the new tokens for one prompt with those of plain ``generate``.
+) -> Agreement:  # fmt: skip
+    """Compare the new tokens for one prompt with those of plain ``generate``, of which the adapters
+    are active.
 
     At the first difference, one forward pass over the prompt and the tokens both have in common
     gives the logits that decide whether it is a tie. An output that merely ends earlier or later is
     never a tie.
-
-    Args:
-        model: a causal language model, with the adapters of plain generation active.
-        prompt: its token ids, without padding.
-        repetition_penalty: the penalty that both were generated with; None for none.
     """
     if list(ours) == list(plain):
         return Agreement.IDENTICAL

@@ -31,11 +31,8 @@ class Contender:
     """One way to generate.
 
     Attributes:
-        name: its name in the results.
-        kwargs: keyword arguments for ``generate``.
         adapters: names of the loaded adapters to activate.
-        stock: whether it is a feature of Transformers, which reports no
-            :class:`~hf_spec.SpecStats`.
+        stock: whether it is a feature of Transformers, which reports no statistics.
         single_row: whether it works only with batch size 1.
         baseline: name of the contender without a strategy that it is compared with.
         compiled: whether its steps are compiled.
@@ -59,26 +56,18 @@ BASELINE = Contender(GENERATE, stock=True)
 
 
 def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -> list[Contender]:
-    """The contenders, each followed by a copy with a static cache and compiled steps.
-
-    Stock assistants get no copy, as their caches are dynamic.
-
-    Args:
-        backend: of ``torch.compile``.
-        longest: tokens of the longest call, prompt and new ones: the size that stock calls are
-            compiled for.
-    """
+    """The contenders, each followed by a copy with a static cache and compiled steps, but for stock
+    assistants, whose caches are dynamic. Stock calls are compiled for ``longest`` tokens."""
     config = CompileConfig(backend=backend)
     config._compile_all_devices = True  # stock calls, too, also on a CPU
-    kwargs = {"cache_implementation": "static", "compile_config": config}
+    static = {"cache_implementation": "static", "compile_config": config}
     result = []
-    for contender in uncompiled:
-        result.append(contender)
-        if not contender.single_row:
-            limit = {"max_cache_len": longest} if contender.stock else {}
-            options = {**contender.kwargs, **kwargs, **limit}
-            name = f"{contender.name}{COMPILED}"
-            result.append(replace(contender, name=name, kwargs=options, compiled=True))
+    for one in uncompiled:
+        result.append(one)
+        if not one.single_row:
+            kwargs = {**one.kwargs, **static, **({"max_cache_len": longest} if one.stock else {})}
+            copy = replace(one, name=f"{one.name}{COMPILED}", kwargs=kwargs, compiled=True)
+            result.append(copy)
     return result
 
 
@@ -87,9 +76,8 @@ class Adapter:
     """An adapter folder or repository, with the strategy and options stored beside its weights.
 
     Attributes:
-        path: the folder or repository.
         name: its name on the model.
-        changes_model: whether it fine-tunes the base model. If so, its baseline is plain decoding
+        changes_model: whether it fine-tunes the base model, so that its baseline is plain decoding
             with the adapter.
     """
 
@@ -101,13 +89,10 @@ class Adapter:
 
 
 def parse_names(names: str | Iterable[str]) -> list[str]:
-    """Check strategy names, in one string with commas or several, without loading anything; drop
-    :data:`GENERATE`, which always takes part, and repetitions.
+    """Check strategy names, in one string with commas or several; drop :data:`GENERATE`, which
+    always takes part, and repetitions. A ValueError names one that is unknown.
 
     A strategy can take part several times as ``strategy:label``, with its own options each time.
-
-    Raises:
-        ValueError: a name is unknown.
     """
     listed = names.split(",") if isinstance(names, str) else list(names)
     if listed == [""]:
@@ -134,11 +119,7 @@ def needs_assistant(name: str) -> bool:
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
-    """Read the ``SpecConfig`` beside each adapter's weights.
-
-    Raises:
-        ValueError: there is none, or it names no strategy.
-    """
+    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none."""
     from peft import PeftConfig
 
     adapters = []
@@ -161,24 +142,16 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
 
 def contenders(
-    names: Iterable[str],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    adapters: Sequence[Adapter] = (),
-    assistants: Mapping[str, dict[str, Any]] | None = None,
-) -> list[Contender]:
-    """The contenders for strategy names and adapters.
+    names: Iterable[str], options: Mapping[str, Mapping[str, Any]] | None = None,
+    adapters: Sequence[Adapter] = (), assistants: Mapping[str, dict[str, Any]] | None = None,
+) -> list[Contender]:  # fmt: skip
+    """The contenders for strategy names (:func:`parse_names`) and adapters.
 
     Args:
-        names: strategy names from :func:`parse_names`.
         options: options by name; they override those stored with an adapter.
-        adapters: adapters, each for the strategy that its config names; a strategy with several
-            adapters takes part once with each.
+        adapters: a strategy with several takes part once with each.
         assistants: by the name of each assistant model, the keyword arguments for ``generate``
             that use it; a strategy that needs one takes part once with each.
-
-    Raises:
-        ValueError: an option is wrong, an adapter's strategy does not take part, or adapters or
-            assistants are missing or not needed.
     """
     names = list(names)
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
@@ -196,7 +169,7 @@ def contenders(
                 label = name if len(assistants) == 1 else f"{name}@{Path(path).name}"
                 result.append(replace(alone, name=label, kwargs={**alone.kwargs, **kwargs}))
             continue
-        fitting = _of(strategy, adapters)
+        fitting = [one for one in adapters if strategy in (one.strategy, AUTO)]
         if not fitting:
             method = methods().get(strategy)
             if method is not None and method.needs_adapter:
@@ -227,10 +200,6 @@ def contenders(
     return result
 
 
-def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
-    return [adapter for adapter in adapters if strategy in (adapter.strategy, AUTO)]
-
-
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
     """The adapter of another strategy that a contender drafts with, if it does; a ValueError unless
     there is exactly one."""
@@ -241,7 +210,7 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     wrapped = methods().get(getattr(options, method.wraps)) if method.wraps else None
     if wrapped is None or not wrapped.needs_adapter:
         return []
-    fitting = _of(wrapped.name, adapters)
+    fitting = [one for one in adapters if one.strategy == wrapped.name]
     if len(fitting) != 1:
         raise ValueError(
             f"{method.name} drafts with {wrapped.name!r} here, for which {len(fitting)} adapters "

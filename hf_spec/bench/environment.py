@@ -22,13 +22,10 @@ PACKAGES = ("torch", "transformers", "peft", "hf_spec")
 def machine(device: torch.device) -> dict[str, Any]:
     """Versions of Python and packages, the device, the CPU and its threads."""
     return {
-        "python": platform.python_version(),
-        **{name: package_version(name) for name in PACKAGES},
-        "device": str(device),
-        "device_name": device_name(device),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-    }
+        "python": platform.python_version(), **{name: package_version(name) for name in PACKAGES},
+        "device": str(device), "device_name": device_name(device),
+        "cpu": cpu_name(), "threads": torch.get_num_threads(),
+    }  # fmt: skip
 
 
 @cache
@@ -40,23 +37,17 @@ def device_name(device: torch.device) -> str:
 @cache
 def cpu_name() -> str:
     """The processor's model."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def device_of(model: Any) -> dict[str, Any]:
     """Where a model runs, as far as step times depend on it: hardware, dtype, CPU threads."""
-    device = model.device
-    return {
-        "device": device_name(device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-    }
+    threads = torch.get_num_threads() if model.device.type == "cpu" else None
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"device": device_name(model.device), "dtype": dtype, "threads": threads}
 
 
 def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
@@ -92,11 +83,12 @@ def _git_revision() -> str | None:
     root = Path(hf_spec.__file__).parents[1]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    words = ("--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
         done = subprocess.run(
-            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
-        )
+            ["git", "-C", str(root), "describe", *words],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -27,12 +27,8 @@ NO_LIMIT = 10**9
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a file of prompts, with or without answers.
-
-    Raises:
-        ValueError: the file cannot be read, holds no prompts, or a row is invalid; the message
-            names the place.
-    """
+    """Read a file of prompts, with or without answers; a ValueError names the place of what is
+    wrong."""
     prompts = list(read(path, _prompt))
     if not prompts:
         raise ValueError(f"prompt file {str(path)!r} holds no prompts")
@@ -53,9 +49,8 @@ def _prompt(row: Row) -> Prompt:
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     """At most ``limit`` prompts, divided evenly among the categories.
 
-    The choice is deterministic. Categories take turns until the limit is reached, so small ones may
-    be used up while large ones fill the rest. Within a category, the chosen prompts are evenly
-    spaced. The order of the file is kept.
+    Categories take turns until the limit is reached, so small ones may be used up while large ones
+    fill the rest. Within a category, the chosen prompts are evenly spaced, in the file's order.
     """
     if limit is None or limit >= len(prompts):
         return list(prompts)
@@ -92,14 +87,9 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
 def encode(
     tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
 ) -> list[int]:
-    """Token ids of what the user says after the messages of ``history``.
-
-    Where the tokenizer has no chat template, of which ``template`` are variables, blank lines
-    separate messages.
-
-    Raises:
-        ValueError: the chat template refuses the messages, such as those of a role.
-    """
+    """Token ids of what the user says after the messages of ``history``; a ValueError if the chat
+    template, of which ``template`` are variables, refuses them. Without one, blank lines separate
+    messages."""
     if getattr(tokenizer, "chat_template", None):
         from jinja2 import TemplateError
 
@@ -134,10 +124,6 @@ def encode_within(
     The oldest turns are left out first; system messages stay. Then the *text* is cut at its
     beginning, before the chat template is applied. A cut prompt is thus still a well-formed chat,
     and it keeps its end, where the question usually is.
-
-    Raises:
-        ValueError: the template, with the system messages, is longer than ``limit``, or refuses
-            the messages.
     """
     ids, cut = encode(tokenizer, text, history), False
     while limit is not None and len(ids) > limit:
@@ -169,53 +155,39 @@ def encode_long(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], others: Sequence[Prompt],
     new_tokens: int, length: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Token ids of prompts of ``length`` tokens at most, hardly fewer, with room for new tokens in
-    the model's context: the text of ``others`` comes before each, and none twice, as what repeats
-    itself is easy to draft.
-
-    Raises:
-        ValueError: there is no room for them, or too little text.
-    """
+    """Token ids of prompts of ``length`` tokens at most, hardly fewer: the text of ``others`` comes
+    before each, and none twice, as what repeats itself is easy to draft."""
     limit = context_limit(model, tokenizer)
     if limit is not None and length + new_tokens > limit:
         raise ValueError(
             f"prompts of {length} tokens and {new_tokens} new ones do not fit the model's context "
             f"of {limit} tokens; lower one of them"
         )
-
-    def size_of(prompt: Prompt) -> int:
-        return len(tokenizer(prompt.text, verbose=False)["input_ids"])
-
-    known = [(other, size_of(other)) for other in others]
-    longer = []
+    found = []
     for prompt in prompts:
         place = others.index(prompt) + 1 if prompt in others else 0
-        parts, size = [prompt.text], size_of(prompt)
-        for other, more in known[place:] + known[:place]:
+        before = [*others[place:], *others[:place]]
+        text, size = "", 0
+        for other in (prompt, *(one for one in before if one != prompt)):
+            text = f"{other.text}\n\n{text}" if text else other.text
+            size += len(tokenizer(other.text, verbose=False)["input_ids"])
             if size >= length:
                 break
-            if other != prompt:
-                parts.insert(0, other.text)
-                size += more
-        if size < length:
+        else:
             raise ValueError(
                 f"prompts of {length} tokens: all prompts together have {size}, and none is taken "
                 "twice, as what repeats itself is easy to draft. Give more prompts, or ask for "
                 "fewer tokens."
             )
-        longer.append(replace(prompt, text="\n\n".join(parts)))
-    return [encode_within(tokenizer, one.text, length, one.history)[0] for one in longer]
+        found.append(encode_within(tokenizer, text, length, prompt.history)[0])
+    return found
 
 
 def encode_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[list[int]], int]:
     """Token ids of each prompt, and the number of prompts that were cut (:func:`encode_within`) to
-    leave room for new tokens in the model's context.
-
-    Raises:
-        ValueError: there is no room for a prompt.
-    """
+    leave room for new tokens in the model's context; a ValueError if there is none for a prompt."""
     limit = context_limit(model, tokenizer)
     room = None if limit is None else limit - new_tokens
     if room is not None and room < 1:
@@ -233,10 +205,8 @@ def encode_prompts(
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
-    """Indices of the prompts of each batch, at most ``size`` per batch and from one category.
-
-    The time of a batch thus belongs to one category. A category's last batch may be smaller.
-    """
+    """Indices of the prompts of each batch, at most ``size`` and of one category, whose last batch
+    may be smaller."""
     for indices in _by_category(prompts):
         for start in range(0, len(indices), size):
             yield indices[start : start + size]

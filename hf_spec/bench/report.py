@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table: columns of words first, then columns of numbers, aligned right.
-
-    Nothing in it is cut or wrapped; see :func:`show`.
-    """
+    """An empty table, in which nothing is cut or wrapped: columns of words, then of numbers."""
     from rich import box
     from rich.table import Table
 
@@ -43,11 +40,8 @@ def _width(table: Table, console: Console) -> int:
 
 
 def print_table(result: BenchResult, console: Console, by_task: bool = False) -> None:
-    """Print the results, the share of time in each phase, and the notes.
-
-    Intervals are left out where the terminal is too narrow for them. ``by_task`` gives each task a
-    row of its own.
-    """
+    """Print the results, with ``by_task`` of each task, the share of time in each phase, and the
+    notes. Intervals are left out where the terminal is too narrow for them."""
     data = result.runs()
     table = _table(result, data, by_task, intervals=True)
     if console.is_terminal and _width(table, console) > console.width:
@@ -100,12 +94,8 @@ def _agreement(row: dict[str, Any]) -> str:
     same, ties, others = (row[kind.value] for kind in Agreement)
     if same is None:
         return "sampled"
-    parts = [
-        f"{same} identical",
-        f"{ties} at ties" * bool(ties),
-        f"{others} diverged" * bool(others),
-    ]
-    return ", ".join(filter(None, parts))
+    counts = {"identical": same, "at ties": ties, "diverged": others}
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items() if n or kind == "identical")
 
 
 def _shown(found: Interval | None) -> str:
@@ -113,18 +103,10 @@ def _shown(found: Interval | None) -> str:
 
 
 def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:
-    """Write ``results.json`` atomically.
-
-    ``calls`` has the measurements of each call, so that other figures can be compared prompt by
-    prompt. For ``environment`` see :func:`hf_spec.bench.environment.environment_of`.
-    """
-    environment = {
-        **environment,
-        "settings": result.settings,
-        "truncated_prompts": result.truncated_prompts,
-        "interrupted": result.interrupted,
-        "notes": result.notes,
-    }
+    """Write ``results.json``: the environment, the figures (``runs``), and the measurements of each
+    call (``calls``), so that other figures can be compared prompt by prompt."""
+    facts = ("settings", "truncated_prompts", "interrupted", "notes")
+    environment = {**environment, **{name: getattr(result, name) for name in facts}}
     names = ("strategy", "batch_size", "prompts", "seconds", "new_tokens", "row_steps")
     calls = [{name: getattr(one, name) for name in names} for one in result.measurements]
     data = {"environment": environment, "runs": result.runs(), "calls": calls}

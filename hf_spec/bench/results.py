@@ -33,14 +33,12 @@ Interval = tuple[float, float]
 
 
 def interval(figure: Callable[..., Any], *columns: Sequence[float]) -> Interval | None:
-    """The 95% interval of a figure that is computed from sums over prompts.
+    """The 95% interval of a figure that is computed from sums over prompts; None if there are fewer
+    than `FEWEST` units.
 
     Args:
         figure: computes the figure from the sum of each column; the sums are arrays of equal shape.
         columns: one number per measured unit (a prompt or a batch), in the same order in all.
-
-    Returns:
-        Lower and upper end; None if there are fewer than `FEWEST` units.
     """
     units = len(columns[0])
     if units < FEWEST:
@@ -56,11 +54,8 @@ class Measurement:
     """One contender on one batch: a call of ``generate``.
 
     Attributes:
-        strategy: name of the contender.
         batch_size: the nominal batch size; a category's last batch may be smaller.
-        prompts: indices of the prompts.
-        category: their category.
-        seconds: wall-clock time of the call.
+        prompts: indices of the prompts, which are of one category.
         rows: the new tokens of each sequence, up to and including the first EOS.
         row_steps: forward passes of the model, counted once per unfinished sequence.
         stats: statistics of the call; None for stock contenders.
@@ -87,16 +82,7 @@ class Measurement:
 
 @dataclass
 class BenchResult:
-    """All measurements of a run.
-
-    Attributes:
-        prompts: those that were asked for.
-        settings: as JSON types.
-        measurements: one per batch and contender.
-        notes: remarks for the reader of the results.
-        truncated_prompts: number of prompts that were cut to fit the context.
-        interrupted: whether the run was interrupted.
-    """
+    """All measurements of a run, one per batch and contender; ``settings`` are JSON types."""
 
     prompts: list[Prompt]
     contenders: list[Contender]
@@ -110,13 +96,11 @@ class BenchResult:
         """The entries of ``runs`` in ``results.json``: one per batch size, strategy and task, in
         order of appearance; task ``all`` comes last.
 
-        ``speedup`` is the ratio of tokens per second to those of the baseline on the same prompts.
-        ``tau`` is the number of new tokens per forward pass and unfinished sequence, the prefill
-        included. ``speedup_interval`` and ``tau_interval`` are 95% intervals (:func:`interval`),
-        None for too few measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count
-        sequences. Under sampling ``identical`` is counted at batch size 1, where all contenders
-        draw the same random numbers; the others are None if a sequence differs, and all are None
-        in batches.
+        ``speedup`` is beside the baseline on the same prompts. ``tau`` is the number of new tokens
+        per forward pass and unfinished sequence, the prefill included. ``identical``,
+        ``diverged_at_tie`` and ``diverged`` count sequences. Under sampling ``identical`` is
+        counted at batch size 1, where all contenders draw the same random numbers; the others are
+        None if a sequence differs, and all are None in batches.
         """
         groups: dict[tuple[int, str, str], list[Measurement]] = {}
         for name in dict.fromkeys((item.batch_size, item.strategy) for item in self.measurements):
@@ -141,31 +125,26 @@ def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[
     steps = [m.row_steps for m in group]
     plain = [m.new_tokens for m in base], [m.seconds for m in base]
     speed = sum(tokens) / sum(seconds)
+    comparable = all(m.agreement is not None for m in group)
+    agreements = [one for m in group for one in m.agreement or ()]
     return {
-        "prompts": sum(len(m.rows) for m in group),
-        "new_tokens": sum(tokens),
-        "seconds": sum(seconds),
-        "tokens_per_second": speed,
+        "prompts": sum(len(m.rows) for m in group), "new_tokens": sum(tokens),
+        "seconds": sum(seconds), "tokens_per_second": speed,
         "speedup": speed * sum(plain[1]) / sum(plain[0]) if any(plain[0]) else 0.0,
         "speedup_interval": None if group is base else interval(_speedup, tokens, seconds, *plain),
         "tau": sum(tokens) / sum(steps) if any(steps) else 0.0,
         "tau_interval": interval(truediv, tokens, steps),
-        **{kind.value: _agreeing(group, kind) for kind in Agreement},
+        **{
+            kind.value: agreements.count(kind)
+            if comparable and (kind == Agreement.IDENTICAL or None not in agreements) else None
+            for kind in Agreement
+        },
         "stats": _stats(group),
-    }
+    }  # fmt: skip
 
 
 def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
     return tokens / seconds / (plain_tokens / plain_seconds)
-
-
-def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
-    if any(m.agreement is None for m in group):
-        return None
-    agreements = [agreement for m in group for agreement in m.agreement or ()]
-    if None in agreements and kind != Agreement.IDENTICAL:
-        return None
-    return agreements.count(kind)
 
 
 def _stats(group: Sequence[Measurement]) -> dict[str, Any]:

@@ -21,45 +21,28 @@ from hf_spec.model.packed_weights import packed_weights
 
 
 def run(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    contenders: Sequence[Contender],
-    *,
-    batch_sizes: Sequence[int] = (1,),
-    max_new_tokens: int = 128,
-    limit: int | None = None,
-    prompt_tokens: int | None = None,
-    generate_kwargs: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    compiled: str | None = None,
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
+    batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
+    prompt_tokens: int | None = None, generate_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 0, compiled: str | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> BenchResult:
+) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
     Each contender first makes a short call that is not measured. On ``KeyboardInterrupt``, the
     batches that all contenders have finished are returned, and ``interrupted`` is set.
 
     Args:
-        model: a causal language model in evaluation mode, on its device.
-        prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
-        contenders: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
-        batch_sizes: the benchmark runs once for each.
-        max_new_tokens: limit for each prompt, from 1.
         limit: most prompts that are measured, see :func:`hf_spec.bench.prompts.spread`.
         prompt_tokens: length of all prompts, which begin with text of others; None for their own.
-        generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
-            ``do_sample`` is among them.
-        seed: seed for the sampling of the first batch; the next batches count up from it. All
-            contenders start a batch with the same seed.
+        generate_kwargs: passed to every ``generate``; greedy unless ``do_sample`` is among them.
+        seed: seed for the sampling of the first batch, the same for all contenders; the next
+            batches count up from it.
         compiled: a backend of ``torch.compile``, with which contenders take part a second time,
             with a static cache and compiled steps; None for none. Calls that compile are repeated
             and counted apart.
         progress: called as ``progress(done, total)`` with numbers of calls, at first with 0 after
             the calls that prepare.
-
-    Raises:
-        ValueError: a strategy does not support this model or these options.
     """
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
@@ -75,21 +58,21 @@ def run(
         truncated = 0
     if compiled:
         contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
+    kinds = (str, int, float, bool, list, dict, type(None))  # models and tokenizers are left out
     settings = {
-        **options,
-        "batch_sizes": list(batch_sizes),
-        "prompt_tokens": prompt_tokens,
-        "seed": seed,
+        **options, "batch_sizes": list(batch_sizes), "prompt_tokens": prompt_tokens, "seed": seed,
         "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
-        "strategies": {item.name: _plain_options(item) for item in contenders},
-    }
+        "strategies": {
+            item.name: {k: v for k, v in item.kwargs.items() if isinstance(v, kinds)}
+            for item in contenders
+        },
+    }  # fmt: skip
     result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
     if truncated:
         result.notes.append(
             f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
             "at their beginning"
         )
-
     plan = []
     for size in batch_sizes:
         taking_part = [item for item in contenders if size == 1 or not item.single_row]
@@ -112,20 +95,21 @@ def run(
             progress(0, calls)
             for turn, (size, taking_part, indices) in enumerate(plan):
                 outcome: dict[str, Measurement] = {}
-                start = turn % len(taking_part)
+                start, category = turn % len(taking_part), prompts[indices[0]].category
                 for item in taking_part[start:] + taking_part[:start]:
                     torch.manual_seed(seed + turn)
-                    made_by = session.generate(item, [token_ids[index] for index in indices])
-                    category = prompts[indices[0]].category
+                    made = session.generate(item, [token_ids[index] for index in indices])
                     outcome[item.name] = Measurement(
-                        item.name, size, indices, category, *made_by, baseline=item.baseline
+                        item.name, size, indices, category, *made, baseline=item.baseline
                     )
                     done += 1
                     progress(done, calls)
                 if not options["do_sample"]:
                     _compare(session, outcome, token_ids, taking_part)
-                elif size == 1:
-                    _compare_samples(outcome)
+                elif size == 1:  # samples of the same seed, which rounding may make differ
+                    for one in outcome.values():
+                        pairs = zip(one.rows, outcome[one.baseline].rows)
+                        one.agreement = [Agreement.IDENTICAL if a == b else None for a, b in pairs]
                 result.measurements += [outcome[item.name] for item in taking_part]
             result.notes += [
                 f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are "
@@ -143,26 +127,10 @@ def run(
     return result
 
 
-def _plain_options(contender: Contender) -> dict[str, Any]:
-    """A contender's keyword arguments of JSON types; models and tokenizers are left out."""
-    allowed = (str, int, float, bool, list, dict, type(None))
-    return {key: value for key, value in contender.kwargs.items() if isinstance(value, allowed)}
-
-
-def _compare_samples(outcome: Mapping[str, Measurement]) -> None:
-    """Set the ``agreement`` of samples of the same seed, which rounding may make differ."""
-    for item in outcome.values():
-        pairs = zip(item.rows, outcome[item.baseline].rows)
-        same = [ours == theirs for ours, theirs in pairs]
-        item.agreement = [Agreement.IDENTICAL if one else None for one in same]
-
-
 def _compare(
-    session: Session,
-    outcome: Mapping[str, Measurement],
-    token_ids: Sequence[list[int]],
+    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]],
     contenders: Sequence[Contender],
-) -> None:
+) -> None:  # fmt: skip
     """Set the ``agreement`` of every measurement with its baseline."""
     default = session.model.generation_config.repetition_penalty
     penalty = session.options.get("repetition_penalty", default)

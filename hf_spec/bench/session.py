@@ -115,11 +115,7 @@ class Session:
     def generate(
         self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """One timed call.
-
-        Args:
-            prompts: token ids of each prompt.
-            overrides: keyword arguments for ``generate``.
+        """One timed call with token ids of prompts; ``overrides`` are arguments of ``generate``.
 
         Returns:
             Seconds, new tokens of each sequence, forward passes counted once per unfinished
@@ -155,10 +151,8 @@ class Session:
     def speeds(
         self, contenders: Sequence[Contender], batches: Sequence[Sequence[list[int]]]
     ) -> list[float]:
-        """Tokens per second of each contender; ``batches`` has token ids of prompts.
-
-        They take turns batch by batch, after a first call of each that is not counted.
-        """
+        """Tokens per second of each contender on batches of prompts' token ids, in turns, after a
+        first call of each that is not counted."""
         tokens, seconds = [0] * len(contenders), [0.0] * len(contenders)
         for turn, batch in enumerate([batches[0], *batches]):
             for place, contender in enumerate(contenders):
@@ -205,12 +199,9 @@ def pad_left(
 ) -> dict[str, torch.Tensor]:
     """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
     width = max(map(len, rows))
-    ids = [[pad] * (width - len(row)) + [*row] for row in rows]
+    ids = torch.tensor([[pad] * (width - len(row)) + [*row] for row in rows], device=device)
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-    }
+    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
 
 
 def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:

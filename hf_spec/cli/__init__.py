@@ -1,4 +1,4 @@
-"""``hf-spec``, the command line: one file per command. The layers below do the work."""
+"""``hf-spec``, the command line. The layers below do the work."""
 
 from hf_spec.cli.main import main
 

@@ -15,13 +15,7 @@ DEFAULT_BACKEND = "inductor"
 
 def bench(
     model: opt.Model,
-    prompts: Annotated[
-        Path | None,
-        Option(
-            help=f"{opt.PROMPTS}, and optionally category.  [default: 24 of our own, four of each "
-            "of six tasks]"
-        ),
-    ] = None,
+    prompts: opt.Prompts = None,
     strategies: Annotated[
         str | None,
         Option(
@@ -33,10 +27,7 @@ def bench(
     adapter: opt.Adapters = None,
     assistant: Annotated[
         list[str] | None,
-        Option(
-            help="Smaller model that drafts, for draft_model and transformers:assisted: a folder "
-            "or repository, for the latter also an adapter's; repeatable."
-        ),
+        Option(help="Smaller model that drafts, or, for stock assistance, an adapter; repeatable."),
     ] = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
@@ -44,12 +35,9 @@ def bench(
     batch_size: Annotated[str, Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
     prompt_tokens: Annotated[
-        int | None,
-        Option(min=1, help="Make all prompts this long: text of other prompts comes before each."),
+        int | None, Option(min=1, help="Make all prompts this long, with text of others before.")
     ] = None,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for results.json.")] = Path(
-        "hf-spec-bench"
-    ),
+    output: opt.Output = Path("hf-spec-bench"),
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -57,25 +45,15 @@ def bench(
     repetition_penalty: Annotated[
         float | None, Option(help="For greedy decoding and sampling.  [default: the model's]")
     ] = None,
-    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
+    seed: opt.Seed = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
     pack_weights: Annotated[
-        bool,
-        Option(
-            help="On a CPU, let strategies compute with packed copies of large weights, if they "
-            "fit into a quarter of the free memory."
-        ),
+        bool, Option(help="On a CPU, let strategies compute with packed copies of large weights.")
     ] = True,
-    attn_implementation: Annotated[
-        str | None, Option(help="eager, sdpa, ...  [default: the model's]")
-    ] = None,
+    attn_implementation: Annotated[str | None, Option(help="eager, sdpa, ...")] = None,
     compile: Annotated[
-        bool,
-        Option(
-            "--compile",
-            help="Measure compiled steps with a static cache, too, plain generate included.",
-        ),
+        bool, Option("--compile", help="Measure compiled steps with a static cache, too.")
     ] = False,
     backend: Annotated[
         str | None,
@@ -94,10 +72,8 @@ def bench(
     Examples:
       hf-spec bench --model Qwen/Qwen3-0.6B
       hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26 --by-task
-      hf-spec bench --model M --prompts P.jsonl \\
-          --strategies prompt_lookup,transformers:prompt_lookup
-      hf-spec bench --model M --prompts P.jsonl --adapter ./layer-skip --batch-size 1,4
-      hf-spec bench --model M --prompts P.jsonl --do-sample --temperature 0.7 --seed 1
+      hf-spec bench --model M --strategies prompt_lookup,transformers:prompt_lookup
+      hf-spec bench --model M --adapter ./layer-skip --batch-size 1,4 --do-sample --seed 1
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile

@@ -48,16 +48,8 @@ def require(extra: str, *packages: str) -> None:
 
 
 def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str) -> str | None:
-    """The strategy of a command that runs only one; None for plain ``generate``.
-
-    Args:
-        name: value of ``--strategy``, which may be ``auto``; None for the strategy of the only
-            adapter, else ``default``.
-        default: a strategy, or `NO_STRATEGY`.
-
-    Raises:
-        ValueError: it is unknown, or its adapter is missing.
-    """
+    """The strategy of a command that runs only one: ``name``, which may be ``auto``, that of the
+    only adapter, or ``default``; None for plain ``generate``."""
     import hf_spec
     from hf_spec.drafting.options import AUTO
     from hf_spec.methods.registry import get_method
@@ -102,9 +94,9 @@ def explained_interrupt(outcome: str) -> Iterator[None]:
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
-    Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
-    replaces the title. Without a terminal it prints a line every 30 seconds, with the time left by
-    the pace since the first number, and at once notes that come without numbers.
+    Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar. Without a
+    terminal it prints a line every 30 seconds, with the time left by the pace since the first
+    number, and at once notes that come without numbers.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn

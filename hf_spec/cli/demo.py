@@ -15,22 +15,14 @@ SHOWN_LINES = 12
 
 
 def demo(
-    output: Annotated[
-        Path, Option("--output", "-o", help="Folder for results.json and speed.png.")
-    ] = Path("hf-spec-demo"),
+    output: opt.Output = Path("hf-spec-demo"),
     model: Annotated[
         str | None,
-        Option(
-            help="Instead of the small one: a folder, or a repository on the Hub. Adapters that "
-            "ship with hf_spec are used where they fit."
-        ),
+        Option(help="Instead of the small one: folder or repository; adapters of ours that fit."),
     ] = None,
     limit: Annotated[int, Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = NATIVE,
-    show_steps: Annotated[
-        bool, Option("--show-steps", help="Show which step emitted what of the sample text.")
-    ] = False,
     threads: opt.Threads = None,
 ) -> None:
     """See a small model write the same code, faster.
@@ -43,7 +35,7 @@ def demo(
     \b
     Examples:
       hf-spec demo
-      hf-spec demo --limit 4 --max-new-tokens 64 --show-steps
+      hf-spec demo --limit 4 --max-new-tokens 64
       hf-spec demo --dtype float32 --output ./demo
       hf-spec demo --model HuggingFaceTB/SmolLM2-135M-Instruct
     """
@@ -55,12 +47,11 @@ def demo(
     from hf_spec.bench.figures import save_figure
     from hf_spec.bench.results import ALL
     from hf_spec.demo.demo import draw_chart, run_demo
-    from hf_spec.demo.steps import colored, pieces
 
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
         result = run_demo(
-            limit, max_new_tokens, dtype, name=model, show_steps=show_steps, progress=progress,
+            limit, max_new_tokens, dtype, name=model, progress=progress,
             status=lambda text: echo(text, err=True),
         )  # fmt: skip
     stop_without(result.bench.measurements)
@@ -76,13 +67,6 @@ def demo(
     console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
     console.rule("what the model writes after it, with and without speculation", align="left")
     console.print("\n".join(written[:SHOWN_LINES]), markup=False)
-    for name, steps in result.steps.items():
-        tokens = sum(map(len, steps))
-        console.rule(f"{name}: {tokens} tokens in {len(steps)} steps", align="left")
-        if console.is_terminal and not console.no_color:
-            console.print(colored(result.tokenizer, steps))
-        else:
-            console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
     console.rule()
     report.print_table(result.bench, console)
     console.print(f"results: {results}\nchart:   {drawn}", markup=False)

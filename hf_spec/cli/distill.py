@@ -6,14 +6,8 @@ from typing import Annotated, Any
 
 from typer import Option, echo
 
+from hf_spec.cli import common
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import (
-    check_writable,
-    explained_interrupt,
-    progress_bar,
-    require,
-    single_strategy,
-)
 from hf_spec.files import exclusive
 from hf_spec.model.loading import NATIVE, load_model, native_dtype
 
@@ -25,21 +19,14 @@ OWN = 2_000
 
 def distill(
     model: opt.Model,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the answers.")],
+    output: opt.Output,
     prompts: Annotated[
         list[Path] | None,
-        Option(
-            help=f"{opt.PROMPTS}, and optionally category; may be given several times. Default: "
-            "prompts that the model writes itself."
-        ),
+        Option(help=f"{opt.PROMPTS}; repeatable.  [default: the model writes them itself]"),
     ] = None,
     limit: Annotated[
         int | None,
-        Option(
-            min=1,
-            help="Maximum number of prompts, spread evenly over categories; of those that the "
-            f"model writes their number, {OWN:,} if not given.",
-        ),
+        Option(min=1, help=f"Most prompts, of all categories; of its own, {OWN:,} by default."),
     ] = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
@@ -47,20 +34,15 @@ def distill(
         str | None,
         Option(
             help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
-            "plain generate and what fits the model, by a trial.  [default: that of the adapter, "
-            "else auto]"
+            "plain generate and what fits the model.  [default: that of the adapter, else auto]"
         ),
     ] = None,
-    strategy_kwargs: Annotated[
-        str | None, Option(help="Options of the strategy, a JSON object.")
-    ] = None,
-    adapter: Annotated[
-        str | None, Option(help="Adapter folder or repository that the strategy uses.")
-    ] = None,
+    strategy_kwargs: Annotated[str | None, Option(help="Its options, a JSON object.")] = None,
+    adapter: Annotated[str | None, Option(help="Adapter folder or repository for it.")] = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
+    seed: opt.Seed = 0,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -91,7 +73,7 @@ def distill(
     # Everything that can be checked without a model comes first.
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
-    require("train", "accelerate", "datasets")
+    common.require("train", "accelerate", "datasets")
     count = limit or OWN
     if prompts:
         chosen, files = work.read_sources(prompts, limit)
@@ -105,7 +87,7 @@ def distill(
         strategy_kwargs={} if contender is None else contender.kwargs.get("assistant_kwargs", {}),
         dtype=dtype, seed=seed, do_sample=do_sample, **sampling,
     )  # fmt: skip
-    check_writable(output)
+    common.check_writable(output)
     folder = work.AnswerFolder(output)
     finished = folder.check(vars(settings))
 
@@ -121,7 +103,7 @@ def distill(
         "--output"
     )
     with (
-        explained_interrupt("the same command continues"),
+        common.explained_interrupt("the same command continues"),
         exclusive(output / ".lock", refusal) if main else nullcontext(),
     ):
         if state.num_processes > 1 and device is None:
@@ -132,17 +114,26 @@ def distill(
         if not prompts:
             own = output / OWN_PROMPTS
             if main and not folder.begun:
-                with progress_bar("prompts") as progress:
+                with common.progress_bar("prompts") as progress:
                     write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
-        with progress_bar("answers") if main else silent as progress:
+        with common.progress_bar("answers") if main else silent as progress:
             made = work.distill(
                 loaded, tokenizer, chosen, folder, settings, contender, state, progress
             )
     state.destroy_process_group()
-    if main:
-        _print(made, output)
+    if not main:
+        return
+    measured, cut = made["measured"], made["truncated_prompts"]
+    shortened = f", {cut:,} of them with a cut prompt" if cut else ""
+    by = made["chosen"].get("assistant_strategy", "plain generate")
+    echo(
+        f"examples: {made['rows']:,}{shortened}\n"
+        f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
+        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
+        f"generating with {by}, tau {measured['tau']:.2f}\nanswers: {output}"
+    )
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
@@ -154,7 +145,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     adapters = lineup.read_adapters([adapter] if adapter else ())
     if strategy == AUTO and adapters:
         strategy = None  # that of the adapter
-    name = single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
+    name = common.single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
     if name == AUTO:
         if options is not None:
             raise ValueError("--strategy-kwargs needs the name of a strategy: give --strategy")
@@ -173,15 +164,3 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
             f"{what} changes the answers, which are to be the model's own: choose another one"
         )
     return contender, adapters
-
-
-def _print(made: dict[str, Any], output: Path) -> None:
-    measured, cut = made["measured"], made["truncated_prompts"]
-    shortened = f", {cut:,} of them with a cut prompt" if cut else ""
-    chosen = made["chosen"].get("assistant_strategy", "plain generate")
-    echo(
-        f"examples: {made['rows']:,}{shortened}\n"
-        f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
-        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
-        f"generating with {chosen}, tau {measured['tau']:.2f}\nanswers: {output}"
-    )

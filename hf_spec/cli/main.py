@@ -7,22 +7,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_spec.cli.bench import bench
-from hf_spec.cli.card import card
 from hf_spec.cli.common import BAD_INPUT, INTERRUPTED, Command
 from hf_spec.cli.demo import demo
 from hf_spec.cli.distill import distill
 from hf_spec.cli.doctor import doctor
-from hf_spec.cli.export import export
-from hf_spec.cli.import_ import import_
-from hf_spec.cli.plot import plot
-from hf_spec.cli.push import push
+from hf_spec.cli.hub import card, export, import_, push
 from hf_spec.cli.run import run
-from hf_spec.cli.search import search
+from hf_spec.cli.search import plot, search
 from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
 from hf_spec.cli.train import TrainCommand, train
@@ -38,21 +34,18 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command(cls=Command)(demo)
-app.command(cls=Command)(bench)
-app.command(cls=Command)(distill)
-app.command(cls=TrainCommand, context_settings=UNKNOWN)(train)  # fields of the method's config
-app.command(cls=Command)(search)
-app.command(cls=Command)(plot)
-app.command(cls=Command)(card)
-app.command(cls=Command)(push)
-app.command(name="import", cls=Command)(import_)
-app.command(cls=Command)(export)
-app.command(cls=Command)(strategies)
-app.command(cls=Command)(doctor)
-# All arguments after the program's name belong to the program.
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command(cls=Command, context_settings=UNKNOWN)(serve)  # options of 'transformers serve'
+SETTINGS: dict[Any, dict[str, Any]] = {
+    train: {"cls": TrainCommand, "context_settings": UNKNOWN},  # fields of the method's config
+    import_: {"name": "import"},
+    # All arguments after the program's name belong to the program.
+    run: {"cls": None, "context_settings": {"allow_interspersed_args": False}},
+    serve: {"context_settings": UNKNOWN},  # options of 'transformers serve'
+}
+for one in (
+    demo, bench, distill, train, search, plot, card, push, import_, export, strategies, doctor,
+    run, serve,
+):  # fmt: skip
+    app.command(**{"cls": Command, **SETTINGS.get(one, {})})(one)
 
 
 def _version(wanted: bool) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from hf_spec.core.checks import check_choice, check_count, check_range
 from hf_spec.model.loading import NATIVE
@@ -44,13 +44,16 @@ Threads = Annotated[int | None, Option(min=1, callback=use_threads, help="CPU th
 #: Help of options that take a file of prompts.
 PROMPTS = (
     "JSON lines, a JSON array (.gz, too) or parquet; rows with messages, conversations, turns, "
-    "prompt, question or instruction"
+    "prompt, question or instruction, and optionally category"
 )
+Prompts = Annotated[
+    Path | None, Option(help=f"{PROMPTS}.  [default: 24 of our own, four of each of six tasks]")
+]
 Limit = Annotated[
     int | None, Option(min=1, help="Maximum number of prompts, spread evenly over categories.")
 ]
 NewTokens = Annotated[int, Option(min=1, help="New tokens per prompt.")]
-AdapterFolder = Annotated[Path, Argument(help="Adapter folder.")]
+Output = Annotated[Path, Option("--output", "-o", help="Folder to write.")]
 Adapters = Annotated[list[str] | None, Option(help="Adapter folder or repository; repeatable.")]
 KwargsByName = Annotated[
     list[str] | None, Option(help="Options of a strategy, NAME=JSON; repeatable.")
@@ -58,10 +61,12 @@ KwargsByName = Annotated[
 StoredKwargs = Annotated[
     str | None, Option(help="Options of the strategy, a JSON object; stored with the adapter.")
 ]
+Seed = Annotated[int, Option(help="Seed of the sampling, or of the search.")]
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
-Temperature = Annotated[float | None, Option(help="With --do-sample.  [default: the model's]")]
-TopK = Annotated[int | None, Option(help="With --do-sample.  [default: the model's]")]
-TopP = Annotated[float | None, Option(help="With --do-sample.  [default: the model's]")]
+OF_SAMPLING = Option(help="With --do-sample.  [default: the model's]")
+Temperature = Annotated[float | None, OF_SAMPLING]
+TopK = Annotated[int | None, OF_SAMPLING]
+TopP = Annotated[float | None, OF_SAMPLING]
 
 
 def sampling(

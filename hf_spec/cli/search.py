@@ -1,50 +1,36 @@
-"""``hf-spec search``."""
-
-from __future__ import annotations
+"""``hf-spec search`` and ``hf-spec plot``."""
 
 import json
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from typer import Option, echo
+from typer import Argument, Option, echo
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable, explained_interrupt, progress_bar, require
 from hf_spec.model.loading import NATIVE, load_model
 
-if TYPE_CHECKING:
-    from hf_spec.bench.prompts import Prompt
-
 
 def search(
     model: opt.Model,
     prompts: Annotated[Path, Option(help=f"Development prompts: {opt.PROMPTS}.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the study and the adapter.")],
-    trials: Annotated[
-        int, Option(min=1, help="Total number of trials, earlier runs included.")
-    ] = 100,
+    output: opt.Output,
+    trials: Annotated[int, Option(min=1, help="Number of trials, earlier runs included.")] = 100,
     limit: opt.Limit = 8,
     held_out: Annotated[
         int | None,
         Option(
-            min=0,
-            help="Number of further prompts, which the trials do not see; the best choices are "
-            "measured on them.",
-            show_default="as many as --limit, if there are more prompts",
+            min=0, help="Further prompts, on which the best are measured.  [default: as --limit]"
         ),
     ] = None,
     max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
-    max_draft: Annotated[
-        int, Option(min=1, help="K, maximum number of tokens drafted per step.")
-    ] = 12,
-    seed: Annotated[int, Option(help="Seed of the search.")] = 0,
+    max_draft: Annotated[int, Option(min=1, help="K, most tokens drafted per step.")] = 12,
+    seed: opt.Seed = 0,
     sampler: Annotated[
         str,
-        Option(
-            help="What chooses the next trial: gp, a Gaussian process as in the paper; or tpe, "
-            "which takes no time and breaks off trials that fall behind."
-        ),
+        Option(help="gp, a Gaussian process as in the paper, or tpe, which breaks off bad trials."),
     ] = "gp",
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -75,13 +61,13 @@ def search(
 
     from hf_spec.bench.environment import environment_of, package_version
     from hf_spec.bench.report import write_results
-    from hf_spec.files import write_atomically, writing
+    from hf_spec.files import write_atomically
     from hf_spec.hub.card import RESULTS, SEARCH, write_card
     from hf_spec.hub.folder import attached, save_adapter
     from hf_spec.methods.registry import get_method
 
     loaded, tokenizer = load_model(model, dtype, device)
-    with writing(output), explained_interrupt("the same command continues the search"):
+    with explained_interrupt("the same command continues the search"):
         work = LayerSearch(loaded, tokenizer, chosen, output, settings)
         with progress_bar("search") as update:
 
@@ -121,8 +107,8 @@ def search(
 
 
 def _divided(
-    prompts: list[Prompt], limit: int | None, held_out: int | None
-) -> tuple[list[Prompt], list[Prompt]]:
+    prompts: list[Any], limit: int | None, held_out: int | None
+) -> tuple[list[Any], list[Any]]:
     """The prompts of the trials and the held-out ones, both of all categories."""
     from hf_spec.bench.prompts import spread
 
@@ -135,3 +121,31 @@ def _divided(
             f"which leaves {len(rest)}; give more prompts, or a lower --limit"
         )
     return chosen, spread(rest, len(chosen) if held_out is None else held_out)
+
+
+def plot(
+    folder: Annotated[Path, Argument(help="Folder that hf-spec search wrote.")],
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Folder for the image.  [default: the same]")
+    ] = None,
+) -> None:
+    """Draw the trials of a layer search, search.png. The card shows it after 'hf-spec card'.
+
+    \b
+    Examples:
+      hf-spec plot ./skip
+      hf-spec plot ./skip --output ./figures
+    """
+    require("search", "optuna", "matplotlib")
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.visualization.matplotlib import plot_optimization_history
+
+    from hf_spec.bench.figures import save_figure
+    from hf_spec.search.layers import STUDY_FILE, open_study
+
+    if not (folder / STUDY_FILE).is_file():
+        raise ValueError(f"{str(folder)!r} has nothing to draw: no {STUDY_FILE} of hf-spec search")
+    check_writable(target := output or folder)
+    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+        axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
+    echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")

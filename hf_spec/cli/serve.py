@@ -16,19 +16,11 @@ def serve(
     adapter: opt.Adapters = None,
     strategy: Annotated[
         str | None,
-        Option(
-            help="Strategy of requests without a generation_config: one of 'hf-spec strategies', "
-            "auto, or none for plain generate.  [default: that of the adapter if there is one, "
-            "else none]"
-        ),
+        Option(help="For requests that name none; or auto, or none.  [default: the adapter's]"),
     ] = None,
     do_sample: Annotated[
         bool | None,
-        Option(
-            "--do-sample/--greedy",
-            help="Whether requests are sampled unless their temperature is 0.  [default: as the "
-            "model's generation_config.json says]",
-        ),
+        Option("--do-sample/--greedy", help="Unless their temperature is 0.  [default: model's]"),
     ] = None,
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.

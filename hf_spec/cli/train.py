@@ -23,24 +23,15 @@ def train(
     ] = None,
     data: Annotated[
         Path | None,
-        Option(
-            help="What 'hf-spec distill' wrote, or a folder or file of your own prompts with "
-            "answers, as for 'hf-spec bench --prompts', or of token ids. Needed."
-        ),
+        Option(help="Of 'hf-spec distill', or your own prompts with answers, or ids. Needed."),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[
         Path | None,
-        Option(
-            help="Folder of a trained or imported adapter of the method, to go on from. With "
-            "--markov-rank it gets a Markov head (how the tokens before change its predictions), "
-            "and only that is trained."
-        ),
+        Option(help="Adapter to go on from; only its Markov head, if --markov-rank adds one."),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
-    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = (
-        False
-    ),
+    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -63,7 +54,6 @@ def train(
     Examples:
       hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
       hf-spec train bita --help
-      hf-spec train bita --model M --data D --output ./bita --dry-run
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
@@ -131,8 +121,7 @@ def train(
 
 
 def _speedup(
-    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any],
-    minutes: float | None,
+    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any], minutes: Any
 ) -> float:  # fmt: skip
     """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
     from hf_spec.bench.contenders import BASELINE, Contender, ours, read_adapters

@@ -8,15 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-from hf_spec.core.checks import install_extra
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 #: Phases of a step that are timed.
 PHASES = ("draft", "forward", "verify")
@@ -134,33 +128,6 @@ class SpecStats:
                 f"{f' and {more} more' * (more > 0)} (of the drafts that reach it)"
             )
         return "\n".join(lines)
-
-    def plot(self, axes: Sequence[Axes] | None = None) -> Figure:
-        """Draw the share of accepted drafts at each position, and how many tokens steps emitted.
-
-        Needs matplotlib.
-
-        Args:
-            axes: two ``matplotlib`` axes to draw on; None for a new figure.
-
-        Returns:
-            The figure.
-        """
-        if axes is None:
-            try:
-                import matplotlib.figure
-            except ImportError as error:
-                raise ImportError(f"plot() needs matplotlib; {install_extra('plots')}") from error
-            drawn = matplotlib.figure.Figure(figsize=(8, 3), layout="constrained")
-            axes = list(drawn.subplots(1, 2))
-        shares, steps = self.acceptance_per_position, sorted(self.accepted_histogram.items())
-        axes[0].bar(sorted(self.offered), shares)
-        axes[0].set(xlabel="position", ylabel="accepted, of those that reach it", ylim=(0, 1))
-        axes[1].bar([tokens for tokens, _ in steps], [count for _, count in steps])
-        axes[1].set(xlabel="tokens emitted", ylabel="steps")
-        axes[0].set_title(f"{self.strategy} tau {self.mean_accepted_tokens:.2f}".strip())
-        figure: Any = axes[0].figure
-        return figure
 
     def record(
         self, emitted: int, draft_depth: int, drafted: int, num_accepted: int | None = None

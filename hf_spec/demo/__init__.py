@@ -1,1 +1,1 @@
-"""The demo: a shipped model with and without speculation, and views of its single steps."""
+"""The demo: a shipped model with and without speculation."""

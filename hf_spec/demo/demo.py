@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,9 @@ from hf_spec.adapters.base_model import facts_of
 from hf_spec.bench.contenders import contenders, read_adapters
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.figures import new_figure
-from hf_spec.bench.prompts import BUNDLED, Prompt, encode_prompts, read_prompts, spread
+from hf_spec.bench.prompts import BUNDLED, read_prompts, spread
 from hf_spec.bench.results import ALL, BenchResult
 from hf_spec.bench.runner import run
-from hf_spec.bench.session import Session
-from hf_spec.demo.steps import StepStreamer
 from hf_spec.files import read_json
 from hf_spec.hub.folder import CONFIG
 from hf_spec.model.loading import load_adapters, load_model
@@ -32,18 +30,11 @@ PROMPTS = Path(str(files("hf_spec.demo") / "prompts.jsonl"))
 
 @dataclass
 class DemoResult:
-    """What the demo measured, and one prompt with what the model wrote after it.
-
-    Attributes:
-        steps: by contender, the tokens that each step wrote after that prompt; empty unless asked
-            for.
-    """
+    """What the demo measured, and one prompt with what the model wrote after it."""
 
     bench: BenchResult
     environment: dict[str, Any]
     sample: tuple[str, str]
-    tokenizer: Any
-    steps: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
     def all_identical(self) -> bool:
@@ -52,11 +43,7 @@ class DemoResult:
 
 
 def model_folder() -> Path:
-    """The model shipped with the package.
-
-    Raises:
-        ValueError: this installation lacks it.
-    """
+    """The model shipped with the package."""
     folder = Path(str(files("hf_spec.demo") / MODEL_FOLDER))
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -80,30 +67,12 @@ def fitting(model: Any) -> list[Path]:
 
 
 def run_demo(
-    limit: int,
-    max_new_tokens: int,
-    dtype: str,
-    *,
-    name: str | None = None,
-    show_steps: bool = False,
+    limit: int, max_new_tokens: int, dtype: str, *, name: str | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
     status: Callable[[str], Any] = lambda text: None,
-) -> DemoResult:
-    """Load a model and measure it, plainly and with each strategy.
-
-    Args:
-        limit: most prompts.
-        max_new_tokens: limit for each prompt.
-        dtype: dtype of the model.
-        name: the model, a folder or a repository on the Hub, with the published adapters that fit;
-            None for the shipped one.
-        show_steps: whether to record which step emits which tokens after the sample prompt.
-        progress: called as ``progress(done, total)`` with numbers of calls.
-        status: called with a line of text when the model is loaded.
-
-    Raises:
-        ValueError: the model cannot be loaded.
-    """
+) -> DemoResult:  # fmt: skip
+    """Load a model, the shipped one or another with the published adapters that fit it, and measure
+    it, plainly and with each strategy. ``status`` gets a line of text when it is loaded."""
     if name is None:
         adapters = read_adapters(map(str, adapter_folders()))
         model, tokenizer = load_model(str(model_folder()), dtype, adapters=adapters)
@@ -123,24 +92,7 @@ def run_demo(
         max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
     environment = environment_of(model, name or "demo model", None)
-    sample = _sample(bench, tokenizer)
-    steps = _steps(model, tokenizer, bench, sample[0]) if show_steps and sample[0] else {}
-    return DemoResult(bench, environment, sample, tokenizer, steps)
-
-
-def _steps(
-    model: Any, tokenizer: Any, bench: BenchResult, prompt: str
-) -> dict[str, list[list[int]]]:
-    """Tokens that each step of each contender writes after a prompt."""
-    options = {"do_sample": False, "max_new_tokens": bench.settings["max_new_tokens"]}
-    ids, _ = encode_prompts(model, tokenizer, [Prompt(prompt, "", 0)], options["max_new_tokens"])
-    found = {}
-    with Session.open(model, tokenizer, options, bench.contenders) as session:
-        for item in bench.contenders:
-            streamer = StepStreamer()
-            session.generate(item, ids, streamer=streamer)
-            found[item.name] = streamer.steps
-    return found
+    return DemoResult(bench, environment, _sample(bench, tokenizer))
 
 
 def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:

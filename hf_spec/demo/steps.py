@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -12,12 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-#: Backgrounds of neighboring steps in a terminal.
-STYLES = ("black on cyan", "black on yellow")
 
 
 @dataclass(frozen=True)
@@ -44,12 +38,11 @@ class StepStreamer(BaseStreamer):
     """A streamer that records a call step by step; ``generate(..., streamer=StepStreamer())``.
 
     It works for one sequence, with and without a strategy. Plain generation emits one token per
-    step. A strategy's first step is the forward pass of the prompt.
+    step. A strategy's first step is the forward pass of the prompt, which verifies no tree.
 
     Attributes:
         steps: the tokens that each step emitted.
-        trees: the tree that a step verified, by index in ``steps``. The first step has none, nor
-            has any step of plain generation.
+        trees: the tree that a step verified, by index in ``steps``.
     """
 
     def __init__(self) -> None:
@@ -59,14 +52,8 @@ class StepStreamer(BaseStreamer):
         self._is_prompt, self._has_steps = True, False
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt, then the tokens of each step.
-
-        Args:
-            value: ``(1, seq)`` the prompt, or ``(1,)`` a new token.
-
-        Raises:
-            ValueError: the batch has more than one sequence.
-        """
+        """Receive the prompt ``(1, seq)``, then each new token ``(1,)``; a ValueError for more than
+        one sequence."""
         if len(value) > 1:
             raise ValueError(
                 f"a batch of {len(value)} sequences: StepStreamer records one sequence, as all "
@@ -85,12 +72,7 @@ class StepStreamer(BaseStreamer):
             self._put = []
 
     def see_step(self, tree: Tree, result: HostResult) -> None:
-        """Record the tree of the step that has just ended.
-
-        Args:
-            tree: the draft trees.
-            result: what each sequence accepted.
-        """
+        """Record the tree of the step that has just ended, and what was accepted of it."""
         count = 1 + tree.row_sizes[0]
         self.trees[len(self.steps) - 1] = VerifiedTree(
             TokenTree(tuple(tree.parents[0, :count].tolist())),
@@ -109,16 +91,10 @@ class StepStreamer(BaseStreamer):
 
 
 def pieces(tokenizer: Any, steps: Sequence[Sequence[int]]) -> list[str]:
-    """Split a text into the parts that its steps wrote.
+    """Split a text, without special tokens, into the parts that its steps wrote.
 
-    Special tokens are left out. A character whose bytes come from two steps belongs to the second.
-
-    Args:
-        tokenizer: decodes the tokens.
-        steps: the tokens of each step.
-
-    Returns:
-        One string per step, empty if a step completed no character; together they are the text.
+    A character whose bytes come from two steps belongs to the second; a step that completes none
+    has an empty part.
     """
     found: list[str] = []
     tokens: list[int] = []
@@ -130,17 +106,3 @@ def pieces(tokenizer: Any, steps: Sequence[Sequence[int]]) -> list[str]:
         found.append(whole[len(shown) :])
         shown = whole if len(whole) > len(shown) else shown
     return found
-
-
-def colored(tokenizer: Any, steps: Sequence[Sequence[int]]) -> Text:
-    """The text for a terminal, with the background changing from step to step.
-
-    Args:
-        tokenizer, steps: see :func:`pieces`.
-    """
-    from rich.text import Text
-
-    text = Text()
-    for number, piece in enumerate(pieces(tokenizer, steps)):
-        text.append(piece, STYLES[number % len(STYLES)])
-    return text

@@ -31,69 +31,44 @@ PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTIL
 
 
 def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
-    """The text of a card.
-
-    Args:
-        repository: the adapter's name on the Hub; None for the folder's name.
-        base_model: name of the base model; None for that in ``adapter_config.json``.
-
-    Raises:
-        ValueError: a file of the folder is missing or invalid.
-    """
+    """The text of a card, with the adapter's name on the Hub and that of its base model; by default
+    the folder's name, and what ``adapter_config.json`` says."""
     from huggingface_hub import ModelCard, ModelCardData
 
     method, options = read_spec_config(folder)
     adapter = read_json(folder / CONFIG)
     base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
     public = is_repository(base_model) and base_model != "the base model"
-    search, training = (
-        read_json(folder / name) if (folder / name).is_file() else None
-        for name in (SEARCH, TRAINING)
-    )
+    search, training = (read_json(folder / one, optional=True) for one in (SEARCH, TRAINING))
     repository = repository or folder.resolve().name
-    data = ModelCardData(
-        base_model=base_model if public else None,
-        library_name="peft",
-        pipeline_tag="text-generation",
-        tags=["hf_spec", "speculative-decoding", method.name],
-    )
+    facts: dict[str, Any] = {"adapter": adapter, "options": options}
     names = sorted(path.name for path in folder.iterdir())
     section = trained = ""
     if method.card.is_file():  # the method's own section
-        facts = {"adapter": adapter, "options": options, "search": search, "files": names}
-        section = _render(method.card, **facts)
-    if training is not None:
+        section = _render(method.card, **facts, search=search or None, files=names)
+    if training:
         best = training.get("best") or {}
         distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
         source = files("hub_cards") / "training.md"
         trained = _render(source, training=training, distances=list(distances))
     acceptance = method.parse_options(options).acceptance
     card = ModelCard.from_template(
-        data,
+        ModelCardData(
+            base_model=base_model if public else None, library_name="peft",
+            pipeline_tag="text-generation", tags=["hf_spec", "speculative-decoding", method.name],
+        ),
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
-        install=INSTALL,
-        title=repository.rpartition("/")[2],
-        base_model=base_model,
-        base_is_repository=public,
-        lossless=ACCEPTANCE_RULES[acceptance],
-        acceptance=acceptance,
-        repository=repository,
-        method=method,
-        adapter=adapter,
-        options=options,
-        figures=_figures(folder, method, search),
-        section=section,
-        training=trained,
-    )
+        install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
+        base_model=base_model, base_is_repository=public, method=method, **facts,
+        lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,
+        figures=_figures(folder, method, search), section=section, training=trained,
+    )  # fmt: skip
     return f"{str(card).rstrip()}\n\n{_mark(card.text)}\n"
 
 
 def renewed_card(folder: Path, repository: str, base_model: str | None = None) -> str:
-    """The text of a folder's card, rendered anew unless a person has written or edited it.
-
-    What hf_spec or PEFT wrote is rendered anew, with other names; metadata that they don't set,
-    such as a license, stays.
-    """
+    """The text of a folder's card, rendered anew with other names unless a person has written or
+    edited it; metadata that hf_spec and PEFT don't set, such as a license, stays."""
     from huggingface_hub import ModelCard, ModelCardData
 
     text = (folder / CARD).read_text(encoding="utf-8")
@@ -129,7 +104,7 @@ def _render(source: Traversable, **values: Any) -> str:
     return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
-def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:
+def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, Any] | None:
     """The strategy's figures in the folder's ``results.json``; None if there is no such file."""
     if not (folder / RESULTS).is_file():
         return None
@@ -139,21 +114,16 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
         runs = [row for row in data["runs"] if row["batch_size"] == size]
         speeds = {(row["strategy"], row["task"]): row["tokens_per_second"] for row in runs}
         strategy = next(name for name, _ in speeds if name.partition("@")[0] == method.name)
-        own = [
-            {**row, "plain": speeds[row["baseline"], row["task"]]}
-            for row in runs
-            if row["strategy"] == strategy
-        ]
+        own = [{**row, "plain": speeds[row["baseline"], row["task"]]}
+               for row in runs if row["strategy"] == strategy]  # fmt: skip
         by_task = len(own) > 2  # a single task has the same figures as "all"
         asked = environment.get("prompts_sha256")
-        searched = search is not None and search["environment"].get("prompts_sha256") == asked
+        searched = bool(search) and search["environment"].get("prompts_sha256") == asked
         return {
-            "rows": own if by_task else own[-1:],
-            "by_task": by_task,
+            "rows": own if by_task else own[-1:], "by_task": by_task, "batch_size": size,
             "development": searched and not environment.get("held_out"),
             "environment": environment,
-            "batch_size": size,
-        }
+        }  # fmt: skip
     except (LookupError, TypeError, StopIteration) as error:
         raise ValueError(
             f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for {method.name!r}: "

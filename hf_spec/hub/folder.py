@@ -13,7 +13,7 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.files import read_json, write_atomically, writing
+from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.loading import is_path
 
@@ -29,17 +29,14 @@ UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder, whose files and subfolders move to ``folder`` after the block.
-
-    If the block raises, ``folder`` is unchanged.
-    """
+    """Give a temporary folder, whose files and subfolders move to ``folder`` after the block,
+    unless it raises."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=folder, prefix=".writing-", ignore_cleanup_errors=True
     ) as name:
         temporary = Path(name)
-        with writing(folder):
-            yield temporary
+        yield temporary
         umask = os.umask(0)
         os.umask(umask)
         for path in sorted(temporary.rglob("*")):
@@ -54,13 +51,8 @@ def save_adapter(
     model: Any, folder: Path, strategy: str, options: dict[str, Any],
     state: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write a ``PeftModel``'s adapter with its ``SpecConfig``: all of a folder but the card.
-
-    Args:
-        model: a ``PeftModel`` with one adapter of hf_spec, named ``default``.
-        strategy, options: what ``generation_config.json`` shall say.
-        state: the model's state dict, where its own tensors are sharded.
-    """
+    """Write the adapter ``default`` of a ``PeftModel`` with its ``SpecConfig``: all of a folder but
+    the card. ``state`` is the model's state dict, where its own tensors are sharded."""
     with staging(folder) as temporary:
         model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
         for path in (CARD, GENERATION, SHIM):  # which PEFT writes, too
@@ -116,11 +108,7 @@ def write_shim(folder: Path) -> None:
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
-    """The strategy and options in ``generation_config.json``.
-
-    Raises:
-        ValueError: there is no such file, it cannot be read, or it names no strategy.
-    """
+    """The strategy and options in ``generation_config.json``."""
     data = read_json(folder / GENERATION)
     strategy, options = data.get("assistant_strategy"), data.get("assistant_kwargs") or {}
     if not strategy:
@@ -131,11 +119,7 @@ def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
 
 
 def check_complete(folder: Path) -> None:
-    """Check that a folder is a complete adapter repository whose files fit together.
-
-    Raises:
-        ValueError: a file is missing or wrong; the message says what to do.
-    """
+    """Check that a folder is a complete adapter repository whose files fit together."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     missing = [name for name in REQUIRED if not (folder / name).is_file()]

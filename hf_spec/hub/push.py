@@ -10,48 +10,25 @@ from pathlib import Path
 from hf_spec.adapters.repo_files import SHIM, shim_text
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json
+from hf_spec.hub import folder as adapter_folder
 from hf_spec.hub.card import renewed_card
-from hf_spec.hub.folder import (
-    CARD,
-    CONFIG,
-    MEASURED,
-    OPTIONAL,
-    REQUIRED,
-    UNSAFE,
-    check_complete,
-    is_repository,
-    read_spec_config,
-)
+from hf_spec.hub.folder import CARD, CONFIG, check_complete, is_repository, read_spec_config
 
 #: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (*MEASURED, *UNSAFE)
+STALE = (*adapter_folder.MEASURED, *adapter_folder.UNSAFE)
 
 
 def push(
-    folder: Path,
-    repository: str,
-    *,
-    private: bool = False,
-    revision: str | None = None,
+    folder: Path, repository: str, *, private: bool = False, revision: str | None = None,
     base_model: str | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Upload a complete adapter folder, and return the URL of the commit.
 
-    Other files in the folder, such as the study and logs, are not uploaded.
-    A card that hf_spec or PEFT wrote is rendered anew, with the repository's name, unless it was
-    edited since. The folder is not changed. The upload is a single commit, so whoever loads the
-    adapter during the upload, or after an interrupted one, gets the earlier adapter as a whole. The
-    earlier adapter's measurements, figures and pickled weights are removed.
-
-    Args:
-        repository: ``owner/name``; created if it does not exist.
-        revision: branch, created if it does not exist; None for the main one.
-        base_model: name of the base model on the Hub; needed if ``adapter_config.json`` names a
-            folder.
-
-    Raises:
-        ValueError: the folder is incomplete, a name is invalid, or the Hub refuses the upload or
-            cannot be reached.
+    Other files in the folder, such as the study and logs, are not uploaded. A card that hf_spec or
+    PEFT wrote is rendered anew, with the repository's name, unless it was edited since. The upload
+    is a single commit, so whoever loads the adapter during the upload, or after an interrupted one,
+    gets the earlier adapter as a whole. That one's measurements, figures and pickled weights are
+    removed. Repository and branch are created if they do not exist.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id
@@ -106,7 +83,7 @@ def _files(folder: Path, repository: str, base_model: str | None) -> dict[str, s
     repository and base model are set."""
     found: dict[str, str | bytes] = {
         path.relative_to(folder).as_posix(): str(path)
-        for pattern in (*REQUIRED, *OPTIONAL)
+        for pattern in (*adapter_folder.REQUIRED, *adapter_folder.OPTIONAL)
         for path in folder.glob(pattern)
     }
     config = read_json(folder / CONFIG)

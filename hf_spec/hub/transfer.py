@@ -36,7 +36,7 @@ from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement, renamed
 
 SAFE = ".safetensors"
-#: File that describes what a checkpoint holds.
+#: What a checkpoint holds.
 MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
@@ -69,14 +69,10 @@ def importable(name: str) -> tuple[Method, Reader]:
 
 
 def recognized(place: str) -> tuple[str, Path]:
-    """The method that a published checkpoint belongs to, and its file (:func:`find_published`).
-
-    Raises:
-        ValueError: there is no checkpoint, or it is of no known layout, or of several.
-    """
+    """The method that a published checkpoint belongs to, and its file (:func:`find_published`)."""
     known = _layouts()
     path = find_published(place, lambda name: False)  # an index names tensors without their files
-    names, config = tensor_names(path), config_beside(path)
+    names, config = tensor_names(path), read_json(path.with_name(MODEL_CONFIG), optional=True)
     found = [name for name, reader in known.items() if reader.recognizes(config, names)]
     if len(found) != 1:
         which = f"of several types, {', '.join(found)}" if found else "of no known layout"
@@ -86,23 +82,14 @@ def recognized(place: str) -> tuple[str, Path]:
     return found[0], find_published(place, known[found[0]].wants)
 
 
-def config_beside(path: Path) -> dict[str, Any]:
-    """The content of the ``config.json`` beside a checkpoint; empty if there is none."""
-    config = path.parent / MODEL_CONFIG
-    return read_json(config) if config.is_file() else {}
-
-
 def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str] = FILES) -> Path:
-    """The file of a published checkpoint, downloaded if needed.
+    """The file of a published checkpoint, downloaded if needed; a ValueError if there is none.
 
     Args:
         place: a file; a folder; or a repository on the Hub, ``owner/name``, whose files are taken
             from the local cache where the Hub cannot be reached.
         wants: whether the tensor of a name is needed, of files that an index names.
         files: names that a folder or repository is searched for; the first one counts.
-
-    Raises:
-        ValueError: there is no such file.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -147,17 +134,12 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Read tensors of a checkpoint by name, without running any code in it.
+    """Read the tensors of a checkpoint whose names are wanted, without running any code in it.
 
     Args:
         path: a safetensors file; a file of ``torch.save``, which torch's weights-only unpickler
             reads, with the tensors by name or these under a key such as ``state_dict``; or an
             ``.index.json`` that names several such files in the same folder.
-        wants: whether to read the tensor of a name.
-
-    Raises:
-        ValueError: there is no such file, it is of another format, or it holds anything besides
-            tensors by name.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
@@ -187,29 +169,26 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
 
 
 def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
-    """The files that an index names for the tensors that are wanted."""
+    """The files that an index names for wanted tensors."""
     return sorted({file for name, file in shards(path).items() if wants(name)})
 
 
 def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
-    """An adapter's config and its parameters by name, from a published checkpoint.
-
-    Raises:
-        ValueError: the file cannot be read (:func:`read_published`), or is not what the method
-            publishes.
-    """
+    """An adapter's config and its parameters by name, from a published checkpoint."""
     method, reader = importable(method_name)
     assert method.adapter_config is not None
     with explained(f"cannot import {str(path)!r}", ValueError):
         # With the scales of those that are stored as 8-bit floats.
-        found = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
-        tensors = _dequantized(found)
-        fields, tensors = reader.convert(tensors, config_beside(path))
+        tensors = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
+        _dequantize(tensors)
+        fields, tensors = reader.convert(
+            tensors, read_json(path.with_name(MODEL_CONFIG), optional=True)
+        )
         return method.adapter_config(**fields, inference_mode=True), tensors
 
 
-def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with those of 8-bit floats in bfloat16, without scales."""
+def _dequantize(tensors: dict[str, Tensor]) -> None:
+    """Turn 8-bit floats into bfloat16, and drop their scales."""
     for name in [name for name, tensor in tensors.items() if tensor.dtype == FP8]:
         scales = tensors.pop(name + SCALES, None)
         if scales is None:
@@ -218,20 +197,12 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 "checkpoint that is not quantized"
             )
         tensors[name] = dequantized(name, tensors[name], scales, torch.bfloat16)
-    return tensors
 
 
 def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
     """A base model without weights, but for the embeddings that these tensors may be copies of.
 
-    Of the files of the base, only those with the embeddings are read, and downloaded.
-
-    Args:
-        place: a folder, or a repository on the Hub.
-        tensors: what :func:`convert` has found.
-
-    Raises:
-        ValueError: there is no such model, or its weights cannot be read.
+    Of its files, only those with the embeddings are read, and downloaded.
     """
     model = model_without_weights(place)
     own = {parameter: name for name, parameter in model.named_parameters()}
@@ -254,17 +225,8 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
 def import_adapter(
     path: Path, method_name: str, model: Any, output: Path, options: dict[str, Any] | None = None
 ) -> Path:
-    """Write a published checkpoint as an adapter folder with a card; returns ``output``.
-
-    Args:
-        path: see :func:`read_published`.
-        model: the base model that it was trained for, or its :func:`base_outline`; unchanged
-            afterwards.
-        options: options of the strategy, stored with the adapter.
-
-    Raises:
-        ValueError: the file cannot be read, or does not fit the model.
-    """
+    """Write a published checkpoint (:func:`read_published`) for a base model, or its
+    :func:`base_outline`, as an adapter folder with a card and options; returns ``output``."""
     method, reader = importable(method_name)
     method.parse_options(options)
     config, tensors = convert(path, method_name)
@@ -288,11 +250,7 @@ def import_adapter(
 
 
 def exporter(folder: Path, form: str) -> Writer:
-    """The exporter of the adapter in a folder to a format.
-
-    Raises:
-        ValueError: the folder has no adapter of hf_spec, or its type has no such format.
-    """
+    """The exporter of the adapter in a folder to a format; a ValueError if there is none."""
     kind = read_json(folder / CONFIG).get("peft_type")
     method = next((one for one in methods().values() if one.peft_type == kind), None)
     if method is None or kind is None:
@@ -307,17 +265,8 @@ def exporter(folder: Path, form: str) -> Writer:
 
 
 def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
-    """Write an adapter in the format of another program: a config and a safetensors file.
-
-    Args:
-        folder: the adapter folder.
-        form: name of the format, such as ``sglang``.
-        model: the base model; unchanged afterwards.
-        output: the folder to write, which is returned.
-
-    Raises:
-        ValueError: see :func:`exporter`.
-    """
+    """Write an adapter in the format of another program, such as ``sglang``: a config and a
+    safetensors file; returns ``output``."""
     from safetensors.torch import save_file
 
     make = exporter(folder, form)

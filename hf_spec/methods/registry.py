@@ -25,7 +25,6 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
 from hf_spec.core.checks import check_choice, check_names
-from hf_spec.core.field_docs import complete_docstring
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
@@ -182,8 +181,6 @@ def register_method(method: Method) -> None:
     if method.adapter_config is not None and method.adapter_module is not None:
         register_type(method.adapter_config, method.adapter_module, method.objective)
         method.adapter_config.strategy = method.name
-        complete_docstring(method.adapter_config)
-    complete_docstring(method.options, method.drafter.unused)
     _registered[method.name] = method
 
 

@@ -59,11 +59,7 @@ class Settings:
 
 
 def skippable(model: Any) -> Choice:
-    """The layers whose attention / MLP can be skipped.
-
-    Raises:
-        ValueError: the architecture's layers cannot be found, or nothing can be skipped.
-    """
+    """The layers whose attention / MLP can be skipped; a ValueError if there are none."""
     sublayers: Choice = {"skip_attention": [], "skip_mlp": []}
     reason = ""
     for index in range(num_layers(model)):
@@ -101,17 +97,8 @@ def starting_points(sublayers: Choice) -> list[Choice]:
 
 
 class LayerSearch:
-    """A search on a model, whose study is in a folder: it can be interrupted and continued.
-
-    Args:
-        model: a causal language model in evaluation mode, on its device.
-        prompts: development prompts.
-        folder: an existing folder.
-
-    Raises:
-        ValueError: the folder's study has other settings or cannot be read, or the model or the
-            prompts do not fit.
-    """
+    """A search on a model with development prompts, whose study is in an existing folder: it can be
+    interrupted and continued, with the same settings."""
 
     def __init__(
         self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path,
@@ -134,8 +121,6 @@ class LayerSearch:
         check_same_settings(f"{str(folder)!r} holds a search", known, identity)
         for choice in starting_points(self.sublayers):
             self.study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
-
-    # -- trials ------------------------------------------------------------------------------
 
     def _parameters(self, choice: Choice) -> dict[str, bool]:
         """Optuna's parameters of a choice."""
@@ -203,23 +188,15 @@ class LayerSearch:
             distinct.setdefault(json.dumps(trial.params, sort_keys=True), trial)
         return list(distinct.values())[:count]
 
-    # -- held-out prompts --------------------------------------------------------------------
-
     def confirm(
         self, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
     ) -> tuple[Choice, list[dict[str, Any]], BenchResult]:
-        """Measure the best trials in turns with plain decoding, then the best of them once more.
-
-        Args:
-            prompts: prompts that the trials did not see, if there are any.
-            progress: called as ``progress(done, total)`` with numbers of calls.
+        """Measure the best trials in turns with plain decoding, on prompts that they did not see if
+        there are any, then the best of them once more.
 
         Returns:
             The best choice; an entry for each of the best trials; the last measurement, in which
             the choice's speed is not the largest of several.
-
-        Raises:
-            KeyboardInterrupt: also within the measurements.
         """
         best = self.ranked(FINALISTS)
         if not best:

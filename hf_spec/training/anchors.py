@@ -25,7 +25,6 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         rows: ``prompt_ids`` and ``answer_ids`` by index, such as a ``datasets.Dataset``.
         num_anchors: largest number of anchors per sequence.
         max_length: longer sequences are cut at the end; None for no limit.
-        seed: seed of the anchors.
         random: if False, anchors are evenly spaced and always the same.
     """
 
@@ -61,13 +60,12 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         # The token after an anchor is certain; probes predict those that follow it.
         first, last = max(len(prompt) - 1, 0), len(ids) - 3
         places = torch.arange(first, max(last + 1, first), device="cpu")
-        if len(places) > self.num_anchors:
-            if self.random:
-                chosen = torch.randperm(len(places), generator=self.generator(index), device="cpu")
-                places = places[chosen[: self.num_anchors].sort().values]
-            else:
-                steps = torch.arange(self.num_anchors, device="cpu") * len(places)
-                places = places[steps // self.num_anchors]
+        if len(places) > self.num_anchors and self.random:
+            chosen = torch.randperm(len(places), generator=self.generator(index), device="cpu")
+            places = places[chosen[: self.num_anchors].sort().values]
+        elif len(places) > self.num_anchors:
+            steps = torch.arange(self.num_anchors, device="cpu") * len(places)
+            places = places[steps // self.num_anchors]
         return {"input_ids": ids, "labels": labels, "anchors": places}
 
     def generator(self, index: int) -> torch.Generator:

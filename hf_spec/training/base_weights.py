@@ -68,9 +68,8 @@ def bit_sums(parameters: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for part in itertools.chain.from_iterable(map(_parts, parameters)):
-        bits = part.detach().contiguous().view(kinds[part.element_size()])
         # A change of single bits is unlikely to keep both sums.
-        flat = bits.flatten().long()
+        flat = part.detach().contiguous().view(kinds[part.element_size()]).flatten().long()
         digest.update(f"{int(flat.sum())} {int((flat[::2]).sum())}".encode())
     return digest.hexdigest()
 

@@ -35,16 +35,11 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
             one such file. They have columns ``prompt_ids`` and ``answer_ids`` (lists of token ids;
             an answer ends with EOS unless it was cut off), or texts as :mod:`hf_spec.data` reads
             them.
-        tokenizer: makes tokens of texts: the prompt by the chat template where there is one, the
-            answer without BOS and with EOS behind it. Not needed where there are tokens.
+        tokenizer: makes tokens of texts, with EOS behind an answer.
 
     Returns:
         ``prompt_ids`` and ``answer_ids``; of texts also ``prompt`` and ``answer``; of ``hf-spec
         distill`` all columns, in the order of the prompts.
-
-    Raises:
-        ValueError: there is no such place, it is unfinished, it is empty, or a row has no prompt,
-            no answer, or other values in a column; the message names the place.
     """
     import datasets
 
@@ -85,8 +80,7 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.exists():
         raise ValueError(f"there is no folder or file {str(folder)!r}: hf-spec distill makes one")
-    path = folder / PROVENANCE
-    provenance = read_json(path) if path.is_file() else {}
+    provenance = read_json(folder / PROVENANCE, optional=True)
     if provenance and "rows" not in provenance:
         raise ValueError(
             f"{str(folder)!r} is unfinished: repeat the hf-spec distill command that began it, "
@@ -100,8 +94,9 @@ def _files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
     inside = sorted([*folder.glob("*"), *folder.glob("data/*")])
-    kinds = [[path for path in inside if path.name.endswith(kind)] for kind in SUFFIXES]
-    parquet, lines, arrays = kinds
+    parquet, lines, arrays = (
+        [path for path in inside if path.name.endswith(kind)] for kind in SUFFIXES
+    )
     found = parquet or lines or arrays
     if not found or (parquet and lines):
         raise ValueError(

@@ -27,7 +27,7 @@ from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_same_settings
 from hf_spec.data import Prompt, read
 from hf_spec.decoding.auto import LOOKUPS, choose
-from hf_spec.files import read_json, write_atomically, writing
+from hf_spec.files import read_json, write_atomically
 from hf_spec.model.loading import chosen_device
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
 
@@ -78,10 +78,8 @@ class Settings:
 
 
 class AnswerFolder:
-    """The output folder: answers are appended as JSON lines while they are made.
-
-    The provenance is written before the first answer; that of a finished folder has ``rows``.
-    """
+    """The output folder: answers are appended as JSON lines while they are made. The provenance is
+    written before the first one; that of a finished folder has ``rows``."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -107,7 +105,7 @@ class AnswerFolder:
 
     def chosen(self) -> Contender | None:
         """The contender that an interrupted run has found to be the fastest; None if none has."""
-        kwargs = read_json(self.provenance).get("chosen") if self.begun else None
+        kwargs = read_json(self.provenance, optional=True).get("chosen")
         if not kwargs:
             return None if kwargs is None else BASELINE
         return Contender(kwargs["assistant_strategy"], kwargs)
@@ -129,7 +127,7 @@ class AnswerFolder:
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append answers."""
-        with writing(self.path), self.answers.open("a", encoding="utf-8") as file:
+        with self.answers.open("a", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
@@ -185,25 +183,16 @@ def distill(
     settings: Settings, contender: Contender | None, state: PartialState,
     progress: Callable[..., Any] = lambda done, total, note: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Generate the answers that the folder lacks, and finish it.
-
-    Every process calls this function and generates its share; the main process writes.
+    """Generate the answers that the folder lacks, finish it, and return its provenance, of which
+    ``measured`` is of this run. Every process calls this; the main process writes.
 
     Args:
-        model: a causal language model in evaluation mode, on its device, with the adapter of
-            ``contender`` loaded.
-        prompts: in the order of the output.
+        model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
         folder: locked by the main process.
         contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
             which the folder keeps.
         progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
             tokens per second so far.
-
-    Returns:
-        The provenance, as in the folder; ``measured`` is of this run.
-
-    Raises:
-        ValueError: the folder was made with other settings, or the prompts do not fit the model.
     """
     from accelerate.utils import broadcast_object_list, gather_object
 
@@ -220,12 +209,10 @@ def distill(
         contender = broadcast_object_list(found)[0]
     assert contender is not None
     facts["chosen"] = contender.kwargs
-    # The block ends with merged updates removed, also after an error.
     with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
 
         def generate(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
-            """Seconds, steps and rows of a batch."""
-            # Each batch has its own seed, independent of process and time.
+            """Seconds, steps and rows of a batch, which has a seed of its own."""
             seed_batch(settings.seed, number)
             batch = [token_ids[index] for index in indices]
             seconds, answers, steps, _ = session.generate(contender, batch)
@@ -251,11 +238,8 @@ def distill(
         for start in range(0, len(work), state.num_processes):
             speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
             progress(len(everything) - len(work) + start, len(everything), note=speed)
-            share = work[start : start + state.num_processes]
-            made: tuple[float, int, list[dict[str, Any]]] = (0.0, 0, [])
-            if state.process_index < len(share):
-                made = generate(*share[state.process_index])
-            for batch_seconds, batch_steps, rows in gather_object([made]):
+            own = work[start : start + state.num_processes][state.process_index :][:1]
+            for batch_seconds, batch_steps, rows in gather_object([generate(*one) for one in own]):
                 seconds, steps = seconds + batch_seconds, steps + batch_steps
                 tokens += sum(len(row["answer_ids"]) for row in rows)
                 new = [row for row in rows if row["index"] not in lengths]
@@ -268,14 +252,10 @@ def distill(
         del environment[name]
     total = sum(lengths.values())
     provenance = {
-        **facts,
-        "model_revision": getattr(model.config, "_commit_hash", None),
-        "truncated_prompts": truncated,
-        "processes": state.num_processes,
-        "environment": environment,
-        "rows": len(prompts),
-        "answer_tokens": total,
-        "mean_answer_tokens": total / len(prompts),
+        **facts, "model_revision": getattr(model.config, "_commit_hash", None),
+        "truncated_prompts": truncated, "processes": state.num_processes,
+        "environment": environment, "rows": len(prompts),
+        "answer_tokens": total, "mean_answer_tokens": total / len(prompts),
         "measured": {  # seconds in ``generate``, added up over processes
             "answer_tokens": tokens, "seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
@@ -308,10 +288,9 @@ def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """All that the answers depend on, as JSON types."""
     defaults = model.generation_config.to_diff_dict()
     defaults.pop("transformers_version", None)
+    config = {key: defaults[key] for key in defaults if key[0] != "_"}
     facts = {
-        **asdict(settings),
-        "model_fingerprint": fingerprint(model),
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "generation_config": {key: defaults[key] for key in defaults if key[0] != "_"},
-    }
+        **asdict(settings), "model_fingerprint": fingerprint(model),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer), "generation_config": config,
+    }  # fmt: skip
     return json.loads(json.dumps(facts))

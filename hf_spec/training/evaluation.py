@@ -31,10 +31,8 @@ class EvalDecoding:
     def measure(
         self, model: Any, share: slice = slice(None), seconds: float | None = None
     ) -> SpecStats:
-        """Decode a share of the prompts (that of a process) greedily and add up the statistics.
-
-        With ``seconds``, answers end when these are over, each batch's at its part of them.
-        """
+        """Decode a share of the prompts (that of a process) greedily and add up the statistics;
+        answers end when ``seconds`` are over, each batch's at its part of them."""
         total = SpecStats()
         forget(model)  # a checkpoint's figures must not depend on those before
         prompts = sorted(self.prompts[share], key=len)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -50,37 +51,28 @@ class KeptStates:
             input_ids, mask: ``(batch, seq)``; the mask is 0 for padding.
             layers: the kind of the states.
         """
-        real = mask.bool().cpu()
-        rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real)]
-        paths = [self._path(row, layers) for row in rows]
-        found = [load_file(path)[STATES] if path.is_file() else None for path in paths]
-        new = [row for row, states in enumerate(found) if states is None]
-        if new:
-            computed = compute(input_ids[new], mask[new])
-            for row, states in zip(new, computed):
-                self._keep(paths[row], states[real[row].to(states.device)])
-            if len(new) == len(paths):
-                return computed
-        kept = [states for states in found if states is not None]
-        whole = kept[0].new_zeros(*input_ids.shape, kept[0].shape[-1])
-        for row, states in enumerate(found):
-            if states is not None:
-                whole[row][real[row]] = states
-        whole = whole.to(input_ids.device)
-        if new:
-            whole[new] = computed.to(whole)
-        return whole
-
-    def _path(self, tokens: list[int], layers: Sequence[int]) -> Path:
-        key = repr((tokens, list(layers))).encode()
-        return self.folder / (hashlib.blake2b(key, digest_size=16).hexdigest() + SUFFIX)
-
-    def _keep(self, path: Path, states: Tensor) -> None:
-        """Write the states of a sequence, ``(tokens, features)``, if there is room."""
-        if states.nbytes <= self.room and not path.exists():
-            self.room -= states.nbytes
-            with replacing(path) as temporary:
-                save_file({STATES: states.cpu().contiguous()}, temporary)
+        real = mask.bool()
+        rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real.cpu())]
+        keys = [repr((row, list(layers))) for row in rows]
+        digests = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in keys]
+        paths = [self.folder / f"{digest}{SUFFIX}" for digest in digests]
+        new = [row for row, path in enumerate(paths) if not path.is_file()]
+        computed = dict(zip(new, compute(input_ids[new], mask[new]))) if new else {}
+        whole = []
+        for row, path in enumerate(paths):
+            if row in computed:
+                states = computed[row]
+                own = states[real[row].to(states.device)]  # (tokens, features)
+                if own.nbytes <= self.room and not path.exists():
+                    self.room -= own.nbytes
+                    with replacing(path) as temporary:
+                        save_file({STATES: own.cpu().contiguous()}, temporary)
+            else:
+                own = load_file(path)[STATES].to(input_ids.device)
+                states = own.new_zeros(input_ids.shape[1], own.shape[-1])
+                states[real[row]] = own
+            whole.append(states)
+        return torch.stack([states.to(input_ids.device) for states in whole])
 
 
 @contextmanager

@@ -33,27 +33,17 @@ def write_own_prompts(
     model: Any, tokenizer: Any, path: Path, count: int, batch_size: int, seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:  # fmt: skip
-    """Let a model write prompts, all different, into a file of JSON lines, in one step.
-
-    Args:
-        model: a causal language model in evaluation mode, on its device.
-        batch_size: answers that are generated together; of prompts, which are shorter, four times
-            as many are.
-        seed: of the sampling.
-        progress: called with the number of prompts so far, and of all.
-
-    Raises:
-        ValueError: the model does not write so many.
-    """
+    """Let a model write prompts, all different, into a file of JSON lines, in one step; a
+    ValueError if it does not write so many. ``batch_size`` is that of answers; of prompts, which
+    are shorter, four times as many are generated together."""
     texts: dict[str, None] = {}
     before, end = _around_words(tokenizer)
-    batch_size *= 4
-    for number in range(-(-MOST_SAMPLES * count // batch_size)):
+    for number in range(-(-MOST_SAMPLES * count // (4 * batch_size))):
         progress(min(len(texts), count), count)
         if len(texts) >= count:
             break
         seed_batch(seed, number)
-        texts |= dict.fromkeys(_written(model, tokenizer, before, end, batch_size))
+        texts |= dict.fromkeys(_written(model, tokenizer, before, end, 4 * batch_size))
     if len(texts) < count:
         raise ValueError(
             f"this model wrote {len(texts)} different prompts in {MOST_SAMPLES * count} samples; "

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -18,10 +17,8 @@ SHOWN = 4
 
 
 class Report(ProgressCallback):
-    """A progress bar, the expected duration after the first steps, and a line per evaluation.
-
-    Args:
-        trainer: the training, whose ``done`` is from 0 to 1.
+    """A progress bar, the expected duration after the first steps, and a line per evaluation of a
+    training, whose ``done`` is from 0 to 1.
 
     Attributes:
         dry_run: whether the training ends when its duration is known.
@@ -35,22 +32,16 @@ class Report(ProgressCallback):
         self.seconds_per_step, self.steps = 0.0, 0
         self._speaks, self._before = False, 0.0
         self._began = self._timed_from = time.monotonic()
-        self._best: float | None = None
+        self._best = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speaks = state.is_world_process_zero
-        self._began, self.steps = time.monotonic(), 0
-        self._before = self.trainer.done
+        self._began, self.steps, self._before = time.monotonic(), 0, self.trainer.done
         found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
-        self._best = max(found, default=None)  # of a training that is resumed
+        self._best = max(found, default=0.0)  # of a training that is resumed
         if self._speaks and not args.disable_tqdm:
-            total, unit = state.max_steps, "step"
-            if args.max_minutes is not None:
-                total, unit = round(60 * args.max_minutes), "s"
-            start = round(total * self._before)
-            self.training_bar = tqdm(
-                total=total, initial=start, unit=unit, dynamic_ncols=True, leave=False
-            )
+            self.training_bar = tqdm(total=100, unit="%", dynamic_ncols=True, leave=False)
+            self._move()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
@@ -59,11 +50,10 @@ class Report(ProgressCallback):
             self.seconds_per_step, self._timed_from = now - self._began, now
         elif self.steps <= 1 + TIMED:
             self.seconds_per_step = (now - self._timed_from) / (self.steps - 1)
-        if self.steps == 1 + TIMED:
-            if self.dry_run:
-                control.should_training_stop = True
-            elif self._speaks:
-                self._say(expected(self.seconds_per_step, args, state))
+        if self.steps == 1 + TIMED and self.dry_run:
+            control.should_training_stop = True
+        elif self.steps == 1 + TIMED and self._speaks:
+            self._say(expected(self.seconds_per_step, args, state))
         self._move()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -71,22 +61,13 @@ class Report(ProgressCallback):
 
     def _move(self) -> None:
         if self.training_bar is not None:
-            done = round(self.training_bar.total * self.trainer.done)
-            self.training_bar.update(done - self.training_bar.n)
+            self.training_bar.update(round(100 * self.trainer.done) - self.training_bar.n)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within the block, the bar says that an evaluation runs."""
-        self._describe("evaluating")
-        try:
-            yield
-        finally:
-            self._describe("")
-            self._move()
-
-    def _describe(self, text: str) -> None:
+    def describe(self, text: str) -> None:
+        """What the bar says before its numbers."""
         if self.training_bar is not None:
             self.training_bar.set_description(text)
+        self._move()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass  # losses are kept in the record
@@ -95,23 +76,20 @@ class Report(ProgressCallback):
         metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
         if not self._speaks or self.dry_run or "eval_loss" not in metrics:
             return
-        place = f"step {state.global_step:,}"
-        place += f" of {state.max_steps:,}" if args.max_minutes is None else ""
-        parts = [f"loss {metrics['eval_loss']:.3g}"]
-        tau = metrics.get("eval_tau")
-        if tau is not None:
-            best = self._best is None or tau > self._best
-            self._best = tau if best else self._best
-            parts.insert(0, f"tau {tau:.2f}{', the best so far' * best}")
-            shares = [metrics.get(f"eval_acceptance_{i}") for i in range(1, SHOWN + 1)]
-            known = " ".join(f"{share:.0%}" for share in shares if share is not None)
-            if known:
-                parts.insert(1, f"accepted {known}")
+        parts = []
+        if "eval_tau" in metrics:
+            tau = metrics["eval_tau"]
+            parts.append(f"tau {tau:.2f}{', the best so far' * (tau > self._best)}")
+            self._best = max(tau, self._best)
+        names = [f"eval_acceptance_{i}" for i in range(1, SHOWN + 1)]
+        if shares := " ".join(f"{metrics[name]:.0%}" for name in names if name in metrics):
+            parts.append(f"accepted {shares}")
         gone, done = time.monotonic() - self._began, self.trainer.done
-        parts.append(duration(gone))
+        parts += [f"loss {metrics['eval_loss']:.3g}", duration(gone)]
         if self._before < done < 1:
             parts[-1] += f", {duration(gone * (1 - done) / (done - self._before))} left"
-        self._say(f"{place}: {'; '.join(parts)}")
+        of = f" of {state.max_steps:,}" if args.max_minutes is None else ""
+        self._say(f"step {state.global_step:,}{of}: {'; '.join(parts)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -144,13 +122,10 @@ def expected(
     # The last step is followed by one, whatever its number.
     count = math.ceil(steps / state.eval_steps) if state.eval_steps else 0
     whole = steps * seconds_per_step + count * (seconds_per_evaluation or 0.0)
+    known = seconds_per_evaluation is not None
     rest = f"{count} evaluation{'s' * (count != 1)}"
-    if seconds_per_evaluation is None:
-        return f"about {duration(whole)}: {steps:,} steps of {each}, beside {rest}"
-    return (
-        f"about {duration(whole)}: {steps:,} steps of {each}, and {rest} of "
-        f"{seconds_per_evaluation:.2g} s"
-    )
+    rest = f"and {rest} of {seconds_per_evaluation:.2g} s" if known else f"beside {rest}"
+    return f"about {duration(whole)}: {steps:,} steps of {each}, {rest}"
 
 
 def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:

@@ -36,16 +36,8 @@ def new_config(method: Method, model: Any, fields: dict[str, Any]) -> Any:
 
 def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any, bool]:
     """The config of a training that goes on from a trained adapter, and whether that gets a Markov
-    head, which then is all that is trained.
-
-    Args:
-        fields: changed fields of its config: `OF_TRAINING` and learning rates; ``markov_rank`` only
-            if it has no Markov head yet.
-
-    Raises:
-        ValueError: another field is changed, the adapter is of another type or has no weights, or
-            it was trained together with its base model.
-    """
+    head, which then is all that is trained. A ValueError if the adapter cannot be trained on, or if
+    ``fields`` of its config change others than `OF_TRAINING` and learning rates."""
     config: Any = PeftConfig.from_pretrained(str(folder))
     if type(config) is not method.adapter_config:
         raise ValueError(

@@ -17,10 +17,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.bench.environment import device_name, package_version
+from hf_spec.bench.environment import PACKAGES, device_name, package_version
 from hf_spec.core.checks import check_count, check_range, nearest, setting
 from hf_spec.decoding.selfcheck import check_tree_forward
-from hf_spec.files import write_atomically, writing
+from hf_spec.files import write_atomically
 from hf_spec.hub.card import TRAINING
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, methods
@@ -63,13 +63,12 @@ class SpecArguments(TrainingArguments):
     served_tokens: int = setting(64, "New tokens of each.")
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "held_out", "served_prompts", "served_tokens"):
+        counts = ["max_length", "held_out", "served_prompts", "served_tokens"]
+        counts += ["max_steps"] * (self.max_steps != -1)  # the Trainer's default: by epochs
+        counts += ["num_anchors"] * (self.num_anchors is not None)
+        for name in counts:
             check_count(name, getattr(self, name))
-        if self.max_steps != -1:  # the Trainer's default, as many as the epochs take
-            check_count("max_steps", self.max_steps)
         check_range("kept_states", self.kept_states, 0.0, 10**6)
-        if self.num_anchors is not None:
-            check_count("num_anchors", self.num_anchors)
         if self.max_minutes is not None:
             check_range("max_minutes", self.max_minutes, 0.0, 10**6, open_low=True)
             if self.warmup_steps >= 1:
@@ -106,11 +105,8 @@ def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def split(rows: Any, held_out: int) -> tuple[Any, Any]:
-    """Split a ``datasets.Dataset`` into training and held-out examples, always the same ones.
-
-    At most a quarter of the data is held out (which the log says), and one example at least. With
-    one example only there is nothing to train on: a ValueError.
-    """
+    """Split a ``datasets.Dataset`` into training and held-out examples, always the same ones: one
+    at least, and at most a quarter of the data, which the log says."""
     most = max(len(rows) // 4, 1)
     if len(rows) < 2:
         raise ValueError(
@@ -126,10 +122,8 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
 
 
 def check_lengths(rows: Any, max_length: int) -> None:
-    """Raise a ValueError if sequences are cut before there is anything to predict in any of them.
-
-    If that is so in some, the log says in how many.
-    """
+    """Raise a ValueError if sequences are cut before there is anything to predict in any of them;
+    if that is so in some, the log says in how many."""
     pairs = zip(rows["prompt_ids"], rows["answer_ids"])
     # The token behind a prompt is certain; what is trained predicts those that follow it.
     short = sum(min(len(answer), max_length - len(prompt)) < 2 for prompt, answer in pairs)
@@ -145,34 +139,20 @@ def check_lengths(rows: Any, max_length: int) -> None:
 
 def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> SpecArguments:
     """The arguments of a training whose checkpoints go to ``folder``: fields that are given, those
-    of the adapter's config, the method's, or the defaults.
-
-    Raises:
-        ValueError: the config leaves nothing to train, or a field is invalid.
-    """
+    of the adapter's config, the method's, or the defaults; a ValueError names what is invalid."""
     assert method.training is not None
     values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 10,
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 100,
-        "save_total_limit": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "tau",
-        "greater_is_better": True,
-        "report_to": [],
-        "remove_unused_columns": False,
+        "output_dir": str(folder), "seed": 0, "lr_scheduler_type": "cosine",
+        "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 100,
+        "save_total_limit": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "tau", "greater_is_better": True,
+        "logging_steps": 10, "report_to": [], "remove_unused_columns": False,
         "train_sampling_strategy": "group_by_length",  # little padding
-        "seed": 0,
-        "use_cpu": not torch.accelerator.is_available(),
-        "ddp_find_unused_parameters": False,
-        **method.training,
-        **config.training_defaults(),
+        "use_cpu": not torch.accelerator.is_available(), "ddp_find_unused_parameters": False,
+        **method.training, **config.training_defaults(),
         **({} if given.get("max_minutes") is None else {"num_train_epochs": UNCOUNTED}),
         **given,
-    }
+    }  # fmt: skip
     values.setdefault("save_steps", values["eval_steps"])
     values.setdefault("per_device_eval_batch_size", values.get("per_device_train_batch_size", 8))
     return SpecArguments(**values)
@@ -189,14 +169,12 @@ def train(
     Args:
         model: the base model; unchanged afterwards, unless the config trains it.
         rows: a ``datasets.Dataset`` with ``prompt_ids`` and ``answer_ids``.
-        method_name: the method.
         output: the adapter folder; checkpoints go to ``checkpoints`` in it.
         config: fields of the method's adapter config.
         arguments: fields of :class:`SpecArguments`; the method's defaults are used for others.
         options: options of the strategy, stored beside the adapter and used in evaluation.
         resume: whether to continue from the last checkpoint in ``output``.
         provenance: origin of the data, stored in the record.
-        callbacks: callbacks of the Trainer.
         tokenizer: saved beside the base model, if that is trained.
         start: folder of a trained adapter of the method, from whose weights training goes on. If
             ``config`` gives it a Markov head, only that is trained.
@@ -205,9 +183,6 @@ def train(
     Returns:
         The record, as written to ``training.json``; empty in all processes but the main one. Of a
         dry run, ``expected``: how long the training will take, in words.
-
-    Raises:
-        ValueError: the method, the arguments or the data are invalid; the message says how.
     """
     from hf_spec.training.trainer import SpecTrainer
 
@@ -254,24 +229,19 @@ def train(
                 set_vocabulary(adapter, model, training_rows["answer_ids"])
             elif gets_head:
                 load_trained(adapter, start)
-        data: dict[str, Any] = {
-            "num_anchors": args.num_anchors or method.num_anchors,
-            "max_length": args.max_length,
-            "seed": args.seed,
-        }
+        anchors = args.num_anchors or method.num_anchors
+        data = {"num_anchors": anchors, "max_length": args.max_length, "seed": args.seed}
         prompts = [list(ids) for ids in held_out_rows["prompt_ids"][: args.served_prompts]]
         trainer = SpecTrainer(
-            model=peft_model,
-            args=args,
+            model=peft_model, args=args, data_collator=collate,
             train_dataset=AnswerDataset(training_rows, **data),
             eval_dataset=AnswerDataset(held_out_rows, **data, random=False),
-            data_collator=collate,
             eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
             callbacks=[NewAnchors(), *callbacks],
-        )
+        )  # fmt: skip
         trainer.report.dry_run = dry_run
         stack.callback(trainer.report.close)
-        with writing(folder), kept_states(trainer, folder, before):
+        with kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]
@@ -310,20 +280,17 @@ def _record(
     evaluations = [entry for entry in history if "eval_tau" in entry]
     saved = [entry for entry in evaluations if entry["step"] == trainer.state.best_global_step]
     args = trainer.args
+    batch_size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
     return {
         "method": method.name,
         "base_model": config.base_model_name_or_path,
         "config": {name: getattr(config, name) for name in config_fields(method)},
         "options": options,
         "settings": {
-            "steps": trainer.state.global_step,
-            "batch_size": args.train_batch_size * args.world_size
-            * args.gradient_accumulation_steps,
-            "learning_rate": args.learning_rate,
-            "schedule": args.lr_scheduler_type.value,
+            "steps": trainer.state.global_step, "batch_size": batch_size,
+            "learning_rate": args.learning_rate, "schedule": args.lr_scheduler_type.value,
             "num_anchors": args.num_anchors or method.num_anchors,
-            "max_length": args.max_length,
-            "seed": args.seed,
+            "max_length": args.max_length, "seed": args.seed,
         },
         "data": {
             "rows": len(trainer.train_dataset), "held_out": len(trainer.eval_dataset),
@@ -333,9 +300,7 @@ def _record(
         "trainable_parameters": trainer.unwrapped.get_nb_trainable_parameters()[0],
         "timed_steps": trainer.report.steps,  # those since the training was resumed
         "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
-        "versions": {
-            name: package_version(name) for name in ("hf_spec", "transformers", "peft", "torch")
-        },
+        "versions": {name: package_version(name) for name in PACKAGES},
         "device": device_name(args.device),
         "history": history,
     }  # fmt: skip

@@ -50,17 +50,11 @@ class TimeLimit(TrainerCallback):
 class SpecTrainer(Trainer):
     """Trains a ``PeftModel`` with an adapter of hf_spec; evaluation decodes real prompts.
 
-    All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
-    checkpoints and resuming. ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``,
-    and ``eval_tau``, ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its
-    share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same prompts together.
-
-    With ``max_minutes``, the learning rate follows its schedule by time, not by steps.
-
-    If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
-
-    Args:
-        eval_decoding: prompts to decode at each evaluation; None for no decoding.
+    ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``, and ``eval_tau``,
+    ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its share; where FSDP2 or
+    ZeRO stage 3 shards the model, all decode the same prompts together. With ``max_minutes``, the
+    learning rate follows its schedule by time, not by steps. If the adapter's config has
+    ``trains_base``, checkpoints contain the base model's weights, too.
     """
 
     def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
@@ -94,22 +88,18 @@ class SpecTrainer(Trainer):
             )
         self.sharded: bool = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if split and (later := self._untrained()):
-            raise ValueError(
-                f"{', '.join(sorted(later))} are to be trained in a second stage, which "
-                "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
-            )
-        if split and not self.adapter_config.shards:
-            raise ValueError(
-                f"'hf-spec train {self.adapter_config.strategy}' does not run under FSDP or "
-                "DeepSpeed here: launch it without them; several processes with whole copies of "
-                "the model work."
-            )
-        if self.trains_base and split:
-            raise ValueError(
-                "training the base model's own weights does not run under FSDP or DeepSpeed here: "
-                "launch it without them, or train low-rank updates."
-            )
+        later, method = sorted(self._untrained()), self.adapter_config.strategy
+        for unsupported, what, remedy in (
+            (later, f"a second stage, that of {', '.join(later)},", "train in one stage"),
+            (not self.adapter_config.shards, f"'hf-spec train {method}'",
+             "several processes with whole copies of the model work"),
+            (self.trains_base, "training the base model's own weights", "train low-rank updates"),
+        ):  # fmt: skip
+            if split and unsupported:
+                raise ValueError(
+                    f"{what} does not run under FSDP or DeepSpeed here: launch it without them, or "
+                    f"{remedy}."
+                )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with the learning rates of the adapter's parts."""
@@ -217,29 +207,28 @@ class SpecTrainer(Trainer):
 
     @property
     def _base(self) -> Any:
-        """The base model inside wrappers."""
         return self.unwrapped.get_base_model()
 
     def evaluation_loop(
         self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
-        began, found = time.monotonic(), {}
-        with self.report.evaluating():
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-            if self.eval_decoding is not None:
-                stats = self._decode(self.eval_decoding, time.monotonic() - began)
-                found["tau"] = stats.mean_accepted_tokens
-                for depth, rate in enumerate(stats.acceptance_per_position, start=1):
-                    found[f"acceptance_{depth}"] = rate
-        output.metrics.update({f"{metric_key_prefix}_{name}": one for name, one in found.items()})
+        began = time.monotonic()
+        self.report.describe("evaluating")
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.eval_decoding is not None:
+            stats = self._decode(self.eval_decoding, time.monotonic() - began)
+            output.metrics[f"{metric_key_prefix}_tau"] = stats.mean_accepted_tokens
+            for depth, rate in enumerate(stats.acceptance_per_position, start=1):
+                output.metrics[f"{metric_key_prefix}_acceptance_{depth}"] = rate
+        self.report.describe("")
         self._evaluation = time.monotonic() - began
         return output
 
     def _decode(self, decoding: EvalDecoding, spent: float) -> SpecStats:
         """Statistics of decoding; every process decodes its share of the prompts. With
-        ``max_minutes``, until the evaluation, which has ``spent`` some seconds, has had its part of
-        them, or a quarter of that."""
+        ``max_minutes`` it ends when the evaluation, which has ``spent`` some seconds, has had its
+        part of them; it has a quarter of that at least."""
         if self.sharded:
             # Every forward gathers weights from all processes, so that they must run in step.
             with whole_root(self.model):

@@ -138,17 +138,6 @@ def test_the_estimate_is_of_timed_plain_steps(tiny: Any) -> None:
     assert 0.2 < stats.speed_beside_plain < 5  # a busy machine
 
 
-def test_plot() -> None:
-    stats = SpecStats("medusa", num_steps=3)
-    stats.record(3, 2, 4)
-    stats.record(1, 2, 4)
-    figure = stats.plot()
-    left, right = figure.axes
-    assert [bar.get_height() for bar in left.patches] == [0.5, 0.5]
-    assert [bar.get_height() for bar in right.patches] == [1, 1]
-    assert stats.plot(figure.axes) is figure
-
-
 def test_time_outside_phases_is_other(clock: FakeClock) -> None:
     stats = SpecStats()
     watch = Stopwatch(stats, torch.device("cpu"))

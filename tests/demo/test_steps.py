@@ -12,7 +12,7 @@ from tiny_checkpoint import make_tokenizer
 
 import hf_spec
 from hf_spec.demo import demo
-from hf_spec.demo.steps import STYLES, StepStreamer, colored, pieces
+from hf_spec.demo.steps import StepStreamer, pieces
 from hf_spec.model.loading import load_model
 
 LENGTH = 12
@@ -119,7 +119,3 @@ def test_pieces_make_the_text_also_within_a_character():
         steps = [tokens[start : start + size] for start in range(0, len(tokens), size)]
         found = pieces(tokenizer, steps)
         assert len(found) == len(steps) and "".join(found) == text
-        shown = colored(tokenizer, steps)
-        assert shown.plain == text
-        styles = [str(span.style) for span in shown.spans if span.end > span.start]
-        assert set(styles) <= set(STYLES) and len(styles) == sum(map(bool, found))
