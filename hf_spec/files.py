@@ -3,6 +3,7 @@ files are read with errors that name them."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -11,6 +12,49 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+#: What the system says where there is no room for what is written.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NoRoom(OSError):
+    """There is no room for what is written; the message names the folder."""
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise :class:`NoRoom` where there is no room for what the block writes into ``folder``.
+
+    The system's error does not say where, libraries raise errors of their own, or fail behind it.
+    """
+    try:
+        yield
+    except NoRoom:
+        raise
+    except Exception as error:
+        one: BaseException | None = error
+        while one is not None:
+            if (reason := _no_room(one)) is not None:
+                raise NoRoom(
+                    f"cannot write to {str(folder)!r}: {reason}; make room there, or choose "
+                    "another folder"
+                ) from error
+            one = one.__cause__ or one.__context__
+        raise
+
+
+def _no_room(error: BaseException) -> str | None:
+    """Why there was no room, if that is what the error says."""
+    from safetensors import SafetensorError
+
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+        return error.strerror
+    if isinstance(error, SafetensorError) and "while serializing" in text:
+        return text.splitlines()[0]
+    if isinstance(error, RuntimeError) and "inline_container" in text:
+        return "a file could not be written to its end"  # torch.save does not say why
+    return None
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -18,7 +62,8 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        yield temporary
+        with writing(path.parent):
+            yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

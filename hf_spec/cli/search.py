@@ -61,13 +61,13 @@ def search(
 
     from hf_spec.bench.environment import environment_of, package_version
     from hf_spec.bench.report import write_results
-    from hf_spec.files import write_atomically
+    from hf_spec.files import write_atomically, writing
     from hf_spec.hub.card import RESULTS, SEARCH, write_card
     from hf_spec.hub.folder import attached, save_adapter
     from hf_spec.methods.registry import get_method
 
     loaded, tokenizer = load_model(model, dtype, device)
-    with explained_interrupt("the same command continues the search"):
+    with writing(output), explained_interrupt("the same command continues the search"):
         work = LayerSearch(loaded, tokenizer, chosen, output, settings)
         with progress_bar("search") as update:
 

@@ -13,7 +13,7 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.loading import is_path
 
@@ -36,7 +36,8 @@ def staging(folder: Path) -> Iterator[Path]:
         dir=folder, prefix=".writing-", ignore_cleanup_errors=True
     ) as name:
         temporary = Path(name)
-        yield temporary
+        with writing(folder):
+            yield temporary
         umask = os.umask(0)
         os.umask(umask)
         for path in sorted(temporary.rglob("*")):

@@ -27,7 +27,7 @@ from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_same_settings
 from hf_spec.data import Prompt, read
 from hf_spec.decoding.auto import LOOKUPS, choose
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, write_atomically, writing
 from hf_spec.model.loading import chosen_device
 from hf_spec.training.dataset import ANSWERS, PROVENANCE
 
@@ -127,7 +127,7 @@ class AnswerFolder:
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append answers."""
-        with self.answers.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.answers.open("a", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 

@@ -20,7 +20,7 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.bench.environment import PACKAGES, device_name, package_version
 from hf_spec.core.checks import check_count, check_range, nearest, setting
 from hf_spec.decoding.selfcheck import check_tree_forward
-from hf_spec.files import write_atomically
+from hf_spec.files import write_atomically, writing
 from hf_spec.hub.card import TRAINING
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, methods
@@ -241,7 +241,7 @@ def train(
         )  # fmt: skip
         trainer.report.dry_run = dry_run
         stack.callback(trainer.report.close)
-        with kept_states(trainer, folder, before):
+        with writing(folder), kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
         if dry_run:
             each = trainer.evaluate()["eval_runtime"]

@@ -372,13 +372,15 @@ def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) ->
         check_lengths(rows, 3)
 
 
-def test_a_checkpoint_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a full disk, say: with room again, the training goes on from the one before."""
+@pytest.mark.parametrize("saves", ["_save", "_save_optimizer_and_scheduler"])
+def test_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saves: str
+) -> None:
+    """One line that names the folder; with room again, the training goes on."""
     base, data, output = save_checkpoint(tmp_path / "base"), tmp_path / "data", tmp_path / "a"
     data.mkdir()
     answers().to_parquet(data / "answers.parquet")
     command = ["train", "bita", *as_options(base, data, **SETTINGS), "--output", str(output)]
-    saves = "_save_optimizer_and_scheduler"
     limits, save = resource.getrlimit(resource.RLIMIT_FSIZE), getattr(SpecTrainer, saves)
 
     def full(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -389,10 +391,11 @@ def test_a_checkpoint_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.Monke
     try:
         with monkeypatch.context() as patch:
             patch.setattr(SpecTrainer, saves, full)
-            with pytest.raises(RuntimeError):
-                cli.main(command)
+            assert cli.main(command) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = re.split("[\r\n]", capsys.readouterr().err.strip())[-1]
+    assert error.startswith(f"hf-spec: cannot write to '{output / 'checkpoints'}': ")
     assert cli.main([*command, "--resume"]) == 0
     made = record(output)
     assert made["settings"]["steps"] == 6 and made["timed_steps"] == 3
