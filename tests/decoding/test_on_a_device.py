@@ -25,7 +25,7 @@ TRANSFER = "core/verify to_host: read"
 #: Waits of a call's first step, and of the first with predictions, which have to prepare something.
 FIRST = {
     "model/hidden_states shapes_logits: allclose": "once per model: what logits are of",
-    "drafting/draft_vocabulary <genexpr>: _local_scalar_dense": "once per adapter: which tokens",
+    "drafting/draft_vocabulary check_tokens: _local_scalar_dense": "once per adapter: which tokens",
     "cache/convert take_over: read": "the padding of the assistant's prompt",
     "methods/draft_model/drafter _prompt: _local_scalar_dense": "Transformers' own, in a prompt",
     "methods/draft_model/drafter _prompt: copied with a wait": "Transformers' own, in a prompt",
