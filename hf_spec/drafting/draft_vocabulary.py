@@ -170,7 +170,8 @@ def drafted_logits(
     those by its output embeddings, or for None those by others: of its tokens, or of all."""
     if vocabulary is None:
         return predict(None)
-    logits, tokens = predict(vocabulary if vocabulary.is_of_base else None), vocabulary.tokens
+    tokens = vocabulary.tokens  # made before its rows replace the output embeddings
+    logits = predict(vocabulary if vocabulary.is_of_base else None)
     return logits if logits.shape[-1] == len(tokens) else logits[..., tokens.to(logits.device)]
 
 

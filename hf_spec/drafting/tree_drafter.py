@@ -127,6 +127,7 @@ class TreeDrafter(Drafter, Holds):
 
     def start(self, state: DecodeState) -> None:
         self.source.start(state)
+        _ = self.token_ids  # rows are made before they replace the output embeddings
         self.num_predicted = [self.distances] * state.batch_size
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:

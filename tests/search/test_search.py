@@ -187,7 +187,7 @@ def test_samplers(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--dtype", "int3"], "--dtype 'int3'"),
+        (["--dtype", "int3"], "--dtype='int3'"),
         (["--held-out", "2"], "--held-out 2: of 3 prompts 2 are searched on, which leaves 1"),
         (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
         (["--model", "/nowhere"], "cannot load model '/nowhere': there is no such folder"),
