@@ -45,13 +45,13 @@ def plans(most: int, group: int) -> list[tuple[int, int]]:
     """
     found = []
     for size in (*(size for size in SIZES[:-1] if size < most), min(most, SIZES[-1])):
-        nodes = bucket(1 + size)
         counts = {0}
         if group and not size:
             counts = {0, 1}
-        elif group:  # as many probes as nodes, or twice as many
-            some = {min(max(n // group, 1), size + 1) for n in (nodes, 2 * nodes)}
-            counts = {n for n in some if width(1 + size, n * group) <= WIDEST} or counts
+        elif group:  # under some of the nodes, or all; of those that are padded alike, the most
+            some = [*(n for n in (1, 2, 4, 8, 16, 32) if n <= size), size + 1]
+            alike = {bucket(n * group): n for n in some if width(1 + size, n * group) <= WIDEST}
+            counts = set(alike.values()) or counts
         found += [(size, n) for n in sorted(counts)]
     return found
 
