@@ -202,10 +202,8 @@ class AutoregressiveDrafter(ForwardDrafter):
                 noise = noise[..., self.token_ids]
             own = copy.copy(self)
             held = [*tensors[: len(buffers)], lengths]
-            own.cache, own._root = (
-                TracedDraftCache(cache, held, not graphs.compiles),
-                (states, after),
-            )
+            own.cache = TracedDraftCache(cache, held, not graphs.compiles)
+            own._root = states, after
             own.advance(result, hidden)
             source = _Traced(own, children, noise)
             packed = grow(source, result.bonus, count, levels, trust, expanded=width)
