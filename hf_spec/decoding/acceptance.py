@@ -120,10 +120,7 @@ class Acceptance:
         if tree.q is not None and not stateful:
             return verify.rejection(tree, scores, active, asks)
         # Also for rejection: equivalent for a greedy target, and exact for sampled drafts.
-        result = verify.match_along(tree, scores, self._select, active, asks, self.scorer.lockstep)
-        if self.noise is not None:
-            self.noise.emit(result.counts * active, result.path.shape[1])
-        return result
+        return verify.match_along(tree, scores, self._select, active, asks, self.scorer.lockstep)
 
     def _select(self, scores: Tensor, active: Tensor, depth: int) -> Tensor:
         """See ``verify.SelectFn``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.appending import Prefilled, append, chunk_size
+from hf_spec.model.graphs import Graphs
+from hf_spec.model.programs import DraftProgram
 from hf_spec.model.target import Output
 from hf_spec.policy.plans import step_shapes
 from hf_spec.policy.step_policy import StepPolicy
@@ -59,20 +62,20 @@ class Steps:
         if policy.drafts(state.lookups is not None) and any(limits):
             with self.watch.phase("draft"):
                 tree = policy.choose(run(self._draft), drafter, state.active, limits).within(limits)
-        output, result, hidden, found = self._run(tree, self.acceptance, not policy.paused)
-        grown = Grown(found[0]) if found and not policy.paused else None
+        output, result, after = self._run(tree, self.acceptance, not policy.paused)
         with self.watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
-            host, numbers = result.to_host(grown and grown.packed)
-        state.grown = grown and Grown(grown.packed, numbers)
+            host, numbers = result.to_host(*output.drafted[:1])
         host = self._emit(tree, host, output.tree)
         moved = output.result is not None or _in_place(output.tree, host)
         state.cache.commit(host.counts, result.path, output.tree.slots, moved)
         with self.watch.phase("draft"):
+            found = after() if after is not None else output.drafted
             result = result._replace(host=host)
             if found:
                 drafter.received(found, result)
             else:
-                run(drafter.advance, result, hidden)
+                run(drafter.advance, result, output.read(drafter.reads, result))
+            state.grown = Grown(found[0], numbers) if found and not policy.paused else None
         seconds = self.watch.step()
         drafter.observe(state, tree, host)
         if state.lookups is not None:
@@ -85,35 +88,40 @@ class Steps:
 
     def _run(
         self, tree: Tree, accept: Callable[[Tree, Tensor, list[bool]], StepResult], grows: bool
-    ) -> tuple[Output, StepResult, Tensor | None, Sequence[Tensor]]:
-        """What a step computes on the device: the forward, its result, the hidden states that the
-        drafter reads, and what its program has found, if steps are recorded or compiled; ``grows``:
-        whether the drafter makes the next trees."""
+    ) -> tuple[Output, StepResult, Callable[[], Sequence[Tensor]] | None]:
+        """The forward, its result, and what runs the drafter's program, if steps are recorded or
+        compiled and the forward's code does not contain it; ``grows``: whether it makes the next
+        trees."""
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        run = self.strategy.run
         as_one = graphs is not None and not graphs.compiles  # all of a step is one record
         rule = self.acceptance.program(tree, as_one, drafter.distances)
+        program = None if graphs is None else drafter.program(state, tree, grows)
         inside = as_one and rule is not None
-        program = drafter.program(state, tree, grows) if inside else None
         with self.watch.phase("forward"):
-            output = run(state.target, tree, pruning=drafter.pruning, verify=rule, after=program)
+            output = self.strategy.run(
+                state.target, tree, pruning=drafter.pruning, verify=rule,
+                after=program if inside else None,
+            )  # fmt: skip
         with self.watch.phase("verify"):
             result = output.result or accept(output.tree, output.logits, state.active)
             state.root = result.bonus.to(state.root.device)
-        if output.drafted:
-            return output, result, None, output.drafted
-        if graphs is not None and not inside:
-            program = drafter.program(state, tree, grows)
-        if program is None or graphs is None:
-            return output, result, output.read(drafter.reads, result), ()
-        with self.watch.phase("draft"):
-            wide, noise = result.padded(bucket(tree.num_tokens)), None
-            if state.noise is not None and program.depth:
-                noise = state.noise.ahead(program.depth)
-            given = wide, output.read(drafter.reads, wide), noise
-            if inside:  # the code for all has just been made
-                return output, result, None, run(program.run, *given)
-            return output, result, None, run(program.run_by, graphs, *given)
+        if program is None or output.drafted:
+            return output, result, None
+        # The code for all has just been made, or the program is code of its own.
+        by = None if inside else graphs
+        return output, result, partial(self._drafted, program, by, tree, output, result)
+
+    def _drafted(
+        self, program: DraftProgram, graphs: Graphs | None, tree: Tree, output: Output,
+        result: StepResult,
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """What a drafter's program finds after a step."""
+        wide, noise = result.padded(bucket(tree.num_tokens)), self.state.noise
+        ahead = noise.ahead(program.depth) if noise is not None and program.depth else None
+        given = wide, output.read(self.strategy.drafter.reads, wide), ahead
+        if graphs is None:
+            return self.strategy.run(program.run, *given)
+        return self.strategy.run(program.run_by, graphs, *given)
 
     def warm(self) -> None:
         """Make the code for all steps that may be chosen, whose results are discarded."""
@@ -130,7 +138,9 @@ class Steps:
             root = state.root
             # While the drafter pauses, there are plain steps and lookups.
             for grows in (True, False) if nodes == 1 or self.strategy.lookup else (True,):
-                self._run(tree, _greedily, grows)
+                after = self._run(tree, _greedily, grows)[-1]
+                if after is not None:
+                    after()
                 state.cache.rollback()
             state.root = root
 

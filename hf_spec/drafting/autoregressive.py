@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed, whole
-from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions, Growth
-from hf_spec.drafting.grow import Children, Frontier, extended, grow
+from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
+from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
@@ -99,21 +99,6 @@ class DraftNetwork(ABC):
         """``(..., tokens)`` of states ``(..., hidden)``."""
 
 
-class _Traced:
-    """The levels of a drafter as a program grows them; see :class:`Expands`.
-
-    Args:
-        noise: ``(batch, depth, tokens)``, see :func:`as_sampled`.
-    """
-
-    def __init__(self, drafter: AutoregressiveDrafter, children: int, noise: Tensor | None):
-        self._drafter, self._children, self._noise = drafter, children, noise
-
-    def expand(self, frontier: Frontier) -> Children:
-        noise = None if self._noise is None else self._noise[:, frontier.depth, None]
-        return self._drafter.children(frontier, self._children, noise)
-
-
 class AutoregressiveDrafter(ForwardDrafter):
     """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
 
@@ -181,36 +166,26 @@ class AutoregressiveDrafter(ForwardDrafter):
             self._root = self._root[0][index], self._root[1][index]
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        graphs, cache = self._graphs, self.cache
-        if graphs is None or self._root is None:
+        if self._graphs is None or self._root is None:
             return None
-        growth = self._ahead = Growth(self.exit, state)
-        # Few numbers of levels, as code is made for each.
-        levels = min(bucket(growth.levels(self, self.depth, state)), self.depth) if grows else 0
-        count, children, width = self._count(state), self.num_children(state), self.width
-        cache.states.reserve(cache.max_length + bucket(tree.num_tokens) + levels * width)
+        levels = self.paying(state, self.depth, state.draft_cost()) if grows else 0
+        levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
+        rows = bucket(tree.num_tokens) + levels * self.width
+        self.cache.states.reserve(self.cache.max_length + rows)
         state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
-        buffers = cache.tensors()
-        inputs = [cache.lengths, *self._root, sent(growth.trust, state.root.device)]
+        return self.growth.program(self, state, tree, self.num_grown, levels, self.width)
 
-        def function(
-            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
-            noise: Tensor | None,
-        ) -> tuple[Tensor, ...]:  # fmt: skip
-            lengths, states, after, trust = tensors[len(buffers) :]
-            if noise is not None and self.token_ids is not None:
-                noise = noise[..., self.token_ids]
-            own = copy.copy(self)
-            held = [*tensors[: len(buffers)], lengths]
-            own.cache = TracedDraftCache(cache, held, not graphs.compiles)
-            own._root = states, after
-            own.advance(result, hidden)
-            source = _Traced(own, children, noise)
-            packed = grow(source, result.bonus, count, levels, trust, expanded=width)
-            return packed, *own._root
+    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
+        return self.cache.tensors(), [self.cache.lengths, *self.kept()], self.cache.layout
 
-        key = "decoder", levels, count, children, cache.layout
-        return DraftProgram(key, buffers, inputs, function, levels, num_results=3)
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        *held, states, after = tensors
+        own = copy.copy(self)
+        own.cache, own._root = TracedDraftCache(self.cache, held, in_place), (states, after)
+        return own
+
+    def kept(self) -> tuple[Tensor, ...]:
+        return self._root or ()
 
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:
         assert result.host is not None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_spec.core.checks import count, setting
-from hf_spec.core.host_tree import HostTree
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
 from hf_spec.core.transfer import waits
@@ -20,9 +20,10 @@ from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.grow import Children, Frontier, grow
+from hf_spec.drafting.growth import Growth
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
-from hf_spec.drafting.state import DecodeState, Grown
+from hf_spec.drafting.state import DecodeState
 
 #: Depth of the deepest draft token by default.
 DEPTH = 8
@@ -81,14 +82,14 @@ class ForwardDrafter(Drafter):
         self._key, self._owner = key, model if owner is None else owner
         self.policy_chooses = options.num_draft_tokens == AUTO
         self.distances = self.depth
-        self._growth: Growth | None = None  # of this step, if it drafts
-        self._ahead: Growth | None = None  # of trees that a program grows
 
     def start(self, state: DecodeState) -> None:
         self.exit = DraftExit(self.depth)
         if state.timed:  # else drafts must not depend on earlier calls
             key = *self._key, state.do_sample  # sampled text is harder to predict
             self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
+        exactly = fixed_size(self.options.num_draft_tokens, state.timed)
+        self.growth = Growth(self.exit.calibration, exactly)
 
     def catch_up(self, state: DecodeState) -> None:
         """Called before a tree grows."""
@@ -113,33 +114,53 @@ class ForwardDrafter(Drafter):
             tokens.append(int(found))
         return tokens
 
-    def propose(self, state: DecodeState) -> Tree:
-        grown, self._growth = state.grown, self._ahead
-        if grown is None:
-            depth, self._growth = min(self.depth, state.max_depth), None
-            if depth < 1:
-                return Tree.roots(state.root)
-            self.catch_up(state)
-            growth = self._growth = Growth(self.exit, state)
-            levels = _Levels(self, growth, state)
-            count, depth = self._count(state), levels.most(depth)
-            packed = grow(levels, state.root, count, depth, growth.trust, expanded=self.width)
-            grown = Grown(packed)
-            self.finish()
-        assert self._growth is not None
-        tree, self._growth.trees = state.received(grown)
-        return tree if self._exactly(state) is None else tree.changed(whole=True)
-
-    def _exactly(self, state: DecodeState) -> int | None:
-        return fixed_size(self.options.num_draft_tokens, state.timed)
-
-    def _count(self, state: DecodeState) -> int:
+    @property
+    def num_grown(self) -> int:
         """Number of draft tokens that are grown."""
-        return self.depth if self.width == 1 else self._exactly(state) or GROWN
+        return self.depth if self.width == 1 else self.growth.exactly or GROWN
 
-    def num_children(self, state: DecodeState) -> int:
-        """Number of draft tokens under each node, at most."""
-        return 1 if self.width == 1 else self._count(state)
+    def propose(self, state: DecodeState) -> Tree:
+        depth = min(self.depth, state.max_depth)
+        if state.grown is None and depth < 1:
+            return Tree.roots(state.root)
+        return self.growth.tree(state, partial(self._grown, state, depth))
+
+    def _grown(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
+        """Trees of at most this depth, packed."""
+        self.catch_up(state)
+        noise, cost, goes_on = state.noise, state.draft_cost(), None
+        if cost is not None and waits(state.root.device):
+            depth = self.paying(state, depth, cost)
+        elif cost is not None:
+            goes_on = partial(self._goes_on, state, cost)
+        ahead = None if noise is None else partial(noise.ahead, 1, self.token_ids)
+        levels = Levels(self, self.num_grown, ahead, goes_on)
+        packed = grow(levels, state.root, self.num_grown, depth, trust, self.width)
+        state.stats.num_draft_forwards += levels.forwards
+        self.finish()
+        return packed
+
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
+        """See :class:`Traceable`."""
+        return Levels(self, width, None if noise is None else lambda place: noise[:, place, None])
+
+    def paying(self, state: DecodeState, most: int, cost: float | None) -> int:
+        """How many levels pay, of at most so many, by how often each was right; all if the cost of
+        one in tokens is unknown."""
+        if cost is None:
+            return most
+        found = self.exit.levels(most, sum(state.active), cost)
+        if not self.forward_per_level:
+            found = most if found else 0
+        return found or int(self.exit.due())
+
+    def _goes_on(self, state: DecodeState, cost: float, frontier: Frontier) -> bool:
+        """Whether the level after a frontier pays, by its probabilities."""
+        paths = [
+            path * on for path, on in zip(frontier.log_probs.exp().sum(-1).tolist(), state.active)
+        ]
+        worth = self.exit.is_worth(frontier.depth + 1, paths, cost)
+        return worth or not frontier.depth and self.exit.due()
 
     def children(self, frontier: Frontier, most: int, noise: Tensor | None) -> Children:
         """The ``most`` likeliest tokens after each node of a frontier; ``noise``: what they will be
@@ -155,67 +176,35 @@ class ForwardDrafter(Drafter):
         return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        growth, self._growth = self._growth, None
-        if growth is not None:
-            growth.learn(result.tokens)
+        self.growth.observe(result.tokens)
 
 
-class Growth:
-    """What is learned from one tree per row that has grown. The drafter keeps it until the step is
-    over, so it holds neither the drafter nor the state, also if the step fails.
+class Levels:
+    """The levels of a tree; see :class:`hf_spec.drafting.grow.Expands`.
+
+    Args:
+        drafter: runs forwards.
+        width: children of a node, at most; one in a chain.
+        noise: what the tokens after those of so many levels will be sampled with, ``(batch, 1,
+            tokens)``, see :func:`as_sampled`; None if they are not sampled.
+        goes_on: whether to expand a frontier that takes a forward; None: always.
 
     Attributes:
-        trust: terms added to log-probabilities, per distance.
-        trees: the drafted trees; lookups may be merged into the forwarded ones.
-        cost: see :attr:`DecodeState.draft_cost`.
+        forwards: number of forwards that have run.
     """
 
-    def __init__(self, exit: DraftExit, state: DecodeState):
-        self.exit = exit
-        self.trust = exit.calibration.log_factors
-        self.trees: HostTree | None = None
-        self.cost = state.draft_cost()
-
-    def levels(self, drafter: ForwardDrafter, most: int, state: DecodeState) -> int:
-        """How many levels pay, of at most so many, by how often each was right."""
-        if self.cost is None:
-            return most
-        found = self.exit.levels(most, sum(state.active), self.cost)
-        if not drafter.forward_per_level:
-            found = most if found else 0
-        return found or int(self.exit.due())
-
-    def learn(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Learn from the tokens that each sequence emitted."""
-        if self.trees is not None:
-            self.exit.calibration.learn(self.trees, self.trust, emitted)
-
-
-class _Levels:
-    """Each level takes a forward; see :class:`hf_spec.drafting.grow.Expands`."""
-
-    def __init__(self, drafter: ForwardDrafter, growth: Growth, state: DecodeState):
-        self.growth, self.drafter, self.state = growth, drafter, state
-        self._children = drafter.num_children(state)
-        self._asks = growth.cost is not None and not waits(state.root.device)
-
-    def most(self, levels: int) -> int:
-        """How many levels to grow, at most: as far as can be told without a transfer for each."""
-        return levels if self._asks else self.growth.levels(self.drafter, levels, self.state)
+    def __init__(
+        self, drafter: ForwardDrafter, width: int, noise: Callable[[int], Tensor] | None,
+        goes_on: Callable[[Frontier], bool] | None = None,
+    ):  # fmt: skip
+        self._drafter, self._noise, self._goes_on = drafter, noise, goes_on
+        self._width = 1 if drafter.width == 1 else width
+        self.forwards = 0
 
     def expand(self, frontier: Frontier) -> Children | None:
-        drafter, state, depth = self.drafter, self.state, frontier.depth
-        exit, cost = self.growth.exit, self.growth.cost
-        runs = drafter.forward_per_level or not depth
-        if self._asks and runs:
-            assert cost is not None
-            paths = frontier.log_probs.exp().sum(-1).tolist()
-            paths = [path * on for path, on in zip(paths, state.active)]
-            worth = exit.is_worth(depth + 1, paths, cost)
-            if not worth and (depth or not exit.due()):
+        if self._drafter.forward_per_level or not frontier.depth:
+            if self._goes_on is not None and not self._goes_on(frontier):
                 return None
-        state.stats.num_draft_forwards += runs
-        noise = None
-        if state.noise is not None:
-            noise = state.noise.ahead(1, drafter.token_ids, first=depth)
-        return drafter.children(frontier, self._children, noise)
+            self.forwards += 1
+        noise = None if self._noise is None else self._noise(frontier.depth)
+        return self._drafter.children(frontier, self._width, noise)

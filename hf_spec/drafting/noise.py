@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_spec.core.transfer import sent, waits
+from hf_spec.core.transfer import sent
 from hf_spec.core.verify import sample
 from modeling_patches.random_state import random_state, set_random_state
 
@@ -71,8 +71,6 @@ class SamplingNoise:
             self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.
         self._drawn: list[deque[Tensor]] = [deque() for _ in range(batch_size)]
-        #: Tokens that a step emitted but the host does not know yet, and their largest number.
-        self._emitted: tuple[Tensor, int] | None = None
         self._vocab = 0
         self._states: deque[_States] = deque(maxlen=REMEMBERED)
         self._draws = 0  # from the default generator
@@ -96,7 +94,7 @@ class SamplingNoise:
         return index.new_zeros(batch).index_copy(0, index, chosen)
 
     def ahead(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
-        """What sampling adds to the logits of tokens to come, after one token has been sampled.
+        """What sampling adds to the logits of tokens to come.
 
         Sampling takes the token of the largest sum of the logit and this: the temperature times the
         Gumbel noise -log E.
@@ -109,40 +107,19 @@ class SamplingNoise:
         Returns:
             ``(batch, count, n)`` float32
         """
-        emitted, most = self._emitted or (None, 0)
-        starts = [first] * len(self._drawn)
-        if emitted is not None and not waits(self.device):
-            starts = [first + number for number in emitted.tolist()]
-            emitted, most = None, 0
-        found = [
-            self._of(row, place)
-            for row, start in enumerate(starts)
-            for place in range(start, start + count + most)
-        ]
+        found = self.drawn(count, first)
         if tokens is not None:
-            tokens = tokens.to(self.device)
-            found = [one[tokens] for one in found]
-        noise = torch.stack(found).unflatten(0, (-1, count + most))
-        if emitted is not None:
-            place = emitted[:, None] + torch.arange(count, device=self.device)
-            noise = noise[torch.arange(len(place), device=self.device)[:, None], place]
-        return -self.temperature * noise.log()
+            found = found[..., tokens.to(self.device)]
+        return -self.temperature * found.log()
 
-    def drawn(self, count: int) -> Tensor:
-        """E of the next tokens of each sequence, ``(batch, count, vocab)``."""
+    def drawn(self, count: int, first: int = 0) -> Tensor:
+        """E of the next tokens of each sequence, ``(batch, count, vocab)``, after ``first``."""
         rows = range(len(self._drawn))
-        return torch.stack(
-            [torch.stack([self._of(row, place) for place in range(count)]) for row in rows]
-        )
-
-    def emit(self, counts: Tensor, most: int) -> None:
-        """Go on to the tokens after those that a step emitted, which the host does not know yet:
-        ``counts`` (batch,), 0 for finished sequences, and at most ``most``."""
-        self._emitted = counts.to(self.device), most
+        own = [[self._of(row, first + place) for place in range(count)] for row in rows]
+        return torch.stack([torch.stack(one) for one in own])
 
     def advance(self, counts: Sequence[int]) -> None:
-        """:meth:`emit`, with counts that the host knows; they may be those of an earlier one."""
-        self._emitted = None
+        """Go on to the tokens after those that each sequence has emitted."""
         for drawn, count in zip(self._drawn, counts):
             for _ in range(min(count, len(drawn))):
                 drawn.popleft()

@@ -58,16 +58,9 @@ class TreeSource:
     def start(self, state: DecodeState) -> None:
         """Called before the call's first step."""
 
-    def propose(
-        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
-    ) -> Tree:
-        """The trees of the current step.
-
-        Args:
-            known: distances that each row has predictions for.
-            depth: deepest draft token that any row can use.
-        """
-        states = self._states
+    def propose(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tree:
+        """The trees of the current step, whose draft tokens can be used down to ``depth``."""
+        states, known = self._states, drafter.num_predicted
         trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
         return drafter.build_trees(trees, state)
 
@@ -97,7 +90,6 @@ class TreeDrafter(Drafter, Holds):
         vocabulary: the tokens that are predicted; None for all.
         make_predictions: class of its predictions, with the arguments of :class:`Predictions`.
         hidden: what :attr:`reads` asks for; None while it is unknown.
-        cache_layout: what programs depend on besides the shapes of :meth:`carried`.
         num_predicted: distances that each row has predictions for; a tensor ``(batch,)`` if the
             host does not know.
     """
@@ -106,7 +98,6 @@ class TreeDrafter(Drafter, Holds):
     unused = ()
     runs = MODULES
     per_distance: int = 0
-    cache_layout: Hashable = None
     held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
     make_predictions: Callable[..., Predictions] = Predictions
 
@@ -146,21 +137,24 @@ class TreeDrafter(Drafter, Holds):
         return self.source.details()
 
     def propose(self, state: DecodeState) -> Tree:
-        known = self.num_predicted
-        return self.source.propose(self, state, known, max(min(max(known), state.max_depth), 0))
+        depth = max(min(max(self.num_predicted), state.max_depth), 0)
+        return self.source.propose(self, state, depth)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         return self.source.program(self, state, tree) if grows else None
 
-    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
-        """What a program for a step with this tree works with besides :meth:`Holds.tensors`:
-        tensors in fixed memory, and others."""
-        return [], []
+    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
+        """See :class:`Traceable`, as of the three methods after this one."""
+        return self.tensors(), [], None
 
-    def traced(self, held: Sequence[Tensor], carried: Sequence[Tensor], in_place: bool) -> Self:
-        """A copy that works with these in place of :meth:`Holds.tensors` and :meth:`carried`;
-        ``in_place``: see :meth:`TreeCache.traced_with`."""
-        return self.using(held)
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        return self.using(tensors)
+
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Predictions:
+        return self.predict(root, depth, width, noise)
+
+    def kept(self) -> Sequence[Tensor]:
+        return ()
 
     def build_trees(self, trees: Sequence[TreeState], state: DecodeState) -> Tree:
         """Trees of these shapes, each no deeper than the row's predictions, with their tokens and
@@ -187,37 +181,27 @@ class TreeDrafter(Drafter, Holds):
                 predictions.
         """
         width = 1 + max(max(tree.ranks) for tree in trees)
-        predictions = self.predict(state, depth, width, self.num_predicted)
+        predictions = self.predict(state.root, depth, width)
         return predictions.ranked(trees, state.root), None
 
     def predict(
-        self, state: DecodeState, depth: int, width: int, known: Sequence[int] | Tensor,
-        noise: Tensor | None = None,
-    ) -> Predictions:  # fmt: skip
-        """Predictions from the hidden states of the previous step."""
-        hidden = self.hidden_after(state.root)
-        return self.predictions(hidden, state.root, known, depth, width, noise)
+        self, root: Tensor, depth: int, width: int, noise: Tensor | None = None
+    ) -> Predictions:
+        """Predictions from the hidden states of the previous step.
+
+        Args:
+            root: ``(batch,)`` tokens.
+            depth: number of distances, at most those that are known.
+            width: tokens to keep per distance.
+            noise: see :class:`Predictions`, over :attr:`vocabulary`; for calls that sample.
+        """
+        states = self.states(self.hidden_after(root), depth)
+        return self._predictions(states, root, self.num_predicted, width, noise)
 
     def hidden_after(self, root: Tensor) -> Tensor:
         """:attr:`hidden`, now that the root ``(batch,)`` is known."""
         assert self.hidden is not None
         return self.hidden
-
-    def predictions(
-        self, hidden: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int,
-        noise: Tensor | None = None,
-    ) -> Predictions:  # fmt: skip
-        """:meth:`predict` as a function of tensors.
-
-        Args:
-            hidden: see :attr:`hidden`.
-            root: ``(batch,)`` tokens.
-            known: distances that each row has predictions for; as a tensor, ``(batch,)``.
-            depth: number of distances, at most those that are known.
-            width: tokens to keep per distance.
-            noise: see :class:`Predictions`, over :attr:`vocabulary`; for calls that sample.
-        """
-        return self._predictions(self.states(hidden, depth), root, known, width, noise)
 
     def given_root(self, states: Tensor, root: Tensor) -> Tensor:
         """:meth:`states` given the root, where the adapter has a Markov head."""

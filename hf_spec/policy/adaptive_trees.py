@@ -13,16 +13,12 @@ import numpy as np
 from torch import Tensor
 
 from hf_spec.core.host_tree import HostTree
-from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.tree_states import TreeState
-from hf_spec.core.verify import StepResult
 from hf_spec.drafting.calibration import Calibration
-from hf_spec.drafting.grow import grow
+from hf_spec.drafting.grow import Expands, grow
+from hf_spec.drafting.growth import Growth
 from hf_spec.drafting.options import AUTO, fixed_size
-from hf_spec.drafting.predictions import Predictions
-from hf_spec.drafting.state import DecodeState, Grown
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.programs import DraftProgram
 
@@ -49,11 +45,7 @@ class AdaptiveTrees(TreeSource):
         self.depth, self.probes = depth, probes
         self.num_draft_tokens, self.calibrations = num_draft_tokens, calibrations
         self.policy_chooses = num_draft_tokens == AUTO
-        self.calibration = None if calibrations is None else calibrations[False]
         self._most = FEWEST
-        #: The step's trees, and the terms added to their log-probabilities per distance.
-        self._proposed: tuple[HostTree, list[float]] | None = None
-        self._ahead: list[float] = []  # the same terms of trees that a program grows
 
     weighs: ClassVar[bool] = True
 
@@ -62,85 +54,46 @@ class AdaptiveTrees(TreeSource):
         return self.depth
 
     def start(self, state: DecodeState) -> None:
-        if self.calibrations is not None:
-            self.calibration = self.calibrations[state.do_sample]
+        # Where nothing may depend on time, nor may drafts depend on earlier calls.
+        known = self.calibrations if state.timed else None
+        exactly = fixed_size(self.num_draft_tokens, state.timed)
+        self.growth = Growth(known and known[state.do_sample], exactly)
 
     def predictions(
-        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
-        known: Sequence[int] | Tensor, noise: Tensor | None,
-    ) -> Predictions:  # fmt: skip
+        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int
+    ) -> Expands:
         """What scores paths."""
-        return drafter.predict(state, depth, width, known, noise)
+        noise = None if state.noise is None else state.noise.ahead(depth, drafter.token_ids)
+        return drafter.levels(state.root, depth, width, noise)
 
     def program(self, drafter: TreeDrafter, state: DecodeState, tree: Tree) -> DraftProgram | None:
-        graphs, depth = state.target.graphs, self.depth
-        if graphs is None or not self.weighs or not depth:
+        if not self.weighs or not self.depth:
             return None
         # Those of the step after this one, as :meth:`observe` will say.
-        count = self._exactly(state) or (MOST if tree.num_tokens > FEWEST else FEWEST)
-        held, (fixed, changing) = drafter.tensors(), drafter.carried(tree)
-        buffers, self._ahead = [*fixed, *held], self._trust
-        inputs = [*changing, sent(self._ahead, state.root.device)]
+        count = self.growth.exactly or (MOST if tree.num_tokens > FEWEST else FEWEST)
+        return self.growth.program(drafter, state, tree, count, self.depth)
 
-        def function(
-            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
-            noise: Tensor | None,
-        ) -> tuple[Tensor, ...]:  # fmt: skip
-            given, (*carried, trust) = tensors[: len(buffers)], tensors[len(buffers) :]
-            drafting = drafter.traced(
-                given[len(fixed) :], [*given[: len(fixed)], *carried], not graphs.compiles
-            )
-            drafting.advance(result, hidden)
-            known, read = drafting.num_predicted, drafting.hidden_after(result.bonus)
-            if noise is not None and drafter.token_ids is not None:
-                noise = noise[..., drafting.token_ids]
-            predictions = drafting.predictions(read, result.bonus, known, depth, count, noise)
-            return (grow(predictions, result.bonus, count, depth, trust),)
+    def propose(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tree:
+        exactly = self.growth.exactly
 
-        key = "tree", count, depth, len(held), drafter.cache_layout
-        return DraftProgram(key, buffers, inputs, function, depth)
+        def make(trust: Sequence[float]) -> Tensor:
+            count = exactly or self._most
+            levels = self.predictions(drafter, state, depth, count)
+            return grow(levels, state.root, count, depth, trust)
 
-    @property
-    def _trust(self) -> list[float]:
-        return [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
-
-    def _noise(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
-        noise = state.noise if self.weighs else None
-        return None if noise is None else noise.ahead(depth, drafter.token_ids)
-
-    def _exactly(self, state: DecodeState) -> int | None:
-        return fixed_size(self.num_draft_tokens, state.timed)
-
-    def propose(
-        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
-    ) -> Tree:
-        if depth == 0:
-            self._proposed = None
-            alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
-            if self._exactly(state) is None:
-                # The device has the roots already.
-                zeros, roots = np.zeros((state.batch_size, 1), np.int64), Tree.roots(state.root)
-                tokens = np.array([row[-1:] for row in state.tokens])
-                return roots.changed(host=HostTree(zeros + 1.0, zeros, zeros, tokens))
-            return drafter.build_trees([alone] * state.batch_size, state)
-        grown, trust = state.grown, self._ahead
-        if grown is None:
-            count, trust = self._exactly(state) or self._most, self._trust
-            noise = self._noise(drafter, state, depth)
-            predictions = self.predictions(drafter, state, depth, count, known, noise)
-            grown = Grown(grow(predictions, state.root, count, depth, trust))
-        tree, host = state.received(grown)
-        if self._exactly(state) is None:
-            self._proposed = host, trust
+        if depth:
+            tree = self.growth.tree(state, make)
+        else:  # the device has the roots already
+            zeros = np.zeros((state.batch_size, 1), np.int64)
+            tokens = np.array([row[-1:] for row in state.tokens])
+            tree = Tree.roots(state.root).changed(host=HostTree(zeros + 1.0, zeros, zeros, tokens))
+        if exactly is None:
             return tree
+        assert tree.host is not None
+        ahead = ((tree.host.probs > 0) * self.depth).tolist()  # padding has no probability
         tree = tree.changed(whole=True)
-        ahead = ((host.probs > 0) * self.depth).tolist()  # padding has no probability
         return drafter.attach_probes(tree, ahead) if self.probes else tree
 
     def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
-        if self._proposed is None:
-            return
-        self._most = MOST if num_drafted >= FEWEST else FEWEST
-        if self.calibration is not None:
-            self.calibration.learn(*self._proposed, emitted)
-        self._proposed = None
+        if self.growth.observe(emitted):
+            self._most = MOST if num_drafted >= FEWEST else FEWEST

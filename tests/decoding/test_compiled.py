@@ -30,10 +30,10 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCac
 import hf_spec
 from hf_spec.cache.buffers import AttentionStates
 from hf_spec.decoding.compiling import STATIC
+from hf_spec.drafting import growth
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
 from hf_spec.model.graphs import Graphs
-from hf_spec.policy import adaptive_trees
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
@@ -110,7 +110,7 @@ def test_trees_are_checked_by_their_chances(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, part: str, accepted: bool
 ) -> None:
     """Compiled code may take other tokens of several that are equally likely; 16 bits have many."""
-    whole = adaptive_trees.grow
+    whole = growth.grow
 
     def grow(source: Any, root: torch.Tensor, *args: Any) -> torch.Tensor:
         packed = whole(source, root, *args)
@@ -120,7 +120,7 @@ def test_trees_are_checked_by_their_chances(
             parts[part] = (parts[part] - least).clamp(min=0 if part == "tokens" else None, max=60)
         return torch.cat(list(parts.values()), 1)
 
-    monkeypatch.setattr(adaptive_trees, "grow", grow)
+    monkeypatch.setattr(growth, "grow", grow)
     model = adapt(shallow(), "medusa")
     plain = generate(model, prompt()).sequences
     output = generate(model, prompt(), **strategy("medusa"), **CAPTURED)

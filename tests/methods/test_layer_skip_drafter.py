@@ -234,6 +234,7 @@ def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting
     one = setting([4, 5, 6, 7])
     forget(one.model)
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="adaptive"))
+    drafter.start(one.state)
     drafter._lengths = [4, 4, 4, 0]
     # All accepted, a quarter, a finished row, nothing drafted but something looked up.
     drafter.observe(one.state, Tree.roots(one.state.root), chains(5, 2, 0, 3))

@@ -15,6 +15,8 @@ import hf_spec
 from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core import memory
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.grow import grow
+from hf_spec.drafting.growth import Growth
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.methods.propd.online_tree import (
@@ -25,7 +27,6 @@ from hf_spec.methods.propd.online_tree import (
     OnlineTrees,
     Ranked,
 )
-from hf_spec.policy.adaptive_trees import grow
 
 NEW = 40
 
@@ -94,7 +95,7 @@ def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     hits: Any = HitRates(4)
     hits.observe = lambda distance, rank: seen.append((distance, rank))
     source = OnlineTrees(hits)
-    source._predicted = made, roots
+    source.growth, source._predicted = Growth(None, None), (made, roots)
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
     source.observe(came, 8)
     source.observe(came, 8)  # nothing was predicted since

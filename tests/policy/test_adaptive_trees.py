@@ -17,13 +17,14 @@ import hf_spec
 from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core.tree import Tree
 from hf_spec.drafting import predictions
+from hf_spec.drafting.grow import grow
 from hf_spec.drafting.heads import head_states
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.methods.registry import methods
 from hf_spec.model.hidden_states import output_logits
-from hf_spec.policy.adaptive_trees import AdaptiveTrees, grow
+from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.plans import best_ends, ends
 
 Path = tuple[int, ...]
@@ -265,13 +266,13 @@ def test_roots_of_rows_that_stopped_short_of_their_bonus_token() -> None:
     logits, _, bonus, _ = example(2, 3, 20, False)
     source, last = AdaptiveTrees(3, probes=False), [7, int(bonus[1])]
     packed = grow(predict(logits, 8), bonus, 8, 3)
-    source._ahead = [0.0] * 3
     state: Any = SimpleNamespace(
         grown=Grown(packed, packed.numpy()), active=[False, True], timed=True,
         root=torch.tensor(last), tokens=[[5, last[0]], [6, last[1]]],
     )  # fmt: skip
     state.received = partial(DecodeState.received, state)
-    tree = source.propose(None, state, [3, 3], 3)  # type: ignore[arg-type]
+    source.start(state)
+    tree = source.propose(None, state, 3)  # type: ignore[arg-type]
     assert tree.host is not None and bonus[0] != 7
     assert tree.tokens[:, 0].tolist() == tree.host.tokens[:, 0].tolist() == last
 

@@ -72,18 +72,15 @@ class BlockDrafter(TreeDrafter):
             self.hidden = self._block(root)
         return self.hidden
 
-    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
+    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
         cache, nodes = self.cache, bucket(tree.num_tokens) + self.network.config.block_size
         cache.states.reserve(cache.max_length + nodes)
-        return cache.tensors(), [cache.lengths]
+        return [*self.tensors(), *cache.tensors()], [cache.lengths], cache.layout
 
-    @property
-    def cache_layout(self) -> Hashable:  # type: ignore[override]
-        return self.cache.layout
-
-    def traced(self, held: Sequence[Tensor], carried: Sequence[Tensor], in_place: bool) -> Self:
-        own = self.using(held)
-        own.cache = TracedDraftCache(self.cache, carried, in_place)
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        held = len(self.tensors())
+        own = self.using(tensors[:held])
+        own.cache = TracedDraftCache(self.cache, tensors[held:], in_place)
         return own
 
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:

@@ -9,6 +9,7 @@ drafting continues from the likeliest one, and the next likeliest ones become it
 """
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, sample
 from hf_spec.drafting.drafter import FORWARDS, Drafter
-from hf_spec.drafting.forward_drafter import Growth
 from hf_spec.drafting.grow import Children, Frontier, grow
+from hf_spec.drafting.growth import Growth
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
@@ -55,7 +56,6 @@ class LayerSkipDrafter(Drafter):
         self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, self._key, lambda: ThresholdExit(options))
-        self._growth: Growth | None = None  # of this step, if it drafts trees
         self._lengths: list[int] | None = None  # of this step's chains
         self.policy_chooses = options.draft_exit == POLICY
 
@@ -67,6 +67,7 @@ class LayerSkipDrafter(Drafter):
         if state.do_sample:  # other drafts are right
             key = *self._key, "sampled"
             self.exit = recall(self.model, key, lambda: ThresholdExit(self.options))
+        self.growth = Growth(self.exit.calibration, None)
         graphs = state.target.graphs
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
@@ -76,13 +77,14 @@ class LayerSkipDrafter(Drafter):
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit != POLICY or not state.timed or samples:
             return self._chain(state, depth, samples)
-        growth = self._growth = Growth(self.exit, state)
-        stage = Stage(growth, self, state)
-        grown = grow(stage, state.root, max(RANKS * depth, 1), depth, growth.trust, expanded=1)
+        return self.growth.tree(state, partial(self._grown, state, depth))
+
+    def _grown(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
+        """Trees of the policy's exit, packed."""
+        stage = Stage(self, state)
+        packed = grow(stage, state.root, max(RANKS * depth, 1), depth, trust, expanded=1)
         state.cache.rollback()
-        tree = Tree.unpacked(grown)
-        growth.trees = tree.host
-        return tree
+        return packed
 
     def run(
         self, state: DecodeState, tokens: Tensor, drafting: Sequence[bool]
@@ -130,9 +132,7 @@ class LayerSkipDrafter(Drafter):
         return tree.with_tokens(tokens[:, : tree.num_tokens], stacked)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        growth, self._growth = self._growth, None
-        if growth is not None:
-            growth.learn(result.tokens)
+        self.growth.observe(result.tokens)
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(result.path, self._lengths) if path]
             drafted = sum(length for _, length in rows)
@@ -155,8 +155,8 @@ class LayerSkipDrafter(Drafter):
 class Stage:
     """The drafting stage of one step; see :class:`hf_spec.drafting.grow.Expands`."""
 
-    def __init__(self, growth: Growth, drafter: LayerSkipDrafter, state: DecodeState):
-        self.growth, self.drafter, self.state = growth, drafter, state
+    def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
+        self.drafter, self.state, self.cost = drafter, state, state.draft_cost()
         self._lookups = [_Followed(row) for row in state.looked_up]
         self._tokens: Tensor | None = None
         self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
@@ -174,10 +174,10 @@ class Stage:
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
         paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
-        if self.growth.cost is None:
+        if self.cost is None:
             worth = drafter.exit.any_goes_on(paths, best)
         else:
-            worth = drafter.exit.is_worth(depth + 1, paths, self.growth.cost, present)
+            worth = drafter.exit.is_worth(depth + 1, paths, self.cost, present)
         if not worth and (depth or not drafter.exit.due()):
             return None
         logits, scores = drafter.run(state, self._tokens, state.active)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_spec.core.memory import locked
 from hf_spec.core.transfer import sent, waits
 from hf_spec.drafting.calibration import Array
-from hf_spec.drafting.grow import Children, Frontier
+from hf_spec.drafting.grow import Children, Expands, Frontier
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
@@ -112,10 +112,9 @@ class OnlineTrees(AdaptiveTrees):
 
     @locked
     def predictions(
-        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
-        known: Sequence[int] | Tensor, noise: Tensor | None,
-    ) -> Any:  # fmt: skip
-        made = drafter.predict(state, depth, max(width, self.hits.ranks), known)
+        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int
+    ) -> Expands:
+        made = drafter.predict(state.root, depth, max(width, self.hits.ranks))
         self._predicted = made, state.root
         return Ranked(made, self.hits.chances)
 
