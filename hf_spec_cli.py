@@ -1,7 +1,7 @@
 """The entry point of ``hf-spec``, whose help does not wait for the library.
 
 Python runs ``hf_spec/__init__.py``, which takes seconds, before any module of the command line.
-Here the package is made without, and :class:`hf_spec.cli.common.Command` runs that file.
+Here the package is made without, and :class:`hf_spec.tools.cli.common.Command` runs that file.
 """
 
 import sys
@@ -9,10 +9,10 @@ from importlib.util import find_spec, module_from_spec
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; see :func:`hf_spec.cli.main.main`."""
+    """Run a command; see :func:`hf_spec.tools.cli.main.main`."""
     spec = find_spec("hf_spec")
     if spec is not None:
         sys.modules.setdefault("hf_spec", module_from_spec(spec))
-    from hf_spec.cli.main import main
+    from hf_spec.tools.cli.main import main
 
     return main(arguments)

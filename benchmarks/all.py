@@ -36,12 +36,12 @@ from pages import Row, agreement, by_column, by_strategy, by_task, environment
 from real_models import folder_of
 from transformers import AutoConfig
 
-from hf_spec.bench.contenders import STOCK, parse_names, read_adapters
-from hf_spec.bench.prompts import Prompt, context_limit, read_prompts, spread
-from hf_spec.cli.options import whole_numbers
 from hf_spec.core.checks import duration, first_line
 from hf_spec.files import read_json, write_atomically
 from hf_spec.model.loading import NATIVE, native_dtype
+from hf_spec.tools.bench.contenders import STOCK, parse_names, read_adapters
+from hf_spec.tools.bench.prompts import Prompt, context_limit, read_prompts, spread
+from hf_spec.tools.cli.options import whole_numbers
 
 #: Sampling of the tables; None is greedy decoding.
 TEMPERATURES = (None, 0.7, 1.0)

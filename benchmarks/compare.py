@@ -4,7 +4,7 @@ Reads ``results.json`` of ``hf-spec bench``, from several folders if adapters of
 measured one after the other on the same prompts. For each contender it prints tau and speedup, and
 beside ``--against`` (the first one by default) the difference of tau and the ratio of speedups,
 with 95% intervals from resampling the prompts that both have answered (paired bootstrap; see
-``hf_spec/bench/results.py``). A difference whose interval holds 0, or a ratio whose interval
+``hf_spec/tools/bench/results.py``). A difference whose interval holds 0, or a ratio whose interval
 holds 1, is within the noise of these prompts. It says nothing about other training seeds: train
 several, and compare those.
 """
@@ -15,11 +15,11 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_spec.bench.report import new_table
-from hf_spec.bench.report import show as show_table
-from hf_spec.bench.results import interval
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json
+from hf_spec.tools.bench.report import new_table
+from hf_spec.tools.bench.report import show as show_table
+from hf_spec.tools.bench.results import interval
 
 #: Tokens, forwards and seconds of a prompt or batch, then the same of its baseline.
 Sums = tuple[float, ...]

@@ -38,13 +38,8 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StoppingC
 
 import hf_spec
 from hf_spec.adapters.predicting import TRAINED, PredictingConfig
-from hf_spec.bench.contenders import ours, parse_names
-from hf_spec.bench.environment import environment_of
-from hf_spec.bench.report import new_table
-from hf_spec.bench.results import PHASES
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.cli.options import whole_numbers
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import Stopwatch, synchronize
 from hf_spec.core.token_tree import TokenTree
@@ -55,6 +50,11 @@ from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Target
+from hf_spec.tools.bench.contenders import ours, parse_names
+from hf_spec.tools.bench.environment import environment_of
+from hf_spec.tools.bench.report import new_table
+from hf_spec.tools.bench.results import PHASES
+from hf_spec.tools.cli.options import whole_numbers
 from modeling_patches.cache_name import CACHE
 from modeling_patches.mtp import MtpLayers
 

@@ -1,6 +1,6 @@
 """The data of the demo: sources of Transformers for the training of its model, and its prompts.
 
-``python benchmarks/demo_data.py`` writes ``hf_spec/demo/prompts.jsonl`` from the installed
+``python benchmarks/demo_data.py`` writes ``hf_spec/tools/demo/prompts.jsonl`` from the installed
 Transformers (5.24 for the shipped file; its license is Apache-2.0, as ours): beginnings of classes
 of models whose code the demo model has never seen. As many models of Transformers are much alike,
 much of this code is like code that it has seen.
@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 
-from hf_spec.demo.demo import PROMPTS, model_folder
 from hf_spec.files import write_atomically
+from hf_spec.tools.demo.demo import PROMPTS, model_folder
 
 #: Models whose files are kept out of the training data; the demo takes its prompts from them.
 HELD_OUT = (

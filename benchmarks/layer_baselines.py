@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.bench.contenders import Contender, ours
-from hf_spec.bench.environment import environment_of
-from hf_spec.bench.prompts import read_prompts, spread
-from hf_spec.bench.report import write_results
-from hf_spec.bench.runner import run
 from hf_spec.files import read_json
 from hf_spec.model.loading import load_model
-from hf_spec.search.layers import STRATEGY, TRIAL_OPTIONS, Choice, skippable
+from hf_spec.tools.bench.contenders import Contender, ours
+from hf_spec.tools.bench.environment import environment_of
+from hf_spec.tools.bench.prompts import read_prompts, spread
+from hf_spec.tools.bench.report import write_results
+from hf_spec.tools.bench.runner import run
+from hf_spec.tools.search.layers import STRATEGY, TRIAL_OPTIONS, Choice, skippable
 
 #: Seeds of random choices.
 SEEDS = range(3)

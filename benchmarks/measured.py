@@ -22,7 +22,7 @@ def command(*words: str) -> None:
         SystemExit: it failed.
     """
     print("hf-spec", shlex.join(words), flush=True)
-    done = subprocess.run([sys.executable, "-m", "hf_spec.cli", *words], capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "hf_spec.tools.cli", *words], capture_output=True)
     if done.returncode:
         raise SystemExit(f"hf-spec {words[0]} failed:\n{done.stderr.decode()[-2000:]}")
 

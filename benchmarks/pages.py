@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_spec.bench.contenders import COMPILED
-from hf_spec.bench.results import ALL
+from hf_spec.tools.bench.contenders import COMPILED
+from hf_spec.tools.bench.results import ALL
 
 Row = dict[str, Any]
 

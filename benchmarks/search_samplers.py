@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.prompts import BUNDLED, encode_prompts, read_prompts, spread
-from hf_spec.bench.session import Session
 from hf_spec.model.loading import load_model
-from hf_spec.search.layers import SAMPLERS, TRIAL_OPTIONS, LayerSearch, Settings
+from hf_spec.tools.bench.prompts import BUNDLED, encode_prompts, read_prompts, spread
+from hf_spec.tools.bench.session import Session
+from hf_spec.tools.search.layers import SAMPLERS, TRIAL_OPTIONS, LayerSearch, Settings
 
 #: Milliseconds of a verifying forward, of a drafting one, and of each attention and MLP in it.
 VERIFY, DRAFT, SUBLAYERS = 10.4, 1.1, {"skip_attention": 0.42, "skip_mlp": 0.37}

@@ -3,7 +3,7 @@
 The demo model continues code of Transformers that is not in the demo's own prompts, and
 ``hf-spec train`` makes an adapter of each kind out of that, with its defaults but for fewer epochs;
 ``hf-spec search`` finds the layers to skip. About half an hour on one core. OUTPUT then holds
-``answers`` and a folder per strategy; those go to ``hf_spec/demo/adapters``.
+``answers`` and a folder per strategy; those go to ``hf_spec/tools/demo/adapters``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from demo_data import modeling_files, read_source
 
-from hf_spec.demo.demo import model_folder
+from hf_spec.tools.demo.demo import model_folder
 
 SEED, PROMPTS, LINES, NEW_TOKENS = 20261123, 800, (8, 40), 128
 METHODS, EPOCHS = ("bita", "medusa", "ppd", "propd", "space"), 4
@@ -44,7 +44,7 @@ def main(output: Path) -> None:
     root = Path(__file__).resolve().parent.parent
     model = str(model_folder().relative_to(root))
     asked.write_text("".join(json.dumps(item) + "\n" for item in prompts()))
-    hf_spec = [sys.executable, "-m", "hf_spec.cli"]
+    hf_spec = [sys.executable, "-m", "hf_spec.tools.cli"]
     subprocess.run(
         [*hf_spec, "distill", "--model", model, "--prompts", str(asked), "--output", str(answers),
          "--max-new-tokens", str(NEW_TOKENS), "--batch-size", "16"], cwd=root, check=True,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from demo_data import HELD_OUT, modeling_files, read_source
 
-from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.tools.bench.figures import new_figure, save_figure
 
 SEED = 20261121
 VOCAB_SIZE = 4096

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from train_demo_model import Windows, data_hash, make_optimizer
 
-from hf_spec.data import Row, read
 from hf_spec.files import replacing, write_atomically
+from hf_spec.tools.data import Row, read
 
 SEED = 20261125
 SEQ_LENGTH = 512

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import CONTAINER
-from hf_spec.training.anchors import AnswerDataset, collate
+from hf_spec.tools.training.anchors import AnswerDataset, collate
 
 #: Fields of a Llama's config.
 SHAPE = {

@@ -10,7 +10,7 @@ import transformers
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "models.md"
 #: The same for ``hf-spec doctor``; ``python tests/models_page.py`` writes it from the page.
-DATA = Path(__file__).parents[1] / "hf_spec" / "cli" / "sweep.json"
+DATA = Path(__file__).parents[1] / "hf_spec" / "tools" / "cli" / "sweep.json"
 BEGIN, END = "<!-- tables of the sweep: begin -->\n", "<!-- tables of the sweep: end -->\n"
 
 #: By strategy, what the sweep says of a model type.

@@ -31,10 +31,10 @@ from running import CAPTURED, needed
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.bench.agreement import TIE_ULPS, next_token_logits, ulp
 from hf_spec.methods.mtp import weights
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
+from hf_spec.tools.bench.agreement import TIE_ULPS, next_token_logits, ulp
 from modeling_patches.cache_name import CACHE
 
 #: Kinds of models, and the models of each.
@@ -177,7 +177,7 @@ class Outcome(NamedTuple):
     """What came of a case.
 
     Attributes:
-        result: ``exact``; ``tie``, see :mod:`hf_spec.bench.agreement`; ``rounding``, as plain
+        result: ``exact``; ``tie``, see :mod:`hf_spec.tools.bench.agreement`; ``rounding``, as plain
             generation's own distance from float32 is larger than that of the scores of both
             tokens; ``different``; ``refused``; ``raised``; ``invalid`` where plain generation
             raises.

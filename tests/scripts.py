@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_checkpoint import save_checkpoint, write_prompts
 
-from hf_spec import cli
+from hf_spec.tools import cli
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -14,11 +14,11 @@ import torch
 from tiny_checkpoint import save_checkpoint, write_prompts
 
 import hf_spec
-from hf_spec import cli
-from hf_spec.bench import session
-from hf_spec.bench.prompts import BUNDLED, read_prompts
-from hf_spec.cli import common
 from hf_spec.model import packed_weights
+from hf_spec.tools import cli
+from hf_spec.tools.bench import session
+from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
+from hf_spec.tools.cli import common
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "doctor",
@@ -296,7 +296,7 @@ def test_missing_arguments(capsys):
 
 def test_serve_says_what_is_missing(monkeypatch, capsys):
     # None in sys.modules makes the import fail.
-    monkeypatch.setattr("hf_spec.cli.serve.require", lambda *_: None)
+    monkeypatch.setattr("hf_spec.tools.cli.serve.require", lambda *_: None)
     monkeypatch.setitem(sys.modules, "transformers.cli.transformers", None)
     assert cli.main(["serve", "some/model"]) == 2
     error = capsys.readouterr().err
@@ -314,7 +314,7 @@ def test_serve_hands_all_other_arguments_over(monkeypatch):
     given, prepared = fake_transformers_cli(monkeypatch), []
     served = SimpleNamespace(on_load=prepared.append)
     monkeypatch.setitem(sys.modules, "modeling_patches.served_models", served)
-    monkeypatch.setattr("hf_spec.cli.serve.require", lambda *_: None)
+    monkeypatch.setattr("hf_spec.tools.cli.serve.require", lambda *_: None)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
     assert cli.main(["serve", "--port", "1", "--strategy", "none", "some/model"]) == 0
     assert len(prepared) == 2

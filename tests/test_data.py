@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tiny_checkpoint import make_tokenizer
 
-from hf_spec.bench.prompts import encode, encode_answer, read_prompts
-from hf_spec.data import Message
-from hf_spec.training.dataset import read_answers
-from hf_spec.training.distill import read_sources
+from hf_spec.tools.bench.prompts import encode, encode_answer, read_prompts
+from hf_spec.tools.data import Message
+from hf_spec.tools.training.dataset import read_answers
+from hf_spec.tools.training.distill import read_sources
 
 pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")

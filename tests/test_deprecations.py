@@ -13,8 +13,8 @@ from running import drafting
 from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers.utils.logging import warning_once
 
-from hf_spec import cli
 from hf_spec.methods.registry import methods
+from hf_spec.tools import cli
 from modeling_patches.cache_name import CACHE
 
 #: What PEFT 0.21 itself reads of a model.

@@ -51,8 +51,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -
     assert names == shipped()
     assert {
         "hf_spec/py.typed",
-        "hf_spec/demo/model/model.safetensors",
-        "hf_spec/demo/adapters/medusa/adapter_model.safetensors",
+        "hf_spec/tools/demo/model/model.safetensors",
+        "hf_spec/tools/demo/adapters/medusa/adapter_model.safetensors",
         "hf_spec/methods/medusa.md",
         "hub_cards/adapter_card.md",
         "hub_cards/custom_generate/generate.py",

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import hf_spec
-from hf_spec.bench import diagnosis
-from hf_spec.bench.diagnosis import supported, swept
-from hf_spec.cli import main
+from hf_spec.tools.bench import diagnosis
+from hf_spec.tools.bench.diagnosis import supported, swept
+from hf_spec.tools.cli import main
 
-DEMO = Path(hf_spec.__file__).parent / "demo"
+DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 
 
 def test_every_strategy_works_on_a_llama_which_keeps_its_adapter(fresh) -> None:

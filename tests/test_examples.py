@@ -17,13 +17,13 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_spec.demo
-from hf_spec.cli.main import app
+import hf_spec.tools.demo
+from hf_spec.tools.cli.main import app
 from modeling_patches.cache_name import CACHE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-DEMO = Path(hf_spec.demo.__file__).parent
+DEMO = Path(hf_spec.tools.demo.__file__).parent
 #: What the examples call models and adapters, and what that is here.
 FOLDERS = {
     "org/model": "model", "org/name": "adapters/medusa",
@@ -109,7 +109,7 @@ def test_commands_have_the_options_that_pages_name() -> None:
 def fields_of(method: str) -> set[str]:
     """Of the adapter's config and of the training arguments."""
     from hf_spec.methods.registry import methods
-    from hf_spec.training.train import SpecArguments
+    from hf_spec.tools.training.train import SpecArguments
 
     config = methods()[method].adapter_config if method in methods() else None
     return {*SpecArguments.__dataclass_fields__, *getattr(config, "__dataclass_fields__", ())}

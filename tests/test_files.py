@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from hf_spec import files
 from hf_spec.files import write_atomically, writing
-from hf_spec.hub.folder import staging
-from hf_spec.training.distill import AnswerFolder
+from hf_spec.tools.hub.folder import staging
+from hf_spec.tools.training.distill import AnswerFolder
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):

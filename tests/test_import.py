@@ -63,7 +63,7 @@ def test_help_and_version_load_neither_torch_nor_transformers() -> None:
     program = """
 from hf_spec_cli import main
 assert main(["--version"]) == main(["--help"]) == 0
-from hf_spec.cli.main import app
+from hf_spec.tools.cli.main import app
 for command in app.registered_commands:
     assert main([command.name or command.callback.__name__, "--help"]) == 0
 """

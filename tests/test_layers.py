@@ -1,8 +1,9 @@
 """Imports flow one way, as CONTRIBUTING says; every import statement is looked at.
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
-``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``search``, ``bench``, ``formats``, ``hub``, ``demo`` -> ``cli``.
+``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself, which ends the
+library -> ``tools``: ``data``, ``training``, ``search``, ``bench``, ``formats``, ``hub``, ``demo``
+-> ``tools.cli``.
 """
 
 import ast
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 #: Layers from the bottom up. Packages of one layer may import each other, but not in a circle.
 LAYERS: list[set[str]] = [
-    {"modeling_patches", "hf_spec.core", "hf_spec.data", "hf_spec.files"},
+    {"modeling_patches", "hf_spec.core", "hf_spec.files"},
     {"hf_spec.cache"},
     {"hf_spec.model"},  # all that touches a model of Transformers
     {"hf_spec.adapters"},
@@ -26,16 +27,12 @@ LAYERS: list[set[str]] = [
     {"hf_spec.methods"},  # the registry
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},
-    {"hf_spec"},  # the public names
+    {"hf_spec"},  # the public names; below is the library, which never imports a tool
     {
-        "hf_spec.training",
-        "hf_spec.search",
-        "hf_spec.bench",
-        "hf_spec.hub",
-        "hf_spec.demo",
-        "hf_spec.formats",
-    },  # fmt: skip
-    {"hf_spec.cli"},
+        f"hf_spec.tools.{name}"
+        for name in ("data", "training", "search", "bench", "formats", "hub", "demo")
+    },
+    {"hf_spec.tools.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")
 
@@ -90,6 +87,8 @@ def unit(name: str, modules: set[str]) -> str | None:
         return "modeling_patches"
     if parts[0] != "hf_spec":
         return None
+    if parts[1:2] == ["tools"]:
+        return ".".join(parts[:3])
     if parts[1:2] != ["methods"]:
         return ".".join(parts[:2])
     return ".".join(parts[:3]) if parts[2:] not in ([], ["registry"]) else "hf_spec.methods"
@@ -188,7 +187,8 @@ def test_no_module_names_a_method_but_its_own() -> None:
 MODULES = {
     "hf_spec", "hf_spec.core.tree", "hf_spec.methods", "hf_spec.methods.registry",
     "hf_spec.methods.one", "hf_spec.methods.one.drafter", "hf_spec.methods.two",
-    "hf_spec.decoding.loop", "hf_spec.bench.runner", "hf_spec.demo.demo", "hf_spec.cli",
+    "hf_spec.decoding.loop", "hf_spec.tools.bench.runner", "hf_spec.tools.demo.demo",
+    "hf_spec.tools.cli",
     "modeling_patches", "modeling_patches.positions",
 }  # fmt: skip
 
@@ -199,13 +199,13 @@ def test_backward_imports_are_detected() -> None:
         ("hf_spec.core.tree", "def f():\n    from hf_spec.decoding import loop", True),
         ("hf_spec.methods.registry", "from hf_spec.methods import one", True),
         ("hf_spec.methods.one.drafter", "from ..two import D", True),
-        ("hf_spec", "from hf_spec import cli", True),
+        ("hf_spec", "from hf_spec.tools import cli", True),
         ("hf_spec.methods.one.drafter", "from ..registry import Method", False),
-        ("hf_spec.bench.runner", "import hf_spec\nfrom hf_spec.core.tree import T", False),
+        ("hf_spec.tools.bench.runner", "import hf_spec\nfrom hf_spec.core.tree import T", False),
     ):
         imports = [(module, name) for name in imports_of(source, module)]
         assert len(violations(imports, MODULES)) == wrong, source
-    circle = [("hf_spec.demo.demo", "hf_spec.bench.runner")]
+    circle = [("hf_spec.tools.demo.demo", "hf_spec.tools.bench.runner")]
     circle.append(circle[0][::-1])
     assert len(violations(circle, MODULES)) == 2 and not violations(circle[:1], MODULES)
     with pytest.raises(AssertionError, match="hf_spec.extra has no place in LAYERS"):

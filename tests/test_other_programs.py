@@ -13,7 +13,7 @@ from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_p
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
-from hf_spec.cli import run
+from hf_spec.tools.cli import run
 
 QUESTIONS = ["ab ab ab ", "xyz xyz ", "one two one ", "0 1 0 1 0 ", "a"]
 
@@ -82,7 +82,7 @@ SCHEMA = {
     "required": ["name", "tags"],
 }
 REGEX = r"(def|class) [a-z]{3,9}(\(self, [a-z]{2,5}\)|\(\)):( [a-z_]{1,8}){2,6}!"
-DEMO = Path(hf_spec.__file__).parent / "demo"
+DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 CODE = ["import os\n", "def add(a, b):\n    return", "x = {"]
 GUIDED = {
     "prompt_lookup": {"drafting": "always"},

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 import hf_spec
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.methods.registry import methods
-from hf_spec.training.base_weights import bit_sums
-from hf_spec.training.train import train
+from hf_spec.tools.training.base_weights import bit_sums
+from hf_spec.tools.training.train import train
 from modeling_patches.support import check_unquantized, quantized_as
 
 torchao = pytest.importorskip(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_checkpoint import save_checkpoint
 
-from hf_spec import cli
-from hf_spec.cli import run
+from hf_spec.tools import cli
+from hf_spec.tools.cli import run
 
 #: Says all that a program can see of how it was started.
 LOOKS = """
@@ -173,7 +173,7 @@ def test_the_command(tmp_path: Path) -> None:
         "assert torch.equal(plain, ours)\n"
         "sys.exit(3)\n"
     )
-    ours = python("-m", "hf_spec.cli", "run", str(script), str(checkpoint))
+    ours = python("-m", "hf_spec.tools.cli", "run", str(script), str(checkpoint))
     assert ours.returncode == 3, ours.stderr
 
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.import_utils import is_serve_available
 
 import hf_spec
-from hf_spec import cli
-from hf_spec.cli.serve import _prepare_models
+from hf_spec.tools import cli
+from hf_spec.tools.cli.serve import _prepare_models
 
-DEMO = Path(hf_spec.__file__).parent / "demo"
+DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 MODEL = str(DEMO / "model")
 MEDUSA, BITA = (str(DEMO / "adapters" / name) for name in ("medusa", "bita"))
 PROMPTS = ["import os\n", "class Tree:\n", "def add(a, b):\n", "for i in range("]
@@ -42,7 +42,7 @@ class Server:
         self.address = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "hf_spec.cli", "serve", *arguments, "--device", "cpu",
+                sys.executable, "-m", "hf_spec.tools.cli", "serve", *arguments, "--device", "cpu",
                 "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port),
             ],
             env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL,

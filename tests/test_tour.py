@@ -9,7 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from hf_spec.demo.demo import FREE_STRATEGY, adapter_folders
+from hf_spec.tools.demo.demo import FREE_STRATEGY, adapter_folders
 
 #: What can run without training.
 SHOWN = {"plain", FREE_STRATEGY, *(path.name for path in adapter_folders())}

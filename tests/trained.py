@@ -65,7 +65,7 @@ def answers(count: int = 24, length: int = 24) -> Any:
 
 def trained_in(root: Path, name: str) -> Path:
     """The adapter folder of a training below ``root``, which workers share."""
-    from hf_spec.training.train import train
+    from hf_spec.tools.training.train import train
 
     folder, (method, config) = root / name, TRAININGS[name]
     with FileLock(root / f"{name}.lock"):

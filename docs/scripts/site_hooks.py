@@ -28,7 +28,7 @@ import typer
 from mkdocs.structure.files import File, Files
 
 import hf_spec
-from hf_spec.cli.main import app
+from hf_spec.tools.cli.main import app
 
 log = logging.getLogger("mkdocs.hooks.hf_spec")  # warnings of this logger fail a strict build
 ROOT = Path(__file__).parents[2]

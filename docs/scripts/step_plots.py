@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.bench.figures import new_figure
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.demo.steps import VerifiedTree, pieces
+from hf_spec.tools.bench.figures import new_figure
+from hf_spec.tools.demo.steps import VerifiedTree, pieces
 
 #: Backgrounds of neighboring steps.
 STEP_COLORS = ("#a9dce3", "#fbe29a")

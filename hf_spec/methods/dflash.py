@@ -37,5 +37,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 8},
     num_anchors=32,
-    formats="hf_spec.formats.blocks",
+    formats="hf_spec.tools.formats.blocks",
 )

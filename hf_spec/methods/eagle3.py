@@ -238,5 +238,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-3, "num_train_epochs": 4},
     num_anchors=32,
-    formats="hf_spec.formats.eagle3",
+    formats="hf_spec.tools.formats.eagle3",
 )

@@ -61,5 +61,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
     trained=TRAINED,
-    formats="hf_spec.formats.medusa",
+    formats="hf_spec.tools.formats.medusa",
 )

@@ -54,7 +54,8 @@ class Method:
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
-        formats: module of its released formats, see :mod:`hf_spec.formats`; None if there are none.
+        formats: module of its released formats, see :mod:`hf_spec.tools.formats`; None if there
+            are none.
         wraps: its option that may name another strategy, with whose adapter it then drafts; None if
             there is none.
     """

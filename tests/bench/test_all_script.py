@@ -10,7 +10,7 @@ import pytest
 from scripts import load_script
 from tiny_checkpoint import save_checkpoint, write_prompts
 
-from hf_spec import cli
+from hf_spec.tools import cli
 
 STRATEGIES = ["prompt_lookup", "transformers:prompt_lookup"]
 

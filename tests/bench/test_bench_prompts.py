@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from tiny_checkpoint import make_model, make_tokenizer, write_prompts
 
-from hf_spec.bench.prompts import (
+from hf_spec.tools.bench.prompts import (
     Prompt,
     batches,
     encode,
@@ -15,7 +15,7 @@ from hf_spec.bench.prompts import (
     read_prompts,
     spread,
 )
-from hf_spec.data import Message
+from hf_spec.tools.data import Message
 
 
 def test_reads_prompts_with_categories_ids_and_references(tmp_path):

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 from tiny_checkpoint import make_model
 
-from hf_spec.bench import environment, report
-from hf_spec.bench.agreement import Agreement
-from hf_spec.bench.contenders import BASELINE, Contender
-from hf_spec.bench.prompts import Prompt
-from hf_spec.bench.results import BenchResult, Measurement, interval
 from hf_spec.core.stats import SpecStats
+from hf_spec.tools.bench import environment, report
+from hf_spec.tools.bench.agreement import Agreement
+from hf_spec.tools.bench.contenders import BASELINE, Contender
+from hf_spec.tools.bench.prompts import Prompt
+from hf_spec.tools.bench.results import BenchResult, Measurement, interval
 
 SAME, TIE, OTHER = Agreement.IDENTICAL, Agreement.DIVERGED_AT_TIE, Agreement.DIVERGED
 

@@ -11,12 +11,12 @@ from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_spec
-from hf_spec import cli
-from hf_spec.bench import session
-from hf_spec.bench.contenders import Adapter, contenders, parse_names, read_adapters
-from hf_spec.bench.prompts import Prompt, encode
-from hf_spec.bench.runner import run as run_contenders
-from hf_spec.cli.options import parse_kwargs
+from hf_spec.tools import cli
+from hf_spec.tools.bench import session
+from hf_spec.tools.bench.contenders import Adapter, contenders, parse_names, read_adapters
+from hf_spec.tools.bench.prompts import Prompt, encode
+from hf_spec.tools.bench.runner import run as run_contenders
+from hf_spec.tools.cli.options import parse_kwargs
 
 NEW = 24
 STOCK = "transformers:prompt_lookup"

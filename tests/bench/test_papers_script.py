@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from scripts import base_answers_and_prompts, commands_here, load_script
 
-from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
-from hf_spec.training.train import config_fields
+from hf_spec.tools.cli.train import parse_options
+from hf_spec.tools.training.train import config_fields
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from tiny_checkpoint import save_checkpoint
 pytest.importorskip("optuna")
 pytest.importorskip("scipy")
 
-from hf_spec.bench.session import Session
-from hf_spec.search.layers import SAMPLERS
+from hf_spec.tools.bench.session import Session
+from hf_spec.tools.search.layers import SAMPLERS
 
 
 def test_a_row_for_each_sampler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from scripts import load_script
 from tiny_checkpoint import make_model, make_tokenizer
 
 import hf_spec
-from hf_spec.bench.contenders import BASELINE, Adapter, contenders
-from hf_spec.bench.prompts import Prompt, encode
+from hf_spec.tools.bench.contenders import BASELINE, Adapter, contenders
+from hf_spec.tools.bench.prompts import Prompt, encode
 
 NEW = 8
 PROMPTS = [Prompt("abc abc", reference="abd"), Prompt("one two", reference="7 of 1,200")]

@@ -7,11 +7,11 @@ from scripts import load_script
 from tiny_checkpoint import make_model, save_checkpoint, write_prompts
 
 import hf_spec
-from hf_spec import cli
-from hf_spec.bench.contenders import read_adapters
-from hf_spec.bench.prompts import read_prompts
-from hf_spec.demo import demo
-from hf_spec.hub.folder import check_complete
+from hf_spec.tools import cli
+from hf_spec.tools.bench.contenders import read_adapters
+from hf_spec.tools.bench.prompts import read_prompts
+from hf_spec.tools.demo import demo
+from hf_spec.tools.hub.folder import check_complete
 
 
 def test_prompts_are_beginnings_of_classes_that_the_model_has_not_seen():

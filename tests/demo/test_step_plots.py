@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgba
 from tiny_checkpoint import make_tokenizer
 
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.demo.steps import VerifiedTree
+from hf_spec.tools.demo.steps import VerifiedTree
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "scripts"))
 from step_plots import ACCEPTED, OWN, REJECTED, ROOT, STEP_COLORS, plot_texts, plot_tree  # noqa: E402

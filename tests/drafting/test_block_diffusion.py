@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.block_diffusion.network import block_sequences
-from hf_spec.hub.transfer import importable
+from hf_spec.tools.hub.transfer import importable
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
 SHARED = Path(__file__).parents[2].parent / "shared" / "drafters"

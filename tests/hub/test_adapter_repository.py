@@ -18,20 +18,20 @@ from tiny_checkpoint import load_checkpoint
 from transformers import GenerationMixin
 
 import hf_spec
-from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.repo_files import shim_text
 from hf_spec.core.checks import INSTALL
-from hf_spec.hub import folder as folder_module
-from hf_spec.hub.card import render_card, write_card
-from hf_spec.hub.folder import (
+from hf_spec.tools import cli
+from hf_spec.tools.hub import folder as folder_module
+from hf_spec.tools.hub.card import render_card, write_card
+from hf_spec.tools.hub.folder import (
     attached,
     check_complete,
     read_spec_config,
     save_adapter,
     save_spec_config,
 )
-from hf_spec.hub.push import push
+from hf_spec.tools.hub.push import push
 
 OPTIONS = {"draft_exit": "fixed", "max_draft": 3, "drafting": "always"}
 
@@ -447,7 +447,7 @@ def test_push_renews_the_card_that_peft_wrote(checkpoint: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["bita", "medusa", "ppd", "propd", "space"])
 def test_push_renews_the_cards_of_the_demo(hub: list, name: str) -> None:
-    folder = Path(hf_spec.__file__).parent / "demo" / "adapters" / name
+    folder = Path(hf_spec.__file__).parent / "tools" / "demo" / "adapters" / name
     assert (folder / "README.md").read_text() == render_card(folder)
     assert pushed_card(folder, hub) == render_card(folder, "org/skip", "org/base")
 

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation import candidate_generator
 
 import hf_spec
-from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import WEIGHTS
-from hf_spec.hub.transfer import import_adapter, importable, recognized
 from hf_spec.methods.registry import methods
+from hf_spec.tools import cli
+from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}

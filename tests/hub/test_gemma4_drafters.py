@@ -22,10 +22,10 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import block_sequences
 from hf_spec.drafting.training_time_test import unrolled
-from hf_spec.hub.transfer import export_adapter
 from hf_spec.methods.eagle3 import Eagle3Network
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
+from hf_spec.tools.hub.transfer import export_adapter
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 #: Rounding of float32.

@@ -22,9 +22,9 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.losses import prediction_losses
 from hf_spec.drafting.training_time_test import LOSSES, unrolled
-from hf_spec.hub.transfer import convert
 from hf_spec.methods.eagle3 import Eagle3Config, Eagle3Network
 from hf_spec.methods.registry import methods
+from hf_spec.tools.hub.transfer import convert
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters" / "eagle3"
 NAMES = ["tiny-llama", "tiny-llama-original", "tiny-llama-before-fc", "tiny-qwen3-31"]

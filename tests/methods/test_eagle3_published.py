@@ -15,11 +15,11 @@ from tiny_checkpoint import make_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_spec import cli
 from hf_spec.adapters.active import find_active
-from hf_spec.hub.folder import check_complete
-from hf_spec.hub.transfer import convert, import_adapter, recognized
 from hf_spec.methods.eagle3 import FLAGS
+from hf_spec.tools import cli
+from hf_spec.tools.hub.folder import check_complete
+from hf_spec.tools.hub.transfer import convert, import_adapter, recognized
 
 
 @pytest.fixture(scope="module")

@@ -24,12 +24,12 @@ from trained import answers
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
-from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
-from hf_spec.training.base_weights import bit_sums
+from hf_spec.tools import cli
+from hf_spec.tools.training.base_weights import bit_sums
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import _COPIES

@@ -24,9 +24,9 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.decoding.auto import choose
 from hf_spec.methods.mtp import MtpConfig, loss, weights
 from hf_spec.methods.mtp.weights import mtp_layers
-from hf_spec.training.anchors import AnswerDataset, collate
-from hf_spec.training.evaluation import EvalDecoding
-from hf_spec.training.train import train
+from hf_spec.tools.training.anchors import AnswerDataset, collate
+from hf_spec.tools.training.evaluation import EvalDecoding
+from hf_spec.tools.training.train import train
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 

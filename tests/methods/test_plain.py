@@ -9,9 +9,9 @@ from replay import RECORDED, Replay
 from running import drafting
 
 import hf_spec
-from hf_spec.bench.contenders import contenders, parse_names
 from hf_spec.methods.registry import get_method
 from hf_spec.model import captures
+from hf_spec.tools.bench.contenders import contenders, parse_names
 
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 8, "repetition_penalty": 1.2}
 

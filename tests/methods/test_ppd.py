@@ -25,13 +25,13 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.tree_drafter import TreeSource
-from hf_spec.hub.card import write_card
 from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
 from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.registry import get_method
-from hf_spec.training.train import train
+from hf_spec.tools.hub.card import write_card
+from hf_spec.tools.training.train import train
 from modeling_patches.cache_name import CACHE
 
 NEW = 16

@@ -17,7 +17,7 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.space import adapter as space
-from hf_spec.training.anchors import AnswerDataset, collate
+from hf_spec.tools.training.anchors import AnswerDataset, collate
 from modeling_patches.modules import linear_modules
 
 NEW = 16

@@ -17,10 +17,10 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.hub.transfer import export_adapter
 from hf_spec.methods.space import adapter as space
 from hf_spec.methods.space.adapter import random_tokens
-from hf_spec.training.anchors import AnswerDataset, collate
+from hf_spec.tools.hub.transfer import export_adapter
+from hf_spec.tools.training.anchors import AnswerDataset, collate
 from modeling_patches.cache_name import CACHE
 
 NOISE = {"masks": "noise", "num_mask_tokens": 3}

@@ -19,15 +19,15 @@ from tiny_checkpoint import (
 )
 
 import hf_spec
-from hf_spec import cli
-from hf_spec.bench.prompts import Prompt
-from hf_spec.bench.session import Session
+from hf_spec.tools import cli
+from hf_spec.tools.bench.prompts import Prompt
+from hf_spec.tools.bench.session import Session
 
 pytest.importorskip("optuna")
 pytest.importorskip("scipy")
 
-from hf_spec.search import layers
-from hf_spec.search.layers import LayerSearch, Settings, skippable, starting_points
+from hf_spec.tools.search import layers
+from hf_spec.tools.search.layers import LayerSearch, Settings, skippable, starting_points
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 
 import hf_spec
-from hf_spec.training.anchors import AnswerDataset, NewAnchors, SimilarLengths, collate
+from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, SimilarLengths, collate
 
 ROWS = [
     {"prompt_ids": list(range(100, 104)), "answer_ids": list(range(10, 40))},

@@ -9,9 +9,9 @@ import pytest
 from tiny_checkpoint import EOS, make_tokenizer
 from tokenizers import processors
 
-from hf_spec.training.anchors import AnswerDataset, collate
-from hf_spec.training.dataset import read_answers, read_provenance
-from hf_spec.training.train import split
+from hf_spec.tools.training.anchors import AnswerDataset, collate
+from hf_spec.tools.training.dataset import read_answers, read_provenance
+from hf_spec.tools.training.train import split
 
 pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")

@@ -20,12 +20,12 @@ from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
-from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.bench import session
 from hf_spec.files import exclusive
-from hf_spec.training import distill as work
-from hf_spec.training.dataset import read_answers, read_provenance
+from hf_spec.tools import cli
+from hf_spec.tools.bench import session
+from hf_spec.tools.training import distill as work
+from hf_spec.tools.training.dataset import read_answers, read_provenance
 
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
@@ -394,7 +394,7 @@ def test_two_processes(root: Path, tmp_path: Path) -> None:
     more = (*SAMPLED, "--batch-size", "7")  # three batches
     assert distill(root, tmp_path / "one", *more) == 0
     # On a CPU, accelerate starts one process only unless it is told that there are several.
-    launch = ["--multi_gpu", "--num_processes", "2", "-m", "hf_spec.cli"]
+    launch = ["--multi_gpu", "--num_processes", "2", "-m", "hf_spec.tools.cli"]
     done = forks.run(
         "from accelerate.commands.launch import main; main()",
         *launch, *arguments(root, tmp_path / "out", *more), cwd=ROOT,

@@ -8,9 +8,9 @@ import torch
 from conftest import Tiny
 
 from hf_spec.model.sequences import token_hidden
-from hf_spec.training import kept_states as keeping
-from hf_spec.training.kept_states import KEEPER, KeptStates
-from hf_spec.training.train import train
+from hf_spec.tools.training import kept_states as keeping
+from hf_spec.tools.training.kept_states import KEEPER, KeptStates
+from hf_spec.tools.training.train import train
 
 
 class Forwards:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny_checkpoint import EOS, PAD, make_tokenizer, save_checkpoint
 
-from hf_spec import cli
-from hf_spec.training import own_prompts
-from hf_spec.training.dataset import read_answers, read_provenance
-from hf_spec.training.own_prompts import OWN_PROMPTS, write_own_prompts
+from hf_spec.tools import cli
+from hf_spec.tools.training import own_prompts
+from hf_spec.tools.training.dataset import read_answers, read_provenance
+from hf_spec.tools.training.own_prompts import OWN_PROMPTS, write_own_prompts
 
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")

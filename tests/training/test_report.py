@@ -10,11 +10,11 @@ from fake_clock import FakeClock
 from tiny_checkpoint import make_model, save_checkpoint
 from trained import SETTINGS, answers, as_options
 
-from hf_spec import cli
 from hf_spec.core.checks import duration
-from hf_spec.training import report as module
-from hf_spec.training.report import Report, expected, outcome
-from hf_spec.training.train import train
+from hf_spec.tools import cli
+from hf_spec.tools.training import report as module
+from hf_spec.tools.training.report import Report, expected, outcome
+from hf_spec.tools.training.train import train
 
 #: What is held out is decoded at the end, too.
 SHORT = {**SETTINGS, "held_out": 1, "served_prompts": 1}

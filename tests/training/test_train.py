@@ -28,14 +28,14 @@ from trained import (
 from transformers import TrainerCallback, TrainingArguments
 
 import hf_spec
-from hf_spec import cli
-from hf_spec.cli.train import parse_options
 from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
-from hf_spec.training.base_weights import bit_sums
-from hf_spec.training.evaluation import EvalDecoding
-from hf_spec.training.report import Report
-from hf_spec.training.train import (
+from hf_spec.tools import cli
+from hf_spec.tools.cli.train import parse_options
+from hf_spec.tools.training.base_weights import bit_sums
+from hf_spec.tools.training.evaluation import EvalDecoding
+from hf_spec.tools.training.report import Report
+from hf_spec.tools.training.train import (
     SpecArguments,
     added_fields,
     check_lengths,
@@ -44,7 +44,7 @@ from hf_spec.training.train import (
     split,
     train,
 )
-from hf_spec.training.trainer import SpecTrainer
+from hf_spec.tools.training.trainer import SpecTrainer
 
 METHOD, CONFIG = TRAININGS["bita"]
 
@@ -132,7 +132,7 @@ def test_resumed_training_equals_uninterrupted(trained: Trained, tmp_path: Path,
 def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learning rate falls with the time, and a resumed training ends when the whole would."""
     clock = FakeClock()
-    monkeypatch.setattr("hf_spec.training.trainer.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("hf_spec.tools.training.trainer.time", SimpleNamespace(monotonic=clock))
     step = SpecTrainer.training_step
 
     def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +162,7 @@ def test_evaluations_are_counted(
     """The last one ends with the time that was asked for, the bar shows it, and none decodes for
     more than a tenth; the first one's length is not known before."""
     clock, shown, limits = FakeClock(), [], []
-    monkeypatch.setattr("hf_spec.training.trainer.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("hf_spec.tools.training.trainer.time", SimpleNamespace(monotonic=clock))
     step = SpecTrainer.training_step
 
     def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -341,8 +341,8 @@ def test_interrupts_and_missing_packages(
         raise KeyboardInterrupt
 
     (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n' * 3)
-    monkeypatch.setattr("hf_spec.cli.train.load_model", lambda *_, pack: (None, None))
-    monkeypatch.setattr("hf_spec.training.train.train", interrupt)
+    monkeypatch.setattr("hf_spec.tools.cli.train.load_model", lambda *_, pack: (None, None))
+    monkeypatch.setattr("hf_spec.tools.training.train.train", interrupt)
     command = ["train", "bita", "--model", "M", "--data", str(tmp_path)]
     command += ["--output", str(tmp_path / "out")]
     assert cli.main(command) == 130

@@ -22,10 +22,10 @@ from trained import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import hf_spec
-from hf_spec import cli
 from hf_spec.methods.registry import get_method
-from hf_spec.training.base_weights import base_state, load_checkpoint
-from hf_spec.training.train import spec_arguments, train
+from hf_spec.tools import cli
+from hf_spec.tools.training.base_weights import base_state, load_checkpoint
+from hf_spec.tools.training.train import spec_arguments, train
 
 FULL = TRAININGS["full"][1]
 

@@ -20,10 +20,10 @@ from trained import (
 )
 
 import hf_spec
-from hf_spec import cli
 from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.methods.registry import get_method
-from hf_spec.training.train import train
+from hf_spec.tools import cli
+from hf_spec.tools.training.train import train
 
 #: Probes, heads with one more in the middle, and mask tokens with updates of the base.
 METHODS = ("ppd", "propd", "space")
@@ -132,8 +132,8 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
 def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
     from peft import get_peft_model
 
-    from hf_spec.training.train import spec_arguments
-    from hf_spec.training.trainer import SpecTrainer
+    from hf_spec.tools.training.train import spec_arguments
+    from hf_spec.tools.training.trainer import SpecTrainer
 
     config = hf_spec.SpaceConfig(
         rank=2, markov_rank=3, markov_learning_rate=0.25, update_learning_rate=0.125

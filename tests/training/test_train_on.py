@@ -11,7 +11,7 @@ from peft import PeftConfig
 from tiny_checkpoint import make_model
 from trained import SETTINGS, TRAININGS, Trained, answers, decodes_exactly, weights
 
-from hf_spec.training.train import train
+from hf_spec.tools.training.train import train
 
 #: Heads, mask tokens with updates, layers, blocks with Markov heads, updates of the base.
 NAMES = ("medusa", "space", "eagle3", "dspark", "layer_skip")

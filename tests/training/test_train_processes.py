@@ -20,8 +20,8 @@ from tiny_checkpoint import make_model, save_checkpoint
 from trained import SETTINGS, TRAININGS, Stop, answers, as_options, history, record, same, weights
 
 import hf_spec
-from hf_spec.training import sharded
-from hf_spec.training.train import train
+from hf_spec.tools.training import sharded
+from hf_spec.tools.training.train import train
 
 #: As ``accelerate launch`` passes on its configuration.
 FSDP = {
@@ -197,7 +197,7 @@ def launch(stage: int, *arguments: str) -> None:
     """``hf-spec train`` with the model sharded from its loading on where the stage is 3."""
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage",
-        str(stage), "--num_processes", "2", "--main_process_port", "0", "-m", "hf_spec.cli",
+        str(stage), "--num_processes", "2", "--main_process_port", "0", "-m", "hf_spec.tools.cli",
         "train", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -123,7 +123,7 @@ METHOD = Method(
     adapter_module=MtpAdapter,
     objective=loss,
     included=mtp_layers,
-    formats="hf_spec.formats.mtp",
+    formats="hf_spec.tools.formats.mtp",
     # The layers are trained already, so that rates of new ones would undo what they know.
     training={"learning_rate": 1e-4, "num_train_epochs": 2},
     num_anchors=32,

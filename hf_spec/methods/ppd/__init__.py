@@ -18,5 +18,5 @@ METHOD = Method(
     training={"learning_rate": 1e-2, "num_train_epochs": 8},
     trained=TRAINED,
     num_anchors=32,
-    formats="hf_spec.formats.prompts",
+    formats="hf_spec.tools.formats.prompts",
 )

@@ -1,5 +1,0 @@
-"""``hf-spec``, the command line. The layers below do the work."""
-
-from hf_spec.cli.main import main
-
-__all__ = ["main"]

@@ -1,0 +1,182 @@
+"""What works on a model, why drafts are accepted as often as they are, and what to try."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.core.checks import first_line
+from hf_spec.core.memory import forget
+from hf_spec.core.stats import SpecStats, bar
+from hf_spec.decoding.auto import Choice
+from hf_spec.methods.registry import get_method, methods
+from hf_spec.tools.bench.contenders import Contender, ours
+from hf_spec.tools.bench.prompts import Prompt, encode, encode_prompts
+from hf_spec.tools.bench.results import ALL
+from hf_spec.tools.bench.runner import run
+from hf_spec.tools.bench.session import Session
+from hf_spec.tools.data import plain_text
+from modeling_patches.modules import num_layers
+
+#: Name of the adapter that a model gets for a trial.
+TRIAL = "hf_spec_doctor"
+#: By how much tau has to be larger under another condition to be worth a line.
+BETTER = 1.15
+
+
+def swept(model: Any) -> dict[str, str]:
+    """What the sweep over tiny models of all types has found for a model's type."""
+    known = json.loads((files("hf_spec.tools.cli") / "sweep.json").read_text(encoding="utf-8"))
+    kinds = [model.config.model_type, model.config.get_text_config().model_type]
+    for kind in kinds:
+        if kind in known["refused"]:
+            return {kind: f"works with no strategy: {known['refused'][kind]}"}
+        if kind in known["missing"]:
+            missing = known["missing"][kind]
+            works = ", ".join(name for name in known["strategies"] if name not in missing)
+            but = f"; not with {', '.join(missing)}" if missing else ""
+            return {kind: f"the same tokens as plain generate in float32 with {works}{but}"}
+    return {kinds[0]: f"not among the types of Transformers {known['transformers']} tried"}
+
+
+def supported(model: Any) -> dict[str, str | None]:
+    """By strategy, why it does not work on a model; None if it does.
+
+    Each strategy generates a few tokens. One that needs an adapter gets an untrained one, unless an
+    adapter of its type is active; one that needs an assistant, the model itself. The model's active
+    adapters stay active.
+    """
+    ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
+    active = [*model.active_adapters()] if getattr(model, "peft_config", None) else []
+    obstacles: dict[str, str | None] = {}
+    for name, method in methods().items():
+        config, on_trial, obstacles[name] = method.adapter_config, False, None
+        with warnings.catch_warnings(action="ignore"):  # of adapters side by side
+            try:
+                if config is not None and method.active_adapter(model) is None:
+                    model.add_adapter(config(), TRIAL)
+                    on_trial = True
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
+                    assistant_strategy=name, assistant_kwargs={"drafting": "always"},
+                    assistant_model=model if method.needs_assistant else None,
+                )  # fmt: skip
+            except (ValueError, NotImplementedError) as error:
+                obstacles[name] = first_line(error)
+            finally:
+                if on_trial:
+                    model.delete_adapter(TRIAL)
+                if active:
+                    model.set_adapter(active)
+    return obstacles
+
+
+def diagnose(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], choice: Choice,
+    trained: Mapping[str, Any], max_new_tokens: int,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> tuple[dict[str, str], list[str]]:  # fmt: skip
+    """What was measured with a strategy on prompts, by title, and what it means, a sentence or two
+    each.
+
+    Args:
+        choice: its adapter is active.
+        trained: content of the adapter's ``training.json``; empty if there is none.
+        progress: called as ``progress(done, total)`` with numbers of calls.
+    """
+    method, options = get_method(choice.strategy), {**choice.options, "drafting": "always"}
+    looks_up = "lookup" in method.drafter.unused  # that is what it does
+    if not looks_up:
+        options["lookup"] = False
+    drafting = Contender("drafting", ours(choice.strategy, options))
+    default = Contender("default", ours(choice.strategy, dict(choice.options)))
+    made = run(
+        model, tokenizer, prompts, [drafting, default],
+        max_new_tokens=max_new_tokens, progress=progress,
+    )  # fmt: skip
+    tasks = {row["task"]: row["tau"] for row in made.runs() if row["strategy"] == "drafting"}
+    tau, speedup = tasks.pop(ALL), made.overall("default")["speedup"]
+    positions = made.overall("drafting")["stats"]["acceptance_per_position"]
+    adapter = method.active_adapter(model)
+    learned = adapter is not None or method.included is not None  # lookups learn from nothing else
+    config = None if adapter is None else adapter.config
+    given, _ = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+    lengths = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    others: dict[str, float] = {}
+    with Session.open(model, tokenizer, lengths, [drafting]) as session:
+        for name, ids in _conditions(model, tokenizer, prompts, given, config) if learned else ():
+            total = SpecStats()
+            for one in ids:
+                total.merge(session.generate(drafting, [one])[3] or SpecStats())
+            others[name] = total.mean_accepted_tokens
+    forget(model)  # what was learned under other conditions
+    measured = {
+        "tau": f"{tau:.2f} tokens per step where every step drafts"
+        + ("" if looks_up else ", without lookups"),
+        "speedup": f"{speedup:.2f}x plain generate, on defaults",
+        "positions": " ".join(f"{i}: {bar(p)} {p:.0%}" for i, p in enumerate(positions, 1)),
+        "tasks": ", ".join(f"{task} {one:.2f}" for task, one in tasks.items()),
+        **{name: f"tau {one:.2f}" for name, one in others.items()},
+    }
+    at = [*positions, 0.0, 0.0, 0.0]
+    may_get_head = isinstance(config, PredictingConfig) and not config.markov_rank
+    best = (trained.get("best") or {}).get("eval_tau", 0.0)
+    findings = [
+        (others[name] > max(BETTER * tau, tau + 0.1),
+         f"With {name} instead of its own, tau is {others[name]:.2f}: the layer numbers in "
+         "adapter_config.json are off by one. Correct them, or import the checkpoint again."
+         if name.startswith("layers") else
+         f"Acceptance is higher {name.replace('enable', 'with enable')} (tau {others[name]:.2f}): "
+         "either the model repeats itself there, which is easy to predict, or its drafter was "
+         "trained on such text. Train on answers to prompts as you use them.")
+        for name in others
+    ] + [
+        (best > BETTER * tau,
+         f"Training ended with tau {best:.2f} on held-out prompts of its own data. These prompts "
+         "are of another kind: distill and train on prompts like them."),
+        (not getattr(tokenizer, "chat_template", None),
+         "The tokenizer has no chat template, so that prompts are plain text. If this is a chat "
+         "model, its template is missing from the folder."),
+        (adapter is not None and at[0] < 0.5,
+         f"Only {at[0]:.0%} of first draft tokens are accepted: the drafter is undertrained. Train "
+         "on more answers (2,000 or more) rather than for more epochs."),
+        (may_get_head and at[0] >= 0.5 and len(positions) > 2 and at[2] < at[0] / 2,
+         "Acceptance falls from position to position, as the drafter does not see its own draft "
+         "tokens: hf-spec train --adapter A --markov-rank 128 adds a Markov head, which does."),
+        (not learned and tau < 1.3,
+         "The output rarely repeats its prompt or itself, which lookups need. A trained drafter "
+         "does not depend on that."),
+        (tau > 1.3 and speedup < 1.05,
+         "Drafts are accepted, but steps with drafts take longer than they save here: a small "
+         "model, many rows or a busy machine."),
+    ]  # fmt: skip
+    return measured, [text for stands_out, text in findings if stands_out]
+
+
+def _conditions(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], given: Sequence[list[int]], config: Any
+) -> Iterator[tuple[str, Sequence[list[int]]]]:
+    """Conditions, by name, with the prompts' token ids: without the chat template, in each thinking
+    mode, and, while the caller uses them, with other layer numbers in an adapter's config."""
+    longest = max(map(len, given)) + 64
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if template:
+        bare = [tokenizer(plain_text(one.text, one.history), verbose=False) for one in prompts]
+        yield "without the chat template", [list(one["input_ids"])[-longest:] for one in bare]
+    for on in (True, False) if "enable_thinking" in template else ():
+        chats = [encode(tokenizer, one.text, one.history, enable_thinking=on) for one in prompts]
+        yield f"enable_thinking={on}", [one[-longest:] for one in chats]
+    before = getattr(config, "layers", None) or []
+    for layers in ([one + shift for one in before] for shift in (-1, 1) if before):
+        if all(0 <= one <= num_layers(model) for one in layers):
+            try:
+                config.layers = layers
+                yield f"layers {layers}", given
+            finally:
+                config.layers = before

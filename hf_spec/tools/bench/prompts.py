@@ -1,0 +1,215 @@
+"""Prompts and their tokens; knows no strategies.
+
+:mod:`hf_spec.tools.data` says what files may hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hf_spec.core.checks import first_line
+from hf_spec.tools.data import (
+    DEFAULT_CATEGORY,
+    Message,
+    Prompt,
+    Row,
+    checked_text,
+    example,
+    plain_text,
+    read,
+)
+
+#: Prompts for those who bring none: four of each of six tasks, written for this package.
+BUNDLED = Path(__file__).with_name("prompts.jsonl")
+#: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
+NO_LIMIT = 10**9
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a file of prompts, with or without answers; a ValueError names the place of what is
+    wrong."""
+    prompts = list(read(path, _prompt))
+    if not prompts:
+        raise ValueError(f"prompt file {str(path)!r} holds no prompts")
+    return prompts
+
+
+def _prompt(row: Row) -> Prompt:
+    given = {name: value for name, value in row.fields.items() if value is not None}
+    category = checked_text("category", given.get("category", DEFAULT_CATEGORY))
+    if category == "all":
+        raise ValueError("'category' must not be 'all', which is the name of the overall row")
+    question_id = given.get("question_id", row.number)
+    if not isinstance(question_id, int):
+        checked_text("question_id", question_id)
+    return replace(example(row.fields), category=category, question_id=question_id)
+
+
+def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """At most ``limit`` prompts, divided evenly among the categories.
+
+    Categories take turns until the limit is reached, so small ones may be used up while large ones
+    fill the rest. Within a category, the chosen prompts are evenly spaced, in the file's order.
+    """
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    members = _by_category(prompts)
+    turns = ((turn, place) for place, own in enumerate(members) for turn in range(len(own)))
+    quotas = Counter(place for _, place in sorted(turns)[:limit])
+    chosen = [
+        own[i * len(own) // quotas[place]]
+        for place, own in enumerate(members)
+        for i in range(quotas[place])
+    ]
+    return [prompts[index] for index in sorted(chosen)]
+
+
+def _by_category(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Indices of the prompts of each category, in order of first appearance."""
+    members: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        members.setdefault(prompt.category, []).append(index)
+    return list(members.values())
+
+
+def context_limit(model: Any, tokenizer: Any) -> int | None:
+    """The model's context length in tokens; ``None`` if neither model nor tokenizer names one."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    limit = getattr(tokenizer, "model_max_length", None)
+    return limit if isinstance(limit, int) and limit < NO_LIMIT else None
+
+
+def encode(
+    tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
+) -> list[int]:
+    """Token ids of what the user says after the messages of ``history``; a ValueError if the chat
+    template, of which ``template`` are variables, refuses them. Without one, blank lines separate
+    messages."""
+    if getattr(tokenizer, "chat_template", None):
+        from jinja2 import TemplateError
+
+        chat = [message._asdict() for message in (*history, Message("user", text))]
+        try:
+            encoded = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=True, return_dict=True, **template
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in chat)
+            raise ValueError(
+                f"the tokenizer's chat template refuses messages of the roles {roles}: "
+                f"{first_line(error)}"
+            ) from error
+    else:
+        encoded = tokenizer(plain_text(text, history), verbose=False)
+    return list(encoded["input_ids"])
+
+
+def encode_answer(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of an answer, without BOS and with EOS at the end."""
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+
+def encode_within(
+    tokenizer: Any, text: str, limit: int | None, history: Sequence[Message] = ()
+) -> tuple[list[int], bool]:
+    """At most ``limit`` token ids, and whether the prompt had to be cut.
+
+    The oldest turns are left out first; system messages stay. Then the *text* is cut at its
+    beginning, before the chat template is applied. A cut prompt is thus still a well-formed chat,
+    and it keeps its end, where the question usually is.
+    """
+    ids, cut = encode(tokenizer, text, history), False
+    while limit is not None and len(ids) > limit:
+        shorter = _without_oldest_turn(history)
+        if len(shorter) < len(history):
+            history = shorter
+        elif text:
+            # Drop the same share of characters as of tokens, at least one.
+            text = text[max(1, len(text) * (len(ids) - limit) // len(ids)) :]
+        else:
+            system = " and the system message take" if history else " alone takes"
+            raise ValueError(
+                f"the chat template{system} {len(ids)} tokens, but the model's context leaves "
+                f"{limit} beside the new tokens; lower --max-new-tokens"
+            )
+        ids, cut = encode(tokenizer, text, history), True
+    return ids, cut
+
+
+def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
+    """The messages without those from the first that is not the system's to the next question."""
+    roles = [message.role for message in history]
+    start = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    end = roles.index("user", start + 1) if "user" in roles[start + 1 :] else len(roles)
+    return [*history[:start], *history[end:]]
+
+
+def encode_long(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], others: Sequence[Prompt],
+    new_tokens: int, length: int,
+) -> list[list[int]]:  # fmt: skip
+    """Token ids of prompts of ``length`` tokens at most, hardly fewer: the text of ``others`` comes
+    before each, and none twice, as what repeats itself is easy to draft."""
+    limit = context_limit(model, tokenizer)
+    if limit is not None and length + new_tokens > limit:
+        raise ValueError(
+            f"prompts of {length} tokens and {new_tokens} new ones do not fit the model's context "
+            f"of {limit} tokens; lower one of them"
+        )
+    found = []
+    for prompt in prompts:
+        place = others.index(prompt) + 1 if prompt in others else 0
+        before = [*others[place:], *others[:place]]
+        text, size = "", 0
+        for other in (prompt, *(one for one in before if one != prompt)):
+            text = f"{other.text}\n\n{text}" if text else other.text
+            size += len(tokenizer(other.text, verbose=False)["input_ids"])
+            if size >= length:
+                break
+        else:
+            raise ValueError(
+                f"prompts of {length} tokens: all prompts together have {size}, and none is taken "
+                "twice, as what repeats itself is easy to draft. Give more prompts, or ask for "
+                "fewer tokens."
+            )
+        found.append(encode_within(tokenizer, text, length, prompt.history)[0])
+    return found
+
+
+def encode_prompts(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
+) -> tuple[list[list[int]], int]:
+    """Token ids of each prompt, and the number of prompts that were cut (:func:`encode_within`) to
+    leave room for new tokens in the model's context; a ValueError if there is none for a prompt."""
+    limit = context_limit(model, tokenizer)
+    room = None if limit is None else limit - new_tokens
+    if room is not None and room < 1:
+        raise ValueError(
+            f"max_new_tokens={new_tokens} leaves no room for a prompt in the model's context of "
+            f"{limit} tokens; lower it"
+        )
+    encoded = []
+    for prompt in prompts:
+        try:
+            encoded.append(encode_within(tokenizer, prompt.text, room, prompt.history))
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.question_id!r}: {error}") from error
+    return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
+    """Indices of the prompts of each batch, at most ``size`` and of one category, whose last batch
+    may be smaller."""
+    for indices in _by_category(prompts):
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]

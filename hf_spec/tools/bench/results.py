@@ -1,0 +1,167 @@
+"""Measurements of a run, and what they amount to per strategy and task.
+
+Intervals are percentiles of the bootstrap: other prompts of the same kind would give other figures,
+and resampling the measured ones, with the results of all contenders on each, estimates by how much
+(Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 8 and 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import truediv
+from typing import Any
+
+import numpy as np
+
+from hf_spec.core.stats import SpecStats
+from hf_spec.tools.bench.agreement import Agreement
+from hf_spec.tools.bench.contenders import BASELINE, Contender
+from hf_spec.tools.bench.prompts import Prompt
+
+PHASES = ("draft", "forward", "verify", "other")
+#: Name of all tasks together.
+ALL = "all"
+#: Share of the resampled figures that lie within an interval.
+CONFIDENCE = 0.95
+#: Fewest units that an interval is computed from.
+FEWEST = 5
+RESAMPLES = 2000
+
+#: Lower and upper end.
+Interval = tuple[float, float]
+
+
+def interval(figure: Callable[..., Any], *columns: Sequence[float]) -> Interval | None:
+    """The 95% interval of a figure that is computed from sums over prompts; None if there are fewer
+    than `FEWEST` units.
+
+    Args:
+        figure: computes the figure from the sum of each column; the sums are arrays of equal shape.
+        columns: one number per measured unit (a prompt or a batch), in the same order in all.
+    """
+    units = len(columns[0])
+    if units < FEWEST:
+        return None
+    drawn = np.random.default_rng(0).integers(units, size=(RESAMPLES, units))
+    figures = figure(*(np.asarray(column)[drawn].sum(axis=1) for column in columns))
+    low, high = np.quantile(figures, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+@dataclass
+class Measurement:
+    """One contender on one batch: a call of ``generate``.
+
+    Attributes:
+        batch_size: the nominal batch size; a category's last batch may be smaller.
+        prompts: indices of the prompts, which are of one category.
+        rows: the new tokens of each sequence, up to and including the first EOS.
+        row_steps: forward passes of the model, counted once per unfinished sequence.
+        stats: statistics of the call; None for stock contenders.
+        agreement: one per sequence; None if outputs cannot be compared, as in sampled batches. Of
+            samples, those that differ are None.
+        baseline: name of the contender without a strategy that speed and output are compared with.
+    """
+
+    strategy: str
+    batch_size: int
+    prompts: list[int]
+    category: str
+    seconds: float
+    rows: list[list[int]]
+    row_steps: int
+    stats: SpecStats | None = None
+    agreement: Sequence[Agreement | None] | None = None
+    baseline: str = BASELINE.name
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+@dataclass
+class BenchResult:
+    """All measurements of a run, one per batch and contender; ``settings`` are JSON types."""
+
+    prompts: list[Prompt]
+    contenders: list[Contender]
+    settings: dict[str, Any]
+    measurements: list[Measurement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    truncated_prompts: int = 0
+    interrupted: bool = False
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The entries of ``runs`` in ``results.json``: one per batch size, strategy and task, in
+        order of appearance; task ``all`` comes last.
+
+        ``speedup`` is beside the baseline on the same prompts. ``tau`` is the number of new tokens
+        per forward pass and unfinished sequence, the prefill included. ``identical``,
+        ``diverged_at_tie`` and ``diverged`` count sequences. Under sampling ``identical`` is
+        counted at batch size 1, where all contenders draw the same random numbers; the others are
+        None if a sequence differs, and all are None in batches.
+        """
+        groups: dict[tuple[int, str, str], list[Measurement]] = {}
+        for name in dict.fromkeys((item.batch_size, item.strategy) for item in self.measurements):
+            calls = [one for one in self.measurements if (one.batch_size, one.strategy) == name]
+            for task in dict.fromkeys(item.category for item in calls):
+                groups[(*name, task)] = [item for item in calls if item.category == task]
+            groups[(*name, ALL)] = calls
+        return [
+            {"strategy": strategy, "task": task, "batch_size": size, "baseline": group[0].baseline}
+            | _figures(group, groups[size, group[0].baseline, task])
+            for (size, strategy, task), group in groups.items()
+        ]
+
+    def overall(self, strategy: str) -> dict[str, Any]:
+        """The entry of a contender, by its name, over all tasks, at the last batch size."""
+        return {row["strategy"]: row for row in self.runs() if row["task"] == ALL}[strategy]
+
+
+def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, Any]:
+    """What the measurements of a strategy amount to, beside those of its baseline."""
+    tokens, seconds = [m.new_tokens for m in group], [m.seconds for m in group]
+    steps = [m.row_steps for m in group]
+    plain = [m.new_tokens for m in base], [m.seconds for m in base]
+    speed = sum(tokens) / sum(seconds)
+    comparable = all(m.agreement is not None for m in group)
+    agreements = [one for m in group for one in m.agreement or ()]
+    return {
+        "prompts": sum(len(m.rows) for m in group), "new_tokens": sum(tokens),
+        "seconds": sum(seconds), "tokens_per_second": speed,
+        "speedup": speed * sum(plain[1]) / sum(plain[0]) if any(plain[0]) else 0.0,
+        "speedup_interval": None if group is base else interval(_speedup, tokens, seconds, *plain),
+        "tau": sum(tokens) / sum(steps) if any(steps) else 0.0,
+        "tau_interval": interval(truediv, tokens, steps),
+        **{
+            kind.value: agreements.count(kind)
+            if comparable and (kind == Agreement.IDENTICAL or None not in agreements) else None
+            for kind in Agreement
+        },
+        "stats": _stats(group),
+    }  # fmt: skip
+
+
+def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
+    return tokens / seconds / (plain_tokens / plain_seconds)
+
+
+def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
+    """The summed statistics, with the share of wall-clock time of each phase.
+
+    ``share["generate"]`` is the share that ``generate`` spends before and after the decoding loop.
+    Plain decoding and stock strategies have only counts, no phases.
+    """
+    total = SpecStats()
+    for item in group:
+        if item.stats is None:
+            return {
+                "num_row_steps": sum(item.row_steps for item in group),
+                "num_generated_tokens": sum(item.new_tokens for item in group),
+            }
+        total.merge(item.stats)
+    seconds = sum(item.seconds for item in group)
+    share = {phase: getattr(total, f"{phase}_seconds") / seconds for phase in PHASES}
+    share["generate"] = 1.0 - sum(share.values())
+    return {**total.to_dict(), "share": share}

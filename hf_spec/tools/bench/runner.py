@@ -1,0 +1,144 @@
+"""Measures strategies against plain ``generate``; knows no files, tables or terminals.
+
+All contenders generate each batch of prompts one after the other, in an order that rotates from
+batch to batch, so that changes in the machine's speed affect all alike. Comparing outputs is not
+timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_spec.model.packed_weights import packed_weights
+from hf_spec.tools.bench.agreement import Agreement, classify
+from hf_spec.tools.bench.contenders import BASELINE, Contender, with_compiled
+from hf_spec.tools.bench.prompts import Prompt, batches, encode_long, encode_prompts, spread
+from hf_spec.tools.bench.results import BenchResult, Measurement
+from hf_spec.tools.bench.session import Session
+
+
+def run(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
+    batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
+    prompt_tokens: int | None = None, generate_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 0, compiled: str | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> BenchResult:  # fmt: skip
+    """Generate with plain decoding and every contender, and compare.
+
+    Each contender first makes a short call that is not measured. On ``KeyboardInterrupt``, the
+    batches that all contenders have finished are returned, and ``interrupted`` is set.
+
+    Args:
+        limit: most prompts that are measured, see :func:`hf_spec.tools.bench.prompts.spread`.
+        prompt_tokens: length of all prompts, which begin with text of others; None for their own.
+        generate_kwargs: passed to every ``generate``; greedy unless ``do_sample`` is among them.
+        seed: seed for the sampling of the first batch, the same for all contenders; the next
+            batches count up from it.
+        compiled: a backend of ``torch.compile``, with which contenders take part a second time,
+            with a static cache and compiled steps; None for none. Calls that compile are repeated
+            and counted apart.
+        progress: called as ``progress(done, total)`` with numbers of calls, at first with 0 after
+            the calls that prepare.
+    """
+    if not prompts:
+        raise ValueError("nothing to measure: no prompts")
+    if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
+        raise ValueError("batch sizes and max_new_tokens must be at least 1")
+    contenders = [BASELINE, *contenders]
+    options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
+    others, prompts = prompts, spread(prompts, limit)
+    if prompt_tokens is None:
+        token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+    else:
+        token_ids = encode_long(model, tokenizer, prompts, others, max_new_tokens, prompt_tokens)
+        truncated = 0
+    if compiled:
+        contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
+    kinds = (str, int, float, bool, list, dict, type(None))  # models and tokenizers are left out
+    settings = {
+        **options, "batch_sizes": list(batch_sizes), "prompt_tokens": prompt_tokens, "seed": seed,
+        "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
+        "strategies": {
+            item.name: {k: v for k, v in item.kwargs.items() if isinstance(v, kinds)}
+            for item in contenders
+        },
+    }  # fmt: skip
+    result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
+    if truncated:
+        result.notes.append(
+            f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
+            "at their beginning"
+        )
+    plan = []
+    for size in batch_sizes:
+        taking_part = [item for item in contenders if size == 1 or not item.single_row]
+        for item in contenders:
+            if item not in taking_part:
+                result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
+        parts = list(batches(prompts, size))
+        small = sum(len(part) < size for part in parts)
+        if small:
+            result.notes.append(
+                f"{small} of {len(parts)} batches have fewer than {size} rows: a batch never mixes "
+                "categories"
+            )
+        plan += [(size, taking_part, part) for part in parts]
+    calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
+
+    with Session.open(model, tokenizer, options, contenders) as session:
+        try:
+            session.warm_up(plan, token_ids)
+            progress(0, calls)
+            for turn, (size, taking_part, indices) in enumerate(plan):
+                outcome: dict[str, Measurement] = {}
+                start, category = turn % len(taking_part), prompts[indices[0]].category
+                for item in taking_part[start:] + taking_part[:start]:
+                    torch.manual_seed(seed + turn)
+                    made = session.generate(item, [token_ids[index] for index in indices])
+                    outcome[item.name] = Measurement(
+                        item.name, size, indices, category, *made, baseline=item.baseline
+                    )
+                    done += 1
+                    progress(done, calls)
+                if not options["do_sample"]:
+                    _compare(session, outcome, token_ids, taking_part)
+                elif size == 1:  # samples of the same seed, which rounding may make differ
+                    for one in outcome.values():
+                        pairs = zip(one.rows, outcome[one.baseline].rows)
+                        one.agreement = [Agreement.IDENTICAL if a == b else None for a, b in pairs]
+                result.measurements += [outcome[item.name] for item in taking_part]
+            result.notes += [
+                f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are "
+                "left out"
+                for name, (count, seconds) in session.compiling.items()
+                if count
+            ]
+            result.notes += [
+                f"{name} ran with its update beside the weights: {reason}"
+                for name, reason in session.unmerged.items()
+            ]
+        except KeyboardInterrupt:
+            result.interrupted = True
+            result.notes.append(f"interrupted after {done} of {calls} calls")
+    return result
+
+
+def _compare(
+    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]],
+    contenders: Sequence[Contender],
+) -> None:  # fmt: skip
+    """Set the ``agreement`` of every measurement with its baseline."""
+    default = session.model.generation_config.repetition_penalty
+    penalty = session.options.get("repetition_penalty", default)
+    plains = {item.name: item for item in contenders if item.name == item.baseline}
+    for item in sorted(outcome.values(), key=lambda item: item.baseline):
+        session.activate(plains[item.baseline])
+        plain = outcome[item.baseline]
+        item.agreement = [
+            classify(session.model, token_ids[index], ours, theirs, penalty)
+            for index, ours, theirs in zip(item.prompts, item.rows, plain.rows)
+        ]

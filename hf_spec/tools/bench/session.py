@@ -1,0 +1,210 @@
+"""Timed calls of contenders on one model; knows nothing of files, tables or the terminal."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+import hf_spec
+from hf_spec.core.checks import first_line
+from hf_spec.core.stats import SpecStats, synchronize
+from hf_spec.tools.bench.contenders import Contender
+
+logger = logging.getLogger(__name__)
+
+#: New tokens of a warm-up call: several steps of every strategy.
+WARMUP_TOKENS = 16
+#: Most repetitions of a call that still compiles something, as the policy tries tree sizes.
+MOST_COMPILING = 16
+#: Fields of a model's generation config that name a strategy; those of sampling, which greedy runs
+#: clear.
+STRATEGY_FIELDS = ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens")
+SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
+
+
+def _generation_config(model: Any, tokenizer: Any, greedy: bool) -> Any:
+    """The model's default generation config without a strategy and, if greedy, without sampling."""
+    config = copy.deepcopy(model.generation_config)
+    for name in (*STRATEGY_FIELDS, *(SAMPLING_FIELDS if greedy else ())):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, None)
+    config.do_sample = config.do_sample and not greedy
+    choices = (config.pad_token_id, tokenizer.pad_token_id, *_eos_ids(config), 0)
+    config.pad_token_id = next(choice for choice in choices if choice is not None)
+    return config
+
+
+def _eos_ids(config: Any) -> list[int]:
+    eos = config.eos_token_id
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)
+
+
+@dataclass
+class Session:
+    """The model, and what all calls share.
+
+    Attributes:
+        options: keyword arguments of every call.
+        managed: whether adapters are switched before every call, as some contender has one.
+            Otherwise the caller's active adapters stay active.
+        unmerged: by contender, why its adapter could not be merged into the weights.
+        compiling: by contender, the number of calls that compiled something, and their seconds.
+    """
+
+    model: Any
+    options: dict[str, Any]
+    managed: bool
+    unmerged: dict[str, str] = field(default_factory=dict)
+    compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, model: Any, tokenizer: Any, options: dict[str, Any], contenders: Iterable[Contender]
+    ) -> Iterator[Session]:
+        """A session for these contenders; the block ends with the model as it was."""
+        session = cls(model, options, any(item.adapters for item in contenders))
+        saved = model.generation_config
+        model.generation_config = _generation_config(model, tokenizer, not options["do_sample"])
+        try:
+            yield session
+        finally:
+            model.generation_config = saved
+            if session.managed:
+                hf_spec.unmerge_adapter(model)
+
+    def activate(self, contender: Contender) -> None:
+        """Activate the contender's adapters, or none."""
+        if not self.managed:
+            return
+        if not contender.adapters:
+            self.model.disable_adapters()
+        else:
+            self.model.enable_adapters()
+            self.model.set_adapter(list(contender.adapters))
+            try:  # updates are merged into the weights, as for serving, where that is possible
+                hf_spec.merge_adapter(self.model)
+            except ValueError as error:
+                self.unmerged.setdefault(contender.name, str(error))
+
+    def warm_up(
+        self, plan: Sequence[tuple[int, list[Contender], list[int]]], token_ids: Sequence[list[int]]
+    ) -> None:
+        """Make a short call of each contender, which fails early (ValueError)."""
+        first = {size: (contenders, indices[:size]) for size, contenders, indices in reversed(plan)}
+        short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
+        for contenders, indices in first.values():
+            for item in contenders:
+                try:
+                    self.generate(item, [token_ids[i] for i in indices], max_new_tokens=short)
+                except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+                    raise ValueError(f"{item.name}: {first_line(error)}") from error
+
+    def generate(
+        self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
+    ) -> tuple[float, list[list[int]], int, SpecStats | None]:
+        """One timed call with token ids of prompts; ``overrides`` are arguments of ``generate``.
+
+        Returns:
+            Seconds, new tokens of each sequence, forward passes counted once per unfinished
+            sequence, and statistics (None for a stock contender).
+        """
+        self.activate(contender)
+        model = self.model
+        inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
+        kwargs = {**self.options, **contender.kwargs, **overrides}
+        random = torch.get_rng_state()
+        if contender.compiled and contender.name not in self.compiling:
+            logger.info("%s: first call, which compiles", contender.name)
+            self.compiling[contender.name] = 0, 0.0
+        for _ in range(MOST_COMPILING):
+            torch.set_rng_state(random)
+            known = counters["stats"]["unique_graphs"]  # of Transformers; hf_spec counts its own
+            seconds, sequences, forwards, stats = self._timed(contender, inputs, kwargs)
+            made = counters["stats"]["unique_graphs"] - known
+            made += 0 if stats is None else stats.details.get("compiled", {}).get("made", 0)
+            if not made:
+                break
+            calls, before = self.compiling.get(contender.name, (0, 0.0))
+            self.compiling[contender.name] = calls + 1, before + seconds
+        width = inputs["input_ids"].shape[1]
+        eos = set(_eos_ids(model.generation_config))
+        rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
+        if stats is None:
+            # The forward passes of a sequence end with its last token, not with the batch.
+            most = sequences.shape[1] - width if forwards is None else forwards
+            return seconds, rows, sum(min(most, len(row)) for row in rows), None
+        return seconds, rows, stats.num_row_steps, stats
+
+    def speeds(
+        self, contenders: Sequence[Contender], batches: Sequence[Sequence[list[int]]]
+    ) -> list[float]:
+        """Tokens per second of each contender on batches of prompts' token ids, in turns, after a
+        first call of each that is not counted."""
+        tokens, seconds = [0] * len(contenders), [0.0] * len(contenders)
+        for turn, batch in enumerate([batches[0], *batches]):
+            for place, contender in enumerate(contenders):
+                spent, rows, *_ = self.generate(contender, batch)
+                if turn:
+                    tokens[place] += sum(map(len, rows))
+                    seconds[place] += spent
+        return [count / spent for count, spent in zip(tokens, seconds)]
+
+    def _timed(
+        self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]
+    ) -> tuple[float, torch.Tensor, int | None, SpecStats | None]:
+        """Seconds, sequences, and either forward passes (stock contenders) or statistics."""
+        model, forwards = self.model, 0
+        before = hf_spec.last_stats(model)
+
+        def count(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        # hf_spec's strategies count their own, as some call the model to draft, too. Compiled code
+        # runs no hooks, and makes one forward pass per token.
+        counts = contender.stock and not contender.compiled
+        hook = model.register_forward_hook(count) if counts else None
+        try:
+            synchronize(model.device)
+            start = time.perf_counter()
+            sequences = model.generate(**inputs, **kwargs)
+            synchronize(model.device)
+            seconds = time.perf_counter() - start
+        finally:
+            if hook is not None:
+                hook.remove()
+        if contender.stock:
+            return seconds, sequences, forwards if counts else None, None
+        stats = hf_spec.last_stats(model)
+        if stats is None or stats is before:
+            raise RuntimeError("generate() left no statistics: the strategy did not run")
+        return seconds, sequences, None, stats
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + [*row] for row in rows], device=device)
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
+
+
+def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
+    """The sequence up to and including its first EOS; what follows is padding."""
+    end = next((index for index, token in enumerate(row) if token in eos), len(row))
+    return list(row[: end + 1])

@@ -1,0 +1,165 @@
+"""``hf-spec bench``."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Exit, Option, echo
+
+from hf_spec.model.loading import NATIVE, load_model
+from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
+
+DEFAULT_BACKEND = "inductor"
+
+
+def bench(
+    model: opt.Model,
+    prompts: opt.Prompts = None,
+    strategies: Annotated[
+        str | None,
+        Option(
+            help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
+            "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
+            "those of the adapters, draft_model with --assistant, else prompt_lookup]"
+        ),
+    ] = None,
+    adapter: opt.Adapters = None,
+    assistant: Annotated[
+        list[str] | None,
+        Option(help="Smaller model that drafts, or, for stock assistance, an adapter; repeatable."),
+    ] = None,
+    strategy_kwargs: opt.KwargsByName = None,
+    dtype: opt.Dtype = NATIVE,
+    max_new_tokens: opt.NewTokens = 128,
+    batch_size: Annotated[str, Option(help="One size, or several: 1,2,4.")] = "1",
+    limit: opt.Limit = None,
+    prompt_tokens: Annotated[
+        int | None, Option(min=1, help="Make all prompts this long, with text of others before.")
+    ] = None,
+    output: opt.Output = Path("hf-spec-bench"),
+    do_sample: opt.DoSample = False,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    repetition_penalty: Annotated[
+        float | None, Option(help="For greedy decoding and sampling.  [default: the model's]")
+    ] = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    pack_weights: Annotated[
+        bool, Option(help="On a CPU, let strategies compute with packed copies of large weights.")
+    ] = True,
+    attn_implementation: Annotated[str | None, Option(help="eager, sdpa, ...")] = None,
+    compile: Annotated[
+        bool, Option("--compile", help="Measure compiled steps with a static cache, too.")
+    ] = False,
+    backend: Annotated[
+        str | None,
+        Option(help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"),
+    ] = None,
+    by_task: Annotated[bool, Option("--by-task", help="Print a row for each task, too.")] = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Measure strategies against plain generate.
+
+    All run in one process and take turns prompt by prompt. Prints a table and writes results.json.
+    The chat template is applied if the tokenizer has one. Prompts longer than the model's context
+    are cut at the beginning, and counted. Batches never mix categories.
+
+    \b
+    Examples:
+      hf-spec bench --model Qwen/Qwen3-0.6B
+      hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26 --by-task
+      hf-spec bench --model M --strategies prompt_lookup,transformers:prompt_lookup
+      hf-spec bench --model M --adapter ./layer-skip --batch-size 1,4 --do-sample --seed 1
+      hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
+          --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
+      hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
+      hf-spec bench --model LARGE --prompts P.jsonl --assistant SMALL \\
+          --strategies draft_model,transformers:assisted
+    """
+    from hf_spec.tools.bench import contenders as entries
+    from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
+
+    # Everything that can be checked without a model comes first.
+    sizes = opt.whole_numbers("--batch-size", batch_size)
+    if backend is not None and not compile:
+        raise ValueError("--backend needs --compile")
+    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
+    adapters = entries.read_adapters(adapter or ())
+    default = [adapter.strategy for adapter in adapters] + ["draft_model"] * bool(assistant)
+    names = entries.parse_names(
+        (default or ["prompt_lookup"]) if strategies is None else strategies
+    )
+    options = opt.parse_kwargs(strategy_kwargs or (), names)
+    # Only checks that everything is used; assistants are loaded later.
+    entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
+    source = prompts or BUNDLED
+    read = read_prompts(source)
+    check_writable(output)
+
+    loaded, tokenizer = load_model(
+        model, dtype, device, attn_implementation, adapters, pack_weights
+    )
+    assistants = {name: _assistant(name, loaded, tokenizer) for name in assistant or ()}
+    generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
+    if repetition_penalty is not None:
+        generate_kwargs["repetition_penalty"] = repetition_penalty
+
+    from rich.console import Console
+
+    from hf_spec.tools.bench import report
+    from hf_spec.tools.bench.environment import environment_of
+    from hf_spec.tools.bench.runner import run
+
+    environment = environment_of(loaded, model, source)
+    with (
+        progress_bar("benchmark") as progress,
+        notes(progress, "hf_spec.tools.bench.session", "hf_spec.model.graphs"),
+    ):
+        result = run(
+            loaded, tokenizer, read, entries.contenders(names, options, adapters, assistants),
+            batch_sizes=sizes, max_new_tokens=max_new_tokens, limit=limit,
+            prompt_tokens=prompt_tokens, generate_kwargs=generate_kwargs, seed=seed,
+            compiled=(backend or DEFAULT_BACKEND) if compile else None,
+            progress=lambda done, total: progress(done, total, note=""),
+        )  # fmt: skip
+    stop_without(result.measurements)
+    if prompts is None:
+        result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
+    target = output / "results.json"
+    report.write_results(target, result, environment)
+    console = Console(highlight=False, emoji=False, markup=False)
+    if as_json:
+        echo(json.dumps(result.runs(), indent=1))
+    else:
+        report.print_table(result, console, by_task)
+        console.print(f"results: {target}", soft_wrap=True)
+    if result.interrupted:
+        raise Exit(INTERRUPTED)
+
+
+def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Keyword arguments for ``generate`` with an assistant model: that of a folder or repository,
+    or the base of an adapter folder, which drafts in Transformers' assisted decoding with the
+    adapter's strategy."""
+    from hf_spec.files import read_json
+    from hf_spec.tools.bench.contenders import read_adapters
+    from hf_spec.tools.hub.folder import CONFIG
+
+    dtype, config = str(model.dtype).removeprefix("torch."), Path(path, CONFIG)
+    adapters = read_adapters([path]) if config.is_file() else []
+    if adapters:
+        path = read_json(config).get("base_model_name_or_path") or path
+    device = str(model.device)
+    # If the model is packed, it is where it drafts.
+    assistant, assistant_tokenizer = load_model(path, dtype, device, None, adapters, pack=False)
+    for adapter in adapters:
+        assistant.generation_config.assistant_strategy = adapter.strategy
+        assistant.generation_config.assistant_kwargs = adapter.options
+    keywords = {"assistant_model": assistant}
+    if assistant_tokenizer.get_vocab() != tokenizer.get_vocab():
+        keywords |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+    return keywords

@@ -1,0 +1,80 @@
+"""``hf-spec demo``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Exit, Option, echo
+
+from hf_spec.core.checks import install_extra
+from hf_spec.model.loading import NATIVE
+from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
+
+#: Lines of the prompt and of the continuation that are shown.
+SHOWN_LINES = 12
+
+
+def demo(
+    output: opt.Output = Path("hf-spec-demo"),
+    model: Annotated[
+        str | None,
+        Option(help="Instead of the small one: folder or repository; adapters of ours that fit."),
+    ] = None,
+    limit: Annotated[int, Option(min=1, help="Prompts, 24 at most.")] = 12,
+    max_new_tokens: opt.NewTokens = 128,
+    dtype: opt.Dtype = NATIVE,
+    threads: opt.Threads = None,
+) -> None:
+    """See a small model write the same code, faster.
+
+    The model ships with the package. It writes Python plainly and with each strategy; texts are
+    compared and timed. The prompts are code of Transformers outside its training data; with
+    --model, those of hf-spec bench. Without --model nothing is downloaded. Exits with an error if
+    an output differs from plain generate's other than at a tie of two tokens.
+
+    \b
+    Examples:
+      hf-spec demo
+      hf-spec demo --limit 4 --max-new-tokens 64
+      hf-spec demo --dtype float32 --output ./demo
+      hf-spec demo --model HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    check_writable(output)
+
+    from rich.console import Console
+
+    from hf_spec.tools.bench import report
+    from hf_spec.tools.bench.figures import save_figure
+    from hf_spec.tools.bench.results import ALL
+    from hf_spec.tools.demo.demo import draw_chart, run_demo
+
+    console = Console(highlight=False, soft_wrap=True)
+    with progress_bar("demo") as progress:
+        result = run_demo(
+            limit, max_new_tokens, dtype, name=model, progress=progress,
+            status=lambda text: echo(text, err=True),
+        )  # fmt: skip
+    stop_without(result.bench.measurements)
+    results, chart = output / "results.json", output / "speed.png"
+    report.write_results(results, result.bench, result.environment)
+    drawn: object = chart
+    try:
+        save_figure(draw_chart(result.bench), chart)
+    except ImportError:
+        drawn = f"not drawn, as this needs matplotlib; {install_extra('plots')}"
+    given, written = (text.splitlines() for text in result.sample)
+    console.rule("end of a prompt", align="left")
+    console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
+    console.rule("what the model writes after it, with and without speculation", align="left")
+    console.print("\n".join(written[:SHOWN_LINES]), markup=False)
+    console.rule()
+    report.print_table(result.bench, console)
+    console.print(f"results: {results}\nchart:   {drawn}", markup=False)
+    if result.bench.interrupted:
+        raise Exit(INTERRUPTED)
+    if not result.all_identical:
+        raise ValueError("an output differs from plain generate's other than at a tie")
+    rows = result.bench.runs()
+    ties = sum(row["diverged_at_tie"] for row in rows if row["task"] == ALL)
+    but = f", but for {ties} that part where two tokens tie in this dtype" if ties else ""
+    console.print(f"Every output equals plain generate's{but}.")

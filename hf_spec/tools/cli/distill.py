@@ -1,0 +1,166 @@
+"""``hf-spec distill``."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option, echo
+
+from hf_spec.files import exclusive
+from hf_spec.model.loading import NATIVE, load_model, native_dtype
+from hf_spec.tools.cli import common
+from hf_spec.tools.cli import options as opt
+
+#: The strategy whose options are given without its name.
+DEFAULT_STRATEGY = "prompt_lookup"
+#: Prompts that a model writes.
+OWN = 2_000
+
+
+def distill(
+    model: opt.Model,
+    output: opt.Output,
+    prompts: Annotated[
+        list[Path] | None,
+        Option(help=f"{opt.PROMPTS}; repeatable.  [default: the model writes them itself]"),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        Option(min=1, help=f"Most prompts, of all categories; of its own, {OWN:,} by default."),
+    ] = None,
+    max_new_tokens: opt.NewTokens = 128,
+    batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
+    strategy: Annotated[
+        str | None,
+        Option(
+            help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
+            "plain generate and what fits the model.  [default: that of the adapter, else auto]"
+        ),
+    ] = None,
+    strategy_kwargs: Annotated[str | None, Option(help="Its options, a JSON object.")] = None,
+    adapter: Annotated[str | None, Option(help="Adapter folder or repository for it.")] = None,
+    dtype: opt.Dtype = NATIVE,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    seed: opt.Seed = 0,
+    do_sample: opt.DoSample = False,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+) -> None:
+    """Let a model answer prompts: training data for its adapters.
+
+    Without --prompts, it writes these, too: as a user would, behind its chat template's beginning.
+    Writes prompts and answers, as tokens and text, to answers.jsonl for load_dataset, and how they
+    are made to provenance.json. Prompts longer than the model's context are cut at the beginning,
+    and counted. Repeat the command to continue an interrupted run. 'accelerate launch' distributes
+    the work over several processes.
+
+    \b
+    Examples:
+      hf-spec distill --model Qwen/Qwen3-0.6B --output ./answers
+      hf-spec distill --model Qwen/Qwen3-0.6B --prompts train.jsonl --output ./answers
+      hf-spec distill --model M --prompts a.jsonl --prompts b.jsonl --output ./answers \\
+          --limit 4000 --max-new-tokens 256 --batch-size 16
+      hf-spec distill --model M --prompts P.jsonl --output ./answers --do-sample --temperature 0.7
+      accelerate launch --num_processes 2 -m hf_spec.tools.cli \\
+          distill --model M --prompts P.jsonl --output ./answers
+    """
+    from hf_spec.drafting.options import AUTO
+    from hf_spec.tools.training import distill as work
+    from hf_spec.tools.training.own_prompts import OWN_PROMPTS, write_own_prompts
+
+    # Everything that can be checked without a model comes first.
+    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
+    contender, adapters = _contender(strategy, strategy_kwargs, adapter)
+    common.require("train", "accelerate", "datasets")
+    count = limit or OWN
+    if prompts:
+        chosen, files = work.read_sources(prompts, limit)
+    else:
+        chosen, files, limit = [], {}, count
+    dtype = native_dtype(device) if dtype == NATIVE else dtype
+    settings = work.Settings(
+        model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
+        batch_size=batch_size, adapter=adapter,
+        strategy=AUTO if contender is None else contender.kwargs.get("assistant_strategy"),
+        strategy_kwargs={} if contender is None else contender.kwargs.get("assistant_kwargs", {}),
+        dtype=dtype, seed=seed, do_sample=do_sample, **sampling,
+    )  # fmt: skip
+    common.check_writable(output)
+    folder = work.AnswerFolder(output)
+    finished = folder.check(vars(settings))
+
+    state = work.processes(device)
+    main = state.is_main_process
+    if finished:
+        if main:
+            echo(f"finished before, with the same settings: {output}")
+        state.destroy_process_group()
+        return
+    refusal = (
+        f"another hf-spec distill is writing to {str(output)!r}: wait for it, or give another "
+        "--output"
+    )
+    with (
+        common.explained_interrupt("the same command continues"),
+        exclusive(output / ".lock", refusal) if main else nullcontext(),
+    ):
+        if state.num_processes > 1 and device is None:
+            device = str(state.device)
+        loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
+        opt.use_threads(threads)  # after accelerate has set a number, too
+        silent = nullcontext(lambda done, total, note: None)
+        if not prompts:
+            own = output / OWN_PROMPTS
+            if main and not folder.begun:
+                with common.progress_bar("prompts") as progress:
+                    write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
+            state.wait_for_everyone()
+            chosen, _ = work.read_sources([own])
+        with common.progress_bar("answers") if main else silent as progress:
+            made = work.distill(
+                loaded, tokenizer, chosen, folder, settings, contender, state, progress
+            )
+    state.destroy_process_group()
+    if not main:
+        return
+    measured, cut = made["measured"], made["truncated_prompts"]
+    shortened = f", {cut:,} of them with a cut prompt" if cut else ""
+    by = made["chosen"].get("assistant_strategy", "plain generate")
+    echo(
+        f"examples: {made['rows']:,}{shortened}\n"
+        f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
+        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
+        f"generating with {by}, tau {measured['tau']:.2f}\nanswers: {output}"
+    )
+
+
+def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
+    """The contender that generates, None for the fastest, and the adapters to load."""
+    from hf_spec.drafting.options import AUTO
+    from hf_spec.tools.bench import contenders as lineup
+    from hf_spec.tools.training import distill as work
+
+    adapters = lineup.read_adapters([adapter] if adapter else ())
+    if strategy == AUTO and adapters:
+        strategy = None  # that of the adapter
+    name = common.single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
+    if name == AUTO:
+        if options is not None:
+            raise ValueError("--strategy-kwargs needs the name of a strategy: give --strategy")
+        return None, []
+    if name is None:
+        for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
+            if value is not None:
+                raise ValueError(f"{option} needs a strategy: --strategy none is plain generate")
+        return lineup.BASELINE, []
+    own = work.LOOKUP_OPTIONS if name == DEFAULT_STRATEGY else {}
+    given = {**work.OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
+    *tuned, contender = lineup.contenders([name], {name: given}, adapters)
+    if tuned or contender.lossy:
+        what = f"adapter {adapter!r}" if tuned else "acceptance='typical'"
+        raise ValueError(
+            f"{what} changes the answers, which are to be the model's own: choose another one"
+        )
+    return contender, adapters

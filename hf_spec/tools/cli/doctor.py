@@ -1,0 +1,102 @@
+"""``hf-spec doctor``."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option, echo
+
+from hf_spec.model.loading import NATIVE, chosen_device, load_model
+from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli.common import progress_bar
+
+
+def doctor(
+    model: Annotated[
+        str | None, Option(help="Model to try: a folder, or a repository on the Hub.")
+    ] = None,
+    adapter: opt.Adapters = None,
+    prompts: opt.Prompts = None,
+    limit: opt.Limit = 6,
+    max_new_tokens: opt.NewTokens = 48,
+    measure: Annotated[
+        bool, Option("--measure/--no-measure", help="Whether to decode prompts.")
+    ] = True,
+    dtype: opt.Dtype = NATIVE,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Show versions and device, what works, and what to try.
+
+    With a model: each strategy generates a few tokens (those with adapters take those given, or an
+    untrained one); what assistant_strategy="auto" takes, and why; how often its drafts are accepted
+    on some prompts, by position, by task, without the chat template, in each thinking mode and with
+    other layer numbers; and what to do about it.
+
+    \b
+    Examples:
+      hf-spec doctor
+      hf-spec doctor --model Qwen/Qwen3-0.6B
+      hf-spec doctor --model M --adapter ./medusa --prompts P.jsonl
+      hf-spec doctor --model M --adapter ./medusa --no-measure --json
+    """
+    import torch
+
+    import hf_spec
+    from hf_spec.decoding.auto import choose
+    from hf_spec.files import read_json
+    from hf_spec.methods.registry import get_method
+    from hf_spec.tools.bench import diagnosis
+    from hf_spec.tools.bench.contenders import read_adapters
+    from hf_spec.tools.bench.environment import machine
+    from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
+    from hf_spec.tools.hub.card import TRAINING
+
+    for option, given in (("--adapter", adapter), ("--prompts", prompts)):
+        if given and model is None:
+            raise ValueError(f"{option} needs --model: name the model that it is for")
+    adapters = read_adapters(adapter or ())
+    chosen = spread(read_prompts(prompts or BUNDLED), limit)
+    here = {"imported from": str(Path(hf_spec.__file__).parent)}
+    found: dict[str, Any] = {"environment": machine(torch.device(chosen_device(None))) | here}
+    if model is not None:
+        loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
+        found["sweep"] = diagnosis.swept(loaded)
+        found["strategies"] = works = diagnosis.supported(loaded)
+        choice = choose(loaded)
+        found["auto"] = {
+            "takes": f"{choice.strategy}: {choice.reason}",
+            **{f"not {name}": why for name, why in choice.passed.items()},
+        }
+        if measure and works.get(choice.strategy) is None:
+            records = [Path(one.path, TRAINING) for one in adapters
+                       if one.strategy == choice.strategy]  # fmt: skip
+            trained = next((read_json(path, optional=True) for path in records), {})
+            with progress_bar("decoding") as progress:
+                measured, findings = diagnosis.diagnose(
+                    loaded, tokenizer, chosen, choice, trained, max_new_tokens, progress
+                )
+            found[f"acceptance of {choice.strategy}, {len(chosen)} prompts"] = measured
+            found["findings"] = findings or ["nothing stands out"]
+        method = get_method(choice.strategy)
+        learns = "medusa" if method.training is None else method.name
+        found["next"] = [
+            f"hf-spec bench --model {model} --strategies {method.name} --by-task",
+            f"hf-spec distill --model {model} --prompts P.jsonl --output ./answers",
+            f"hf-spec train {learns} --model {model} --data ./answers --output ./{learns}",
+        ]
+        if method.adapter_config is not None and adapter:
+            folders = " ".join(f"--adapter {folder}" for folder in adapter)
+            found["next"] = [f"hf-spec bench --model {model} {folders} --by-task"]
+    if as_json:
+        echo(json.dumps(found, indent=1))
+        return
+    for title, entries in found.items():
+        named = entries if isinstance(entries, dict) else dict.fromkeys(entries, "")
+        width = max(map(len, named), default=0)
+        echo(f"{title}:")
+        for name, value in named.items():
+            if title == "strategies":
+                value = "works" if value is None else f"refused: {value}"
+            echo(f"  {name:{width}}  {value}".rstrip())

@@ -1,0 +1,143 @@
+"""``hf-spec card``, ``push``, ``import`` and ``export``: adapter folders, and their other forms."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option, echo
+
+from hf_spec.model.loading import load_model
+from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli.common import check_writable
+
+Folder = Annotated[Path, Argument(help="Adapter folder.")]
+BaseName = Annotated[
+    str | None, Option(help="Name of the base model on the Hub.  [default: that of the adapter]")
+]
+
+
+def card(
+    folder: Folder,
+    repository: Annotated[
+        str | None, Option(help="Name on the Hub.  [default: the folder's name]")
+    ] = None,
+    base_model: BaseName = None,
+) -> None:
+    """Write the card of an adapter folder.
+
+    Renders README.md from the adapter's configs, search.json, and results.json of 'hf-spec bench',
+    and renews custom_generate/generate.py.
+
+    \b
+    Examples:
+      hf-spec card ./skip
+      hf-spec bench --model M --adapter ./skip --prompts P.jsonl --output ./skip
+      hf-spec card ./skip --repository org/name
+    """
+    from hf_spec.tools.hub.card import write_card
+
+    echo(f"card: {write_card(folder, repository, base_model)}")
+
+
+def push(
+    folder: Folder,
+    repository: Annotated[str, Argument(help="owner/name on the Hub.")],
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, Option(help="Branch; created if it does not exist.")] = None,
+    base_model: BaseName = None,
+) -> None:
+    """Upload an adapter folder to the Hub.
+
+    The folder must be complete, as 'hf-spec train' or 'hf-spec search' writes it. Its card gets the
+    repository's name; one that was edited by hand is uploaded unchanged. The study of a search is
+    not uploaded. Log in first with 'hf auth login'.
+
+    \b
+    Examples:
+      hf-spec push ./skip org/qwen3-0.6b-layer-skip
+      hf-spec push ./skip org/name --private --revision v2
+    """
+    from hf_spec.tools.hub.push import push as upload
+
+    address = upload(folder, repository, private=private, revision=revision, base_model=base_model)
+    echo(f"uploaded: {address}")
+
+
+def import_(
+    file: Annotated[
+        str,
+        Argument(
+            help="A published checkpoint, .safetensors or .pt; a folder or a repository on the Hub "
+            "with one."
+        ),
+    ],
+    model: opt.Model,
+    output: opt.Output,
+    kind: Annotated[
+        str | None, Option("--type", help="What it holds, such as medusa.  [default: by its files]")
+    ] = None,
+    strategy_kwargs: opt.StoredKwargs = None,
+) -> None:
+    """Turn a published checkpoint into an adapter.
+
+    No code in the file is run: only tensors are read from files of torch.save, and the output is
+    safetensors. Of the base, the config is read, and the embeddings if the checkpoint has some. For
+    a checkpoint in several files give its .index.json. Layouts of 'eagle3': those of SafeAILab,
+    AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of 'medusa': heads with
+    their own projections or a shared one, alone or among the weights of a model; those of vLLM,
+    TensorRT-LLM, ModelOpt and LMDeploy.
+
+    \b
+    Examples:
+      hf-spec import RedHatAI/Qwen3-8B-speculator.eagle3 --model Qwen/Qwen3-8B --output ./eagle3
+      hf-spec import FasterDecoding/medusa-vicuna-7b-v1.3 --type medusa \\
+          --model lmsys/vicuna-7b-v1.3 --output ./medusa
+      hf-spec import ./model/pytorch_model.bin.index.json --type medusa --model ./model \\
+          --output ./medusa
+    """
+    from hf_spec.tools.hub import transfer as work
+
+    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    if kind is None:
+        kind, path = work.recognized(file)
+        chosen, _ = work.importable(kind)
+    else:
+        chosen, reader = work.importable(kind)
+        path = work.find_published(file, reader.wants)
+    chosen.parse_options(options)
+    _, tensors = work.convert(path, kind)
+    check_writable(output)
+    base = work.base_outline(model, tensors)
+    echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")
+
+
+def export(
+    folder: Folder,
+    form: Annotated[str, Option("--format", help="speculators (for vLLM) or sglang.")],
+    output: opt.Output,
+    model: Annotated[str | None, Option(help="Base model.  [default: that of the adapter]")] = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: Annotated[str, Option(help="Where the base is loaded.")] = "cpu",
+) -> None:
+    """Write an adapter as another program reads it.
+
+    'eagle3', 'dflash' and 'dspark' as 'speculators', which vLLM reads, too; 'eagle3' as 'sglang'.
+
+    'sglang', for 'space' trained with --masks noise: the LoRA of SGLang's UNO, 0.5.23. It has not
+    been run there.
+
+    \b
+    Examples:
+      hf-spec export ./eagle3 --format speculators --output ./drafter
+      hf-spec export ./space --format sglang --output ./uno-lora
+    """
+    from hf_spec.files import read_json
+    from hf_spec.tools.hub import transfer as work
+    from hf_spec.tools.hub.folder import CONFIG
+
+    work.exporter(folder, form)
+    name = model or read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{str(folder)!r} does not name its base model: give --model")
+    check_writable(output)
+    base, _ = load_model(name, dtype, device, pack=False)
+    echo(f"written: {work.export_adapter(folder, form, base, output)}")

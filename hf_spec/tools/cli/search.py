@@ -1,0 +1,151 @@
+"""``hf-spec search`` and ``hf-spec plot``."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option, echo
+
+from hf_spec.model.loading import NATIVE, load_model
+from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli.common import check_writable, explained_interrupt, progress_bar, require
+
+
+def search(
+    model: opt.Model,
+    prompts: Annotated[Path, Option(help=f"Development prompts: {opt.PROMPTS}.")],
+    output: opt.Output,
+    trials: Annotated[int, Option(min=1, help="Number of trials, earlier runs included.")] = 100,
+    limit: opt.Limit = 8,
+    held_out: Annotated[
+        int | None,
+        Option(
+            min=0, help="Further prompts, on which the best are measured.  [default: as --limit]"
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
+    dtype: opt.Dtype = NATIVE,
+    max_draft: Annotated[int, Option(min=1, help="K, most tokens drafted per step.")] = 12,
+    seed: opt.Seed = 0,
+    sampler: Annotated[
+        str,
+        Option(help="gp, a Gaussian process as in the paper, or tpe, which breaks off bad trials."),
+    ] = "gp",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+) -> None:
+    """Search for the layers that layer_skip leaves out when it drafts.
+
+    Maximizes tokens per second on some of your prompts, and measures the best choices on others, in
+    turns with plain decoding. The output is an adapter folder without weights, with settings and
+    card. Repeat the command to continue an interrupted search, or with more --trials to extend it.
+    The study is Optuna's: its dashboard and its plots read study.jsonl.
+
+    \b
+    Examples:
+      hf-spec search --model Qwen/Qwen3-0.6B --prompts dev.jsonl --output ./skip
+      hf-spec search --model M --prompts dev.jsonl --output ./skip --trials 500 --limit 16
+      hf-spec plot ./skip
+      hf-spec bench --model M --adapter ./skip --prompts test.jsonl
+    """
+    from hf_spec.tools.bench.prompts import read_prompts
+
+    require("search", "optuna", "scipy")
+
+    from hf_spec.tools.search.layers import STRATEGY, LayerSearch, Settings
+
+    settings = Settings(max_new_tokens, max_draft, seed, sampler)
+    chosen, others = _divided(read_prompts(prompts), limit, held_out)
+    check_writable(output)
+
+    from hf_spec.files import write_atomically, writing
+    from hf_spec.methods.registry import get_method
+    from hf_spec.tools.bench.environment import environment_of, package_version
+    from hf_spec.tools.bench.report import write_results
+    from hf_spec.tools.hub.card import RESULTS, SEARCH, write_card
+    from hf_spec.tools.hub.folder import attached, save_adapter
+
+    loaded, tokenizer = load_model(model, dtype, device)
+    with writing(output), explained_interrupt("the same command continues the search"):
+        work = LayerSearch(loaded, tokenizer, chosen, output, settings)
+        with progress_bar("search") as update:
+
+            def progress(done: int, total: int, best: Any) -> None:
+                update(done, total, note=f"best {best.value:.1f} tokens/s" if best else "")
+
+            work.search(trials, progress)
+        with progress_bar("measuring the best") as update:
+            choice, finalists, bench = work.confirm(others or chosen, update)
+
+    environment = environment_of(loaded, model, prompts)
+    config_class: Any = get_method(STRATEGY).adapter_config
+    with attached(loaded, config_class(**choice)) as peft_model:  # which has no weights
+        save_adapter(peft_model, output, STRATEGY, {"max_draft": max_draft})
+    row = bench.overall(STRATEGY)
+    data = {
+        "environment": {**environment, "optuna": package_version("optuna")},
+        "identity": work.study.user_attrs["identity"],
+        "trials": work.finished,
+        "held_out": len(others),
+        "best": {**choice, "speedup": row["speedup"], "tau": row["tau"]},
+        "finalists": finalists,
+    }
+    write_atomically(output / SEARCH, json.dumps(data, indent=1))
+    # The file of prompts is the same, the prompts are others.
+    write_results(output / RESULTS, bench, {**environment, "held_out": bool(others)})
+    write_card(output)
+    echo(
+        f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "
+        f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}, "
+        f"{row['tokens_per_second']:.1f} tokens/s on {row['prompts']} "
+        f"{'held-out' if others else 'development'} prompts"
+    )
+    if row["speedup"] < 1:
+        echo("note: not faster here; small models leave drafting little to save")
+    echo(f"adapter: {output}")
+
+
+def _divided(
+    prompts: list[Any], limit: int | None, held_out: int | None
+) -> tuple[list[Any], list[Any]]:
+    """The prompts of the trials and the held-out ones, both of all categories."""
+    from hf_spec.tools.bench.prompts import spread
+
+    chosen = spread(prompts, limit)
+    used = set(map(id, chosen))
+    rest = [prompt for prompt in prompts if id(prompt) not in used]
+    if held_out is not None and held_out > len(rest):
+        raise ValueError(
+            f"--held-out {held_out}: of {len(prompts)} prompts {len(chosen)} are searched on, "
+            f"which leaves {len(rest)}; give more prompts, or a lower --limit"
+        )
+    return chosen, spread(rest, len(chosen) if held_out is None else held_out)
+
+
+def plot(
+    folder: Annotated[Path, Argument(help="Folder that hf-spec search wrote.")],
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Folder for the image.  [default: the same]")
+    ] = None,
+) -> None:
+    """Draw the trials of a layer search, search.png. The card shows it after 'hf-spec card'.
+
+    \b
+    Examples:
+      hf-spec plot ./skip
+      hf-spec plot ./skip --output ./figures
+    """
+    require("search", "optuna", "matplotlib")
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.visualization.matplotlib import plot_optimization_history
+
+    from hf_spec.tools.bench.figures import save_figure
+    from hf_spec.tools.search.layers import STUDY_FILE, open_study
+
+    if not (folder / STUDY_FILE).is_file():
+        raise ValueError(f"{str(folder)!r} has nothing to draw: no {STUDY_FILE} of hf-spec search")
+    check_writable(target := output or folder)
+    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+        axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
+    echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")

@@ -1,0 +1,109 @@
+"""``hf-spec serve``."""
+
+import os
+import sys
+from typing import Annotated, Any
+
+from typer import Context, Exit, Option, echo
+
+from hf_spec.core.checks import install_extra
+from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli.common import INTERRUPTED, NO_STRATEGY, require, single_strategy
+
+
+def serve(
+    context: Context,
+    adapter: opt.Adapters = None,
+    strategy: Annotated[
+        str | None,
+        Option(help="For requests that name none; or auto, or none.  [default: the adapter's]"),
+    ] = None,
+    do_sample: Annotated[
+        bool | None,
+        Option("--do-sample/--greedy", help="Unless their temperature is 0.  [default: model's]"),
+    ] = None,
+) -> None:
+    """Run 'transformers serve' with adapters and a strategy.
+
+    This is Transformers' own server; all other arguments are passed on, and 'transformers serve
+    --help' lists them. With adapters, MODEL is their base.
+
+    \b
+    Examples:
+      hf-spec serve Qwen/Qwen3-0.6B --strategy prompt_lookup --port 8000
+      hf-spec serve Qwen/Qwen3-0.6B --adapter ./bita --do-sample
+      curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
+        "model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}]}'
+
+    What a request may say, and what Transformers' server makes of it:
+
+    \b
+      honored    model, messages or prompt, stream, stop, max_tokens, top_p, tools (as far as the
+                 chat template takes them), seed (if no other request runs), temperature (0 is
+                 greedy; others where the server samples, see --do-sample), generation_config (JSON;
+                 replaces the server's defaults: assistant_strategy, do_sample, top_k, ...)
+      ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
+    """
+    require("serve", "fastapi", "openai", "pydantic", "uvicorn")
+    try:
+        import click
+        from transformers.cli.transformers import app as transformers_app
+    except ImportError as error:
+        raise ImportError(
+            f"'transformers serve' needs packages that are not installed ({error}); "
+            f"{install_extra('serve')}"
+        ) from error
+    _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
+    try:
+        code = transformers_app(
+            ["serve", *context.args], prog_name="hf-spec", standalone_mode=False
+        )
+    except (KeyboardInterrupt, click.Abort):  # typer's own is another
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        _leave()
+
+
+def _leave() -> None:
+    """End the command after an interrupt; the process, too, if answers are still being generated:
+    Python's end would take torch's threads down with a crash."""
+    from modeling_patches.served_models import num_running
+
+    echo("hf-spec: interrupted", err=True)
+    if num_running():
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    raise Exit(INTERRUPTED)
+
+
+def _prepare_models(
+    paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool
+) -> None:
+    """Let the server attach the adapters to each model, and generate with the strategy."""
+    from hf_spec.decoding.validate import check_strategy
+    from hf_spec.model.loading import load_adapters
+    from hf_spec.model.packed_weights import pack_where_it_pays
+    from hf_spec.tools.bench.contenders import read_adapters
+    from modeling_patches.served_models import on_load
+
+    adapters = read_adapters(paths)
+    chosen = single_strategy(strategy, adapters, NO_STRATEGY)
+    options = next((one.options for one in adapters if one.strategy == chosen), None)
+    if continuous and chosen is not None:
+        raise ValueError(
+            f"--continuous-batching with strategy {chosen!r}: its paged cache cannot hold a tree. "
+            "Leave it out, or give --strategy none."
+        )
+
+    def prepare(model: Any) -> None:
+        load_adapters(model, adapters)
+        config = model.generation_config
+        if do_sample is not None:
+            config.do_sample = do_sample
+        if chosen is not None:
+            pack_where_it_pays(model)
+            config.assistant_strategy = chosen
+            config.assistant_kwargs = options
+            check_strategy(model, config)
+
+    on_load(prepare)

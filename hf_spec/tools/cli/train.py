@@ -1,0 +1,226 @@
+"""``hf-spec train``."""
+
+import dataclasses
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Context, Option, echo
+
+from hf_spec.core.checks import nearest
+from hf_spec.model.loading import NATIVE, load_model
+from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli.common import Command, check_writable, explained_interrupt, require
+
+
+def train(
+    context: Context,
+    method: Annotated[str, Argument(help="What to train, such as bita.")],
+    model: Annotated[
+        str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        Option(help="Of 'hf-spec distill', or your own prompts with answers, or ids. Needed."),
+    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
+    adapter: Annotated[
+        Path | None,
+        Option(help="Adapter to go on from; only its Markov head, if --markov-rank adds one."),
+    ] = None,
+    strategy_kwargs: opt.StoredKwargs = None,
+    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
+    dtype: opt.Dtype = NATIVE,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Train a few steps, say how long all take, write nothing.")
+    ] = False,
+) -> None:
+    """Train an adapter on answers that the base model gave.
+
+    Every field of the method's adapter config is an option, too (--num-mask-tokens 4), as are
+    --held-out, --max-length and others; 'hf-spec train METHOD --help' lists them. So is every field
+    of transformers.TrainingArguments (--max-steps, --num-train-epochs, --learning-rate,
+    --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard), which its
+    documentation explains. Training uses transformers' Trainer: 'accelerate launch' runs it on
+    several devices. Each evaluation decodes held-out prompts; the checkpoint of the largest tau is
+    kept, or that of the smallest loss if the method fine-tunes the model. The base model is not
+    changed, unless a field of the config says so.
+
+    \b
+    Examples:
+      hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
+      hf-spec train bita --help
+      hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
+      hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
+      hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
+    """
+    from hf_spec.tools.hub.folder import read_spec_config
+    from hf_spec.tools.training import start
+    from hf_spec.tools.training import train as work
+
+    chosen = work.trainable_method(method)
+    fields = work.config_fields(chosen)
+    if not (model and data and output):
+        needed = {"--model": model, "--data": data, "--output": output}
+        missing = ", ".join(option for option, value in needed.items() if not value)
+        raise ValueError(f"'hf-spec train {method}' needs {missing}")
+    require("train", "accelerate", "datasets")
+    config, arguments = parse_options(context.args, method, fields)
+    # Invalid values are refused before anything is loaded.
+    if adapter is None:
+        assert chosen.adapter_config is not None
+        adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
+    else:
+        its = read_spec_config(adapter)[0].name
+        if its != method:
+            raise ValueError(
+                f"--adapter {str(adapter)!r} is of {its!r}: give 'hf-spec train {its}'"
+            )
+        adapter_config, gets_head = start.continued(chosen, adapter, config)
+        if gets_head and "learning_rate" in arguments:
+            raise ValueError("--learning-rate: a Markov head's is --markov-learning-rate")
+    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    chosen.parse_options(options)
+    work.spec_arguments(chosen, output, adapter_config, **arguments)
+    if not dry_run:
+        check_writable(output)
+
+    from hf_spec.tools.training.dataset import read_answers, read_provenance
+
+    base, tokenizer = load_model(model, dtype, device, pack=False)
+    rows = read_answers(data, tokenizer)
+    onward = "the same command with --resume goes on from the last checkpoint, if one was written"
+    with explained_interrupt(onward):
+        record = work.train(
+            base, rows, method, output, config, arguments, options, resume,
+            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter, dry_run=dry_run,
+        )  # fmt: skip
+    if not record:  # not the main process
+        return
+    if dry_run:
+        echo(record["expected"])
+        return
+
+    from hf_spec.tools.hub.card import write_card
+    from hf_spec.tools.training.report import outcome
+
+    write_card(output)
+    speedup = None
+    # Processes that share the model would have to decode together.
+    if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        minutes = arguments.get("max_minutes")
+        speedup = _speedup(base, tokenizer, rows, output, record, minutes)
+    for line in outcome(record, speedup):
+        echo(line)
+    echo(f"adapter: {output}")
+    echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
+
+
+def _speedup(
+    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any], minutes: Any
+) -> float:  # fmt: skip
+    """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
+    from hf_spec.model.loading import load_adapters
+    from hf_spec.tools.bench.contenders import BASELINE, Contender, ours, read_adapters
+    from hf_spec.tools.bench.session import Session
+    from hf_spec.tools.training.train import split
+
+    load_adapters(base, read_adapters([str(output)]))
+    held_out = split(rows, record["data"]["held_out"])[1]
+    batches = [[list(ids)] for ids in held_out["prompt_ids"][:8]]
+    drafting = Contender("drafting", ours(record["method"], record["options"]))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 64}
+    if minutes is not None:  # beside which this is not to be noticed
+        options["max_time"] = 60 * minutes / 200
+    with Session.open(base, tokenizer, options, [drafting]) as session:
+        plain, drafted = session.speeds((BASELINE, drafting), batches)
+    return drafted / plain
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class TrainCommand(Command):
+    """The command, whose help lists the options of the method that is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        ctx.meta["hf_spec.words"] = list(args)  # for the help
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        super().format_epilog(ctx, formatter)
+        words = [word for word in ctx.meta.get("hf_spec.words", ()) if not word.startswith("-")]
+        if not words:
+            return
+        from hf_spec.methods.registry import methods
+
+        known = methods()
+        chosen = next((known[word] for word in words if word in known), None)
+        if chosen is not None and chosen.training is not None:
+            with formatter.section(f"Options of {chosen.name}"):
+                formatter.write_dl(_described(chosen))
+
+
+def _described(method: Any) -> list[tuple[str, str]]:
+    """The method's own options, and those of all trainings, with their help."""
+    from transformers import TrainingArguments
+
+    from hf_spec.tools.training import train as work
+
+    fields = work.config_fields(method) | work.added_fields(work.SpecArguments, TrainingArguments)
+    found = []
+    for name, field in fields.items():
+        factory: Any = field.default_factory
+        default = factory() if field.default is dataclasses.MISSING else field.default
+        text = field.metadata.get("help", "")
+        if "Default" not in text:
+            text += f" [default: {dict(method.trained).get(name, default)}]"
+        found.append((_option(name), text))
+    return found
+
+
+def parse_options(
+    words: list[str], method: str, fields: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of a method's config, of which values are JSON or words, and of `SpecArguments` that
+    options such as ``--max-steps 4`` set.
+
+    Raises:
+        ValueError: an option is unknown, or its value is missing or invalid.
+    """
+    import argparse
+
+    from transformers import HfArgumentParser
+
+    from hf_spec.tools.training.train import SpecArguments
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ValueError(f"'hf-spec train {method}': {message}")
+
+    texts = [(name, str | None, dataclasses.field(default=None)) for name in fields]
+    kinds: Any = (dataclasses.make_dataclass("Fields", texts), SpecArguments)
+    parser = Parser(kinds, allow_abbrev=False, add_help=False)
+    # Only what is given counts: the others have the method's defaults.
+    absent = object()
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    namespace = argparse.Namespace(**dict.fromkeys(names, absent))
+    found, unknown = parser.parse_known_args(words, namespace)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        raise ValueError(
+            f"'hf-spec train {method}' has no option {word!r}{nearest(word, map(_option, names))}; "
+            f"fields of its config are {', '.join(map(_option, fields))}; see 'hf-spec train "
+            "--help' for the others"
+        )
+    arguments = {name: value for name, value in vars(found).items() if value is not absent}
+    config = {name: arguments.pop(name) for name in fields if name in arguments}
+    for name, value in config.items():
+        with suppress(json.JSONDecodeError):  # a word is no JSON
+            config[name] = json.loads(value)
+    return config, arguments

@@ -1,0 +1,124 @@
+"""The demo: the shipped model writes the same code with and without speculation, with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hf_spec.adapters.base_model import facts_of
+from hf_spec.files import read_json
+from hf_spec.model.loading import load_adapters, load_model
+from hf_spec.tools.bench.contenders import contenders, read_adapters
+from hf_spec.tools.bench.environment import environment_of
+from hf_spec.tools.bench.figures import new_figure
+from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
+from hf_spec.tools.bench.results import ALL, BenchResult
+from hf_spec.tools.bench.runner import run
+from hf_spec.tools.hub.folder import CONFIG
+
+MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
+#: Adapters of popular models, ready for the Hub.
+PUBLISHED = Path(str(files("hub_cards"))) / "adapters"
+#: Needs neither training nor an adapter.
+FREE_STRATEGY = "prompt_lookup"
+#: Code of Transformers that the demo model has never seen; benchmarks/demo_data.py writes it.
+PROMPTS = Path(str(files("hf_spec.tools.demo") / "prompts.jsonl"))
+
+
+@dataclass
+class DemoResult:
+    """What the demo measured, and one prompt with what the model wrote after it."""
+
+    bench: BenchResult
+    environment: dict[str, Any]
+    sample: tuple[str, str]
+
+    @property
+    def all_identical(self) -> bool:
+        """Whether no output differs from plain decoding's other than at a tie."""
+        return not any(row["diverged"] for row in self.bench.runs())
+
+
+def model_folder() -> Path:
+    """The model shipped with the package."""
+    folder = Path(str(files("hf_spec.tools.demo") / MODEL_FOLDER))
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"the demo model is missing from {folder}; reinstall hf_spec, or train it from a "
+            f"checkout: python benchmarks/train_demo_model.py {folder}"
+        )
+    return folder
+
+
+def adapter_folders() -> list[Path]:
+    """The adapters for the demo model that are shipped with the package."""
+    root = Path(str(files("hf_spec.tools.demo") / ADAPTER_FOLDER))
+    return sorted(path.parent for path in root.glob("*/adapter_config.json"))
+
+
+def fitting(model: Any) -> list[Path]:
+    """The :data:`PUBLISHED` adapters that were made for a model of this shape."""
+    facts = facts_of(model)
+    folders = sorted(path.parent for path in PUBLISHED.glob("*/adapter_config.json"))
+    return [one for one in folders if read_json(one / CONFIG).get("base_facts") == facts]
+
+
+def run_demo(
+    limit: int, max_new_tokens: int, dtype: str, *, name: str | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+    status: Callable[[str], Any] = lambda text: None,
+) -> DemoResult:  # fmt: skip
+    """Load a model, the shipped one or another with the published adapters that fit it, and measure
+    it, plainly and with each strategy. ``status`` gets a line of text when it is loaded."""
+    if name is None:
+        adapters = read_adapters(map(str, adapter_folders()))
+        model, tokenizer = load_model(str(model_folder()), dtype, adapters=adapters)
+        chosen = read_prompts(PROMPTS)[:limit]
+    else:
+        model, tokenizer = load_model(name, dtype)
+        adapters = read_adapters(map(str, fitting(model)))
+        load_adapters(model, adapters)
+        chosen = spread(read_prompts(BUNDLED), limit)
+    strategies = dict.fromkeys([FREE_STRATEGY, *(adapter.strategy for adapter in adapters)])
+    ways = contenders(strategies, adapters=adapters)
+    count = f"{len(chosen)} prompt{'s' * (len(chosen) != 1)}"
+    names = ", ".join(one.name for one in ways)
+    status(f"{count}, up to {max_new_tokens} new tokens each, plainly and with {names}")
+    bench = run(
+        model, tokenizer, chosen, ways,
+        max_new_tokens=max_new_tokens, progress=progress,
+    )  # fmt: skip
+    environment = environment_of(model, name or "demo model", None)
+    return DemoResult(bench, environment, _sample(bench, tokenizer))
+
+
+def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
+    """The prompt that the model continues with the least repetition, and the continuation.
+
+    A small model's greedy continuations often loop; those say little about what it can write.
+    """
+    drafted = [item for item in bench.measurements if item.stats is not None]
+    if not drafted:
+        return "", ""
+    best = max(drafted, key=lambda item: len(set(item.rows[0])) / max(len(item.rows[0]), 1))
+    text = tokenizer.decode(best.rows[0], skip_special_tokens=True)
+    return bench.prompts[best.prompts[0]].text, text
+
+
+def draw_chart(bench: BenchResult) -> Any:
+    """A figure with a bar for each contender: its tokens per second, with speedup and tau above."""
+    rows = [row for row in bench.runs() if row["task"] == ALL]
+    figure = new_figure(1.6 + 1.5 * len(rows), 4)
+    axes = figure.subplots()
+    plain = [row["strategy"] == row["baseline"] for row in rows]
+    colors = ["tab:gray" if one else "tab:blue" for one in plain]
+    bars = axes.bar(
+        [row["strategy"] for row in rows], [row["tokens_per_second"] for row in rows], color=colors
+    )
+    axes.bar_label(bars, [f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows])
+    axes.set(ylabel="tokens per second", title="hf-spec demo: same text, fewer forward passes")
+    axes.margins(y=0.2)
+    return figure

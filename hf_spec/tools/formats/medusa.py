@@ -1,0 +1,125 @@
+"""Released heads of Medusa, alone or among the tensors of a model that was trained with them.
+
+Medusa's training script builds the blocks of a head from one module, so its files contain as many
+equal copies, which are read as separate blocks. A head's own projection is missing if it is shared
+(``"version": "2"``), or there is one copy of the base's (vLLM).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
+from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.tools.formats.tables import Files, Reader
+
+#: Names of tensors of head k, from 0, and its block j, for patterns below; of L blocks, ``k.L`` is
+#: the projection. They may be behind ``medusa_head.``, ``medusa_heads.`` or ``medusa.``.
+NAMES = (
+    "{k}.{j}.linear.{part}", "{k}.{L}.weight",  # FasterDecoding's
+    "{k}.{j}.linear.{rank}.{part}", "{k}.{L}.{rank}.weight",  # LMDeploy's, transposed
+    "{k}.medusa_layers.{j}.linear.{part}", "{k}.lm_head.weight",  # TensorRT-LLM's and ModelOpt's
+    "blocks.{k}.layers.{j}.{part}", "lm_heads.{k}.weight",  # vLLM's
+)  # fmt: skip
+_PATTERNS = [
+    re.compile(
+        r"(?:module\.)?(?:(?:.+\.)?medusa(?:_heads?)?\.)?"
+        + re.sub(r"\{(\w+)\}", r"(?P<\1>\\d+)", name.replace(".", r"\.")).replace(
+            r"(?P<part>\d+)", "(?P<part>weight|bias)"
+        )
+    )
+    for name in NAMES
+]
+#: Head and block; a projection has the number 0.
+_Key = tuple[int, int]
+
+
+def parse(name: str) -> dict[str, str] | None:
+    """The parts of a tensor's name by the names in `NAMES`; None if it is none of a head."""
+    matches = (pattern.fullmatch(name) for pattern in _PATTERNS)
+    return next((match.groupdict() for match in matches if match), None)
+
+
+def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
+    """Fields of ``MedusaConfig`` and the adapter's parameters, from released tensors by name.
+
+    Raises:
+        ValueError: there are no heads, or tensors are missing, duplicate or do not fit together.
+    """
+    found: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}, "projection": {}}
+    ends: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if (parts := parse(name)) is None:
+            continue
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
+        head, block, end, rank = (int(parts.get(one, "0")[:9]) for one in ("k", "j", "L", "rank"))
+        if rank:
+            raise ValueError(f"{name!r}: heads split over ranks are not read, only rank 0.")
+        if head >= MAX_FUTURE or max(block, end) > MAX_BLOCKS:
+            raise ValueError(
+                f"{name[:80]!r}: at most {MAX_FUTURE} heads of {MAX_BLOCKS} blocks each are read."
+            )
+        if "L" in parts:
+            ends[head] = end
+        same = found[parts.get("part", "projection")]
+        if (head, block) in same:
+            raise ValueError(f"{name!r} is there twice, under different names.")
+        same[head, block] = tensor.T if "rank" in parts and tensor.ndim == 2 else tensor
+    blocks, projections = found["weight"], found["projection"]
+    if not blocks:
+        raise ValueError(
+            "it holds no heads: no '0.0.linear.weight' nor 'blocks.0.layers.0.weight', with "
+            "'medusa_head.' or the like before it"
+        )
+    heads, layers = (1 + max(key[at] for key in blocks) for at in (0, 1))
+    wanted = [(head, layer) for head in range(heads) for layer in range(layers)]
+    hidden = next(iter(blocks.values())).shape[-1]
+    weights = _stacked("block", blocks, wanted, (hidden, hidden))
+    biases = weights.new_zeros(len(wanted), hidden)
+    if found["bias"]:
+        biases = _stacked("bias", found["bias"], wanted, (hidden,))
+    result = {WEIGHTS: weights, BIASES: biases}
+    result = {name: one.unflatten(0, (heads, layers)) for name, one in result.items()}
+    shared = not projections or (set(projections) == {(0, 0)} and heads > 1)  # a copy of the base's
+    if not shared:
+        for head, end in ends.items():
+            if end != layers:
+                raise ValueError(
+                    f"head {head} has its projection behind {end} blocks, but {layers} blocks."
+                )
+        vocab = len(next(iter(projections.values())))
+        keys = [(head, 0) for head in range(heads)]
+        result[PROJECTION] = _stacked("projection", projections, keys, (vocab, hidden))
+    projection = "shared" if shared else "own"
+    return {"num_heads": heads, "num_layers": layers, "projection": projection}, result
+
+
+def _stacked(
+    what: str, found: Mapping[_Key, Tensor], wanted: Sequence[_Key], shape: tuple[int, ...]
+) -> Tensor:
+    """One tensor of those of all heads, which must have them all, of this shape."""
+    for head, block in wanted:
+        if (head, block) not in found:
+            where = f"head {head}" + f", block {block}" * (what != "projection")
+            raise ValueError(f"{where} has no {what}, others have one.")
+        if found[head, block].shape != shape:
+            raise ValueError(
+                f"a tensor of head {head} has shape {tuple(found[head, block].shape)}, expected "
+                f"{shape}."
+            )
+    if unknown := found.keys() - set(wanted):
+        raise ValueError(f"there is a {what} of head {min(unknown)[0]}, which has no blocks.")
+    return torch.stack([found[key] for key in wanted])
+
+
+def wants(name: str) -> bool:
+    return parse(name) is not None
+
+
+READERS = {"medusa": Reader(wants, convert, lambda _, names: any(map(wants, names)))}

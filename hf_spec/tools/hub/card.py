@@ -1,0 +1,131 @@
+"""Renders the card of an adapter folder from its configs and results.
+
+The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``Method.card``,
+with the variables ``adapter`` (the adapter's config), ``options``, ``search``
+(``search.json``, or None) and ``files`` (names in the folder). ``hub_cards/training.md`` adds a
+section for trained adapters. The card depends on the folder alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from hf_spec.core.checks import INSTALL
+from hf_spec.drafting.options import ACCEPTANCE_RULES
+from hf_spec.files import read_json, write_atomically
+from hf_spec.methods.registry import Method
+from hf_spec.tools.hub.folder import CARD, CONFIG, is_repository, read_spec_config, write_shim
+
+RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
+#: Ends a card of ours, with a hash of its text: that of an edited card is another.
+MARK = "<!-- Written by hf_spec, {}. A card that was edited since is kept. -->"
+METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
+#: What PEFT appends to each card when it saves an adapter.
+PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTILINE)
+
+
+def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
+    """The text of a card, with the adapter's name on the Hub and that of its base model; by default
+    the folder's name, and what ``adapter_config.json`` says."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    method, options = read_spec_config(folder)
+    adapter = read_json(folder / CONFIG)
+    base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
+    public = is_repository(base_model) and base_model != "the base model"
+    search, training = (read_json(folder / one, optional=True) for one in (SEARCH, TRAINING))
+    repository = repository or folder.resolve().name
+    facts: dict[str, Any] = {"adapter": adapter, "options": options}
+    names = sorted(path.name for path in folder.iterdir())
+    section = trained = ""
+    if method.card.is_file():  # the method's own section
+        section = _render(method.card, **facts, search=search or None, files=names)
+    if training:
+        best = training.get("best") or {}
+        distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
+        source = files("hub_cards") / "training.md"
+        trained = _render(source, training=training, distances=list(distances))
+    acceptance = method.parse_options(options).acceptance
+    card = ModelCard.from_template(
+        ModelCardData(
+            base_model=base_model if public else None, library_name="peft",
+            pipeline_tag="text-generation", tags=["hf_spec", "speculative-decoding", method.name],
+        ),
+        template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
+        install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
+        base_model=base_model, base_is_repository=public, method=method, **facts,
+        lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,
+        figures=_figures(folder, method, search), section=section, training=trained,
+    )  # fmt: skip
+    return f"{str(card).rstrip()}\n\n{_mark(card.text)}\n"
+
+
+def renewed_card(folder: Path, repository: str, base_model: str | None = None) -> str:
+    """The text of a folder's card, rendered anew with other names unless a person has written or
+    edited it; metadata that hf_spec and PEFT don't set, such as a license, stays."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    text = (folder / CARD).read_text(encoding="utf-8")
+    body = PEFT_VERSION.sub("", METADATA.sub("", text))
+    of_peft = ModelCard.from_template(ModelCardData()).text
+    before, _, last = body.rstrip().rpartition("\n")
+    if last != _mark(before) and body.split() != of_peft.split():
+        return text
+    card, new = ModelCard(text), ModelCard(render_card(folder, repository, base_model))
+    for key, value in card.data.to_dict().items():
+        if new.data.get(key) is None:
+            new.data[key] = value
+    return str(new)
+
+
+def _mark(text: str) -> str:
+    """The last line of a card of ours with this text, whose line breaks and spaces don't count."""
+    return MARK.format(hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16])
+
+
+def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
+    """Write ``README.md`` (:func:`render_card`), whose path is returned, and
+    ``custom_generate/generate.py`` to an adapter folder."""
+    text = render_card(folder, repository, base_model)
+    write_shim(folder)
+    write_atomically(folder / CARD, text)
+    return folder / CARD
+
+
+def _render(source: Traversable, **values: Any) -> str:
+    from jinja2 import Template
+
+    return Template(source.read_text(encoding="utf-8")).render(**values).strip()
+
+
+def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, Any] | None:
+    """The strategy's figures in the folder's ``results.json``; None if there is no such file."""
+    if not (folder / RESULTS).is_file():
+        return None
+    data = read_json(folder / RESULTS)
+    try:
+        environment, size = data["environment"], data["runs"][0]["batch_size"]
+        runs = [row for row in data["runs"] if row["batch_size"] == size]
+        speeds = {(row["strategy"], row["task"]): row["tokens_per_second"] for row in runs}
+        strategy = next(name for name, _ in speeds if name.partition("@")[0] == method.name)
+        own = [{**row, "plain": speeds[row["baseline"], row["task"]]}
+               for row in runs if row["strategy"] == strategy]  # fmt: skip
+        by_task = len(own) > 2  # a single task has the same figures as "all"
+        asked = environment.get("prompts_sha256")
+        searched = bool(search) and search["environment"].get("prompts_sha256") == asked
+        return {
+            "rows": own if by_task else own[-1:], "by_task": by_task, "batch_size": size,
+            "development": searched and not environment.get("held_out"),
+            "environment": environment,
+        }  # fmt: skip
+    except (LookupError, TypeError, StopIteration) as error:
+        raise ValueError(
+            f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for {method.name!r}: "
+            f"{error!r}"
+        ) from error

@@ -1,0 +1,246 @@
+"""Search for the sublayers that ``layer_skip`` leaves out when it drafts.
+
+Draft & Verify (section 3.3) maximizes speed over z in {0, 1}^(2L) by Bayesian optimization with a
+Gaussian process; so does Optuna's ``GPSampler``. A trial decodes the development prompts with a
+choice of sublayers, and its value is the tokens per second. The best of many trials owes some of
+its value to luck and to the prompts that it was chosen on, so the best few are measured on other
+prompts, in turns with plain decoding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.core.checks import check_choice, check_same_settings, first_line
+from hf_spec.core.memory import forget
+from hf_spec.tools.bench.contenders import Contender, ours
+from hf_spec.tools.bench.environment import device_of
+from hf_spec.tools.bench.prompts import Prompt, encode_prompts
+from hf_spec.tools.bench.results import BenchResult
+from hf_spec.tools.bench.runner import run
+from hf_spec.tools.bench.session import Session
+from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.modules import num_layers
+
+STRATEGY = "layer_skip"
+#: Optuna's storage, an append-only file of JSON lines in the output folder.
+STUDY_FILE = "study.jsonl"
+#: What chooses the next trial, and what breaks off slow ones: a Gaussian process, as in the paper,
+#: which would learn nothing from those; or tree-structured Parzen estimators, which do.
+SAMPLERS = {"gp": ("GPSampler", "NopPruner"), "tpe": ("TPESampler", "MedianPruner")}
+#: Number of best choices that are measured on held-out prompts.
+FINALISTS = 3
+#: During trials every step drafts; otherwise bad choices would look like plain decoding.
+TRIAL_OPTIONS: dict[str, Any] = {"draft_exit": "adaptive", "drafting": "always"}
+
+#: Layers whose attention and whose MLP are skipped, by the names of the strategy's options.
+Choice = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search optimizes; a study can only be continued with the same settings."""
+
+    max_new_tokens: int = 64
+    max_draft: int = 12  # K, most tokens drafted per step
+    seed: int = 0
+    sampler: str = "gp"  # one of `SAMPLERS`
+
+    def __post_init__(self) -> None:
+        check_choice("sampler", self.sampler, SAMPLERS)
+
+
+def skippable(model: Any) -> Choice:
+    """The layers whose attention / MLP can be skipped; a ValueError if there are none."""
+    sublayers: Choice = {"skip_attention": [], "skip_mlp": []}
+    reason = ""
+    for index in range(num_layers(model)):
+        for kind, layers in sublayers.items():
+            try:
+                LayerSkipper(model, **{kind: [index]})
+            except ValueError as error:
+                reason = str(error)
+                continue
+            layers.append(index)
+    if not any(sublayers.values()):
+        raise ValueError(f"no sublayer can be skipped: {reason}")
+    return sublayers
+
+
+def starting_points(sublayers: Choice) -> list[Choice]:
+    """The first choices to try: evenly spaced layers, middle ones, late ones, all attention."""
+    attention, mlp = sublayers["skip_attention"], sublayers["skip_mlp"]
+
+    def middle(layers: list[int], share: int) -> list[int]:
+        count = len(layers) // share
+        first = (len(layers) - count) // 2
+        return layers[first : first + count]
+
+    pairs = [
+        (attention[1::2], mlp[1::2]),
+        (attention[1::2], []),
+        (middle(attention, 2), middle(mlp, 4)),
+        (middle(attention, 2), middle(mlp, 2)),
+        (attention[len(attention) // 2 : -1], mlp[len(mlp) // 2 : -1]),
+        (attention[1:-1], []),
+        (attention[2::3], mlp[2::3]),
+    ]
+    return [{"skip_attention": a, "skip_mlp": m} for a, m in pairs if a or m]
+
+
+class LayerSearch:
+    """A search on a model with development prompts, whose study is in an existing folder: it can be
+    interrupted and continued, with the same settings."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path,
+        settings: Settings,
+    ):  # fmt: skip
+        if not prompts:
+            raise ValueError("nothing to search on: no prompts")
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.sublayers = skippable(model)
+        self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
+        self.study = open_study(folder, settings)
+        texts = json.dumps([prompt.full_text for prompt in prompts])
+        identity = {
+            **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
+            "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
+        }  # fmt: skip
+        if "identity" not in self.study.user_attrs:
+            self.study.set_user_attr("identity", identity)
+        known = self.study.user_attrs["identity"]
+        check_same_settings(f"{str(folder)!r} holds a search", known, identity)
+        for choice in starting_points(self.sublayers):
+            self.study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
+
+    def _parameters(self, choice: Choice) -> dict[str, bool]:
+        """Optuna's parameters of a choice."""
+        return {
+            f"{kind}_{layer}": layer in choice[kind]
+            for kind, layers in self.sublayers.items()
+            for layer in layers
+        }
+
+    def choice(self, parameters: dict[str, bool]) -> Choice:
+        """Inverse of :meth:`_parameters`."""
+        return {
+            kind: [layer for layer in layers if parameters[f"{kind}_{layer}"]]
+            for kind, layers in self.sublayers.items()
+        }
+
+    def search(self, trials: int, progress: Callable[[int, int, Any], None]) -> None:
+        """Run trials until there are ``trials`` finished ones, those of earlier runs included;
+        ``progress(finished, trials, best)`` is called with the best trial so far, or None."""
+
+        def report(*_: Any) -> None:
+            progress(self.finished, trials, next(iter(self.ranked(1)), None))
+
+        report()
+        options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
+        with Session.open(self.model, self.tokenizer, options, []) as session:
+            self.study.optimize(
+                lambda trial: self._trial(session, trial),
+                n_trials=max(trials - self.finished, 0), callbacks=[report],
+            )  # fmt: skip
+
+    @property
+    def finished(self) -> int:
+        """Number of finished trials, those that were pruned included."""
+        ends = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        return len(self.study.get_trials(deepcopy=False, states=ends))
+
+    def _trial(self, session: Session, trial: Any) -> float:
+        """Tokens per second of decoding the prompts with the trial's choice."""
+        names = self._parameters(dict.fromkeys(self.sublayers, []))
+        skipped = {name: trial.suggest_categorical(name, [False, True]) for name in names}
+        choice = self.choice(skipped)
+        contender = self.contender(choice, **TRIAL_OPTIONS)
+        forget(self.model)  # a choice's value must not depend on earlier trials
+        tokens, seconds = 0, 0.0
+        for done, ids in enumerate(self.ids, 1):
+            spent, (answer,), *_ = session.generate(contender, [ids])
+            tokens, seconds = tokens + len(answer), seconds + spent
+            trial.report(tokens / seconds, done)
+            if done < len(self.ids) and trial.should_prune():
+                raise optuna.TrialPruned
+        return tokens / seconds
+
+    def contender(self, choice: Choice, name: str = STRATEGY, **options: Any) -> Contender:
+        """A choice as a contender of benchmarks."""
+        kwargs = {**choice, "max_draft": self.settings.max_draft, **options}
+        return Contender(name, ours(STRATEGY, kwargs))
+
+    def ranked(self, count: int) -> list[Any]:
+        """The complete trials of the largest values, each choice once."""
+        states = (optuna.trial.TrialState.COMPLETE,)
+        complete = self.study.get_trials(deepcopy=False, states=states)
+        distinct: dict[str, Any] = {}
+        for trial in sorted(complete, key=lambda trial: -trial.value):
+            distinct.setdefault(json.dumps(trial.params, sort_keys=True), trial)
+        return list(distinct.values())[:count]
+
+    def confirm(
+        self, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
+    ) -> tuple[Choice, list[dict[str, Any]], BenchResult]:
+        """Measure the best trials in turns with plain decoding, on prompts that they did not see if
+        there are any, then the best of them once more.
+
+        Returns:
+            The best choice; an entry for each of the best trials; the last measurement, in which
+            the choice's speed is not the largest of several.
+        """
+        best = self.ranked(FINALISTS)
+        if not best:
+            raise ValueError("every trial was pruned: continue with more --trials")
+        names = {f"{STRATEGY}:{trial.number}": self.choice(trial.params) for trial in best}
+        first = self._measure(prompts, names, progress)
+        entries = [
+            {
+                "trial": trial.number, **choice, "tokens_per_second": trial.value,
+                **{key: first.overall(name)[key] for key in ("speedup", "speedup_interval", "tau")},
+            }
+            for trial, (name, choice) in zip(best, names.items())
+        ]  # fmt: skip
+        choice = names[max(names, key=lambda name: first.overall(name)["speedup"])]
+        return choice, entries, self._measure(prompts, {STRATEGY: choice}, progress)
+
+    def _measure(
+        self, prompts: Sequence[Prompt], choices: dict[str, Choice],
+        progress: Callable[[int, int], None],
+    ) -> BenchResult:  # fmt: skip
+        lineup = [self.contender(choice, name) for name, choice in choices.items()]
+        result = run(
+            self.model, self.tokenizer, prompts, lineup,
+            max_new_tokens=self.settings.max_new_tokens, progress=progress,
+        )  # fmt: skip
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return result
+
+
+def open_study(folder: Path, settings: Settings | None = None) -> Any:
+    """The Optuna study in a folder, created if there is none; a ValueError if it cannot be read."""
+    settings = settings or Settings()
+    sampler, pruner = SAMPLERS[settings.sampler]
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
+    try:
+        return optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend), study_name=STRATEGY,
+            direction="maximize", load_if_exists=True,
+            sampler=getattr(optuna.samplers, sampler)(seed=settings.seed),
+            pruner=getattr(optuna.pruners, pruner)(),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, AssertionError) as error:  # the last is Optuna's, too
+        raise ValueError(
+            f"cannot use {STUDY_FILE} in {str(folder)!r}: {first_line(error)}; give another folder"
+        ) from error

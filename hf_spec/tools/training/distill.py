@@ -1,0 +1,296 @@
+"""Generates training data: a model's own answers to prompts.
+
+The prompts are divided into batches of similar length. The answers of a batch depend only on the
+settings and its number, not on interruptions or the number of processes. This module knows no
+command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.core.checks import check_same_settings
+from hf_spec.decoding.auto import LOOKUPS, choose
+from hf_spec.files import read_json, write_atomically, writing
+from hf_spec.model.loading import chosen_device
+from hf_spec.tools.bench.contenders import BASELINE, Contender, ours
+from hf_spec.tools.bench.environment import environment_of
+from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
+from hf_spec.tools.bench.session import Session
+from hf_spec.tools.data import Prompt, read
+from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+logger = logging.getLogger(__name__)
+
+#: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
+#: pay depends on step times, and would make sampled numbers and ties depend on them, too.
+OPTIONS = {"drafting": "always"}
+#: Options of prompt lookup: in a batch, a few draft tokens per sequence fill a step.
+LOOKUP_OPTIONS = {"max_nodes": 4}
+#: New tokens of the trial that finds the fastest strategy.
+TRIAL = 48
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that determine the answers, as the options of ``hf-spec distill``.
+
+    ``prompts`` has the name of each file by its SHA-256, and is empty where the model writes
+    ``limit`` prompts itself. None stands for all prompts, plain ``generate``, no adapter and the
+    model's own numbers.
+    """
+
+    model: str
+    prompts: dict[str, str]
+    limit: int | None = None
+    max_new_tokens: int = 128
+    batch_size: int = 8
+    strategy: str | None = None
+    strategy_kwargs: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
+    dtype: str = "bfloat16"
+    seed: int = 0
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments for ``generate``, without those of the strategy."""
+        names = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class AnswerFolder:
+    """The output folder: answers are appended as JSON lines while they are made. The provenance is
+    written before the first one; that of a finished folder has ``rows``."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.answers, self.provenance = path / ANSWERS, path / PROVENANCE
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is known how its answers are made."""
+        return self.provenance.is_file()
+
+    def check(self, settings: dict[str, Any]) -> bool:
+        """Whether the folder is finished; a ValueError if it was generated with other settings (as
+        JSON types; only these are compared)."""
+        if self.begun:
+            before = read_json(self.provenance)
+            check_same_settings(f"{str(self.path)!r} holds answers made", before, settings)
+            return "rows" in before
+        if self.answers.exists():
+            raise ValueError(
+                f"{str(self.answers)!r} is not of hf-spec distill: give another --output"
+            )
+        return False
+
+    def chosen(self) -> Contender | None:
+        """The contender that an interrupted run has found to be the fastest; None if none has."""
+        kwargs = read_json(self.provenance, optional=True).get("chosen")
+        if not kwargs:
+            return None if kwargs is None else BASELINE
+        return Contender(kwargs["assistant_strategy"], kwargs)
+
+    def begin(self, provenance: dict[str, Any]) -> None:
+        """Write how the answers are made, and drop a last line that was not written to its end."""
+        write_atomically(self.provenance, json.dumps(provenance, indent=1))
+        with self.answers.open("ab+") as file:
+            file.seek(0)
+            whole = sum(len(line) for line in file if line.endswith(b"\n"))
+            if whole < file.tell():
+                logger.warning("%s: the last line was cut off and is made again", self.answers)
+            file.truncate(whole)
+
+    def lengths(self) -> dict[int, int]:
+        """Number of tokens of each answer, by the index of its prompt."""
+        answers = read(self.answers, lambda row: row.fields)
+        return {answer["index"]: len(answer["answer_ids"]) for answer in answers}
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append answers."""
+        with writing(self.path), self.answers.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+def read_sources(
+    paths: Sequence[Path], limit: int | None = None
+) -> tuple[list[Prompt], dict[str, str]]:
+    """At most ``limit`` prompts, divided evenly among categories, in the order of the files; and
+    the name of each file by its SHA-256. A ValueError if one is invalid, or given twice."""
+    prompts: list[Prompt] = []
+    names: dict[str, str] = {}
+    for path in paths:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        if digest in names:
+            raise ValueError(f"the prompts of {str(path)!r} are given twice: leave one of them out")
+        prompts += [replace(prompt, source=path.name) for prompt in read_prompts(path)]
+        names[digest] = path.name
+    return spread(prompts, limit), names
+
+
+def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices of the prompts of each batch, grouped by their lengths in tokens, longest first."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def seed_batch(seed: int, number: int) -> None:
+    """Seed the sampling of a batch."""
+    torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """SHA-256 of a tokenizer's vocabulary, special tokens and chat template."""
+    facts = [
+        sorted(tokenizer.get_vocab().items()),
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        getattr(tokenizer, "chat_template", None),
+    ]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def processes(device: str | None) -> PartialState:
+    """The processes of ``accelerate launch`` or ``torchrun``; otherwise this process alone."""
+    from accelerate import PartialState
+
+    launched = int(os.environ.get("LOCAL_RANK", -1)) >= 0
+    on_cpu = chosen_device(device).startswith("cpu")
+    # The timeout is how long processes wait for each other.
+    return PartialState(cpu=launched and on_cpu, timeout=timedelta(days=7))
+
+
+def distill(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: AnswerFolder,
+    settings: Settings, contender: Contender | None, state: PartialState,
+    progress: Callable[..., Any] = lambda done, total, note: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Generate the answers that the folder lacks, finish it, and return its provenance, of which
+    ``measured`` is of this run. Every process calls this; the main process writes.
+
+    Args:
+        model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
+        folder: locked by the main process.
+        contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
+            which the folder keeps.
+        progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
+            tokens per second so far.
+    """
+    from accelerate.utils import broadcast_object_list, gather_object
+
+    token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
+    facts = _facts(model, tokenizer, settings)
+    folder.check(facts)
+    state.wait_for_everyone()  # no process writes before all have looked
+    everything = batches([len(ids) for ids in token_ids], settings.batch_size)
+    if contender is None:
+        contender = folder.chosen()
+    if contender is None:
+        middle = [token_ids[index] for index in everything[len(everything) // 2]]
+        found = [fastest(model, tokenizer, middle, settings) if state.is_main_process else None]
+        contender = broadcast_object_list(found)[0]
+    assert contender is not None
+    facts["chosen"] = contender.kwargs
+    with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
+
+        def generate(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
+            """Seconds, steps and rows of a batch, which has a seed of its own."""
+            seed_batch(settings.seed, number)
+            batch = [token_ids[index] for index in indices]
+            seconds, answers, steps, _ = session.generate(contender, batch)
+            rows = [
+                {
+                    "prompt_ids": token_ids[index], "answer_ids": answer,
+                    "prompt": prompts[index].full_text,
+                    "answer": tokenizer.decode(answer, skip_special_tokens=True),
+                    "category": prompts[index].category, "source": prompts[index].source,
+                    "question_id": str(prompts[index].question_id), "index": index,
+                }
+                for index, answer in zip(indices, answers)
+            ]  # fmt: skip
+            return seconds, steps, rows
+
+        if state.is_main_process:
+            folder.begin(facts)
+        state.wait_for_everyone()
+        lengths = folder.lengths()
+        work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
+        seconds, steps, tokens = 0.0, 0, 0
+        state.wait_for_everyone()
+        for start in range(0, len(work), state.num_processes):
+            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
+            progress(len(everything) - len(work) + start, len(everything), note=speed)
+            own = work[start : start + state.num_processes][state.process_index :][:1]
+            for batch_seconds, batch_steps, rows in gather_object([generate(*one) for one in own]):
+                seconds, steps = seconds + batch_seconds, steps + batch_steps
+                tokens += sum(len(row["answer_ids"]) for row in rows)
+                new = [row for row in rows if row["index"] not in lengths]
+                lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
+                if state.is_main_process:
+                    folder.add(new)
+        progress(len(everything), len(everything), note="")
+    environment = environment_of(model, settings.model, None)
+    for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
+        del environment[name]
+    total = sum(lengths.values())
+    provenance = {
+        **facts, "model_revision": getattr(model.config, "_commit_hash", None),
+        "truncated_prompts": truncated, "processes": state.num_processes,
+        "environment": environment, "rows": len(prompts),
+        "answer_tokens": total, "mean_answer_tokens": total / len(prompts),
+        "measured": {  # seconds in ``generate``, added up over processes
+            "answer_tokens": tokens, "seconds": seconds,
+            "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
+        },
+    }  # fmt: skip
+    if state.is_main_process:
+        write_atomically(folder.provenance, json.dumps(provenance, indent=1))
+    state.wait_for_everyone()
+    return provenance
+
+
+def fastest(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings
+) -> Contender:
+    """What begins to answer a batch of prompts fastest: plain ``generate``, or what ``auto`` takes;
+    under sampling the latter, as its answers depend on the strategy, and must not on time."""
+    choice = choose(model)
+    options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
+    drafting = Contender(choice.strategy, ours(choice.strategy, options))
+    if settings.do_sample:
+        return drafting
+    length = min(settings.max_new_tokens, TRIAL)
+    limited = {**settings.generate_kwargs, "max_new_tokens": length}
+    with Session.open(model, tokenizer, limited, [drafting]) as session:
+        plain, drafted = session.speeds((BASELINE, drafting), [prompts])
+    return drafting if drafted > plain else BASELINE
+
+
+def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
+    """All that the answers depend on, as JSON types."""
+    defaults = model.generation_config.to_diff_dict()
+    defaults.pop("transformers_version", None)
+    config = {key: defaults[key] for key in defaults if key[0] != "_"}
+    facts = {
+        **asdict(settings), "model_fingerprint": fingerprint(model),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer), "generation_config": config,
+    }  # fmt: skip
+    return json.loads(json.dumps(facts))

@@ -1,0 +1,306 @@
+"""Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
+
+import dataclasses
+import json
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_spec.adapters.active import require_active
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.core.checks import check_count, check_range, nearest, setting
+from hf_spec.decoding.selfcheck import check_tree_forward
+from hf_spec.files import write_atomically, writing
+from hf_spec.methods.registry import Method, methods
+from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
+from hf_spec.tools.hub.card import TRAINING
+from hf_spec.tools.hub.folder import attached, save_adapter
+from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, collate
+from hf_spec.tools.training.base_weights import bit_sums, save_model
+from hf_spec.tools.training.evaluation import EvalDecoding
+from hf_spec.tools.training.kept_states import kept_states
+from hf_spec.tools.training.report import expected
+from hf_spec.tools.training.sharded import gathered
+from hf_spec.tools.training.start import continued, load_trained, new_config, set_vocabulary
+from modeling_patches.support import check_model
+
+logger = logging.getLogger(__name__)
+
+#: Epochs of a training that ends by time.
+UNCOUNTED = 10_000
+
+
+@dataclass
+class SpecArguments(TrainingArguments):
+    """``TrainingArguments`` with what an adapter's training has besides."""
+
+    num_anchors: int | None = setting(
+        None, "Most random positions per sequence that have probes. Default: the method's."
+    )
+    max_minutes: float | None = setting(
+        None,
+        "Minutes to train for, evaluations included; each decodes for a tenth of them at most. The "
+        "learning rate then follows the time, and epochs are not counted unless num_train_epochs "
+        "is given.",
+    )
+    kept_states: float = setting(
+        16.0,
+        "Gigabytes of the base's hidden states that may be kept on disk until the training ends, "
+        "instead of computed in every epoch; at most half of the free disk. 0: none.",
+    )
+    max_length: int = setting(1024, "Longer sequences are cut, in tokens.")
+    held_out: int = setting(32, "Answers kept for evaluation, at most a quarter of all.")
+    served_prompts: int = setting(16, "Held-out prompts decoded at each evaluation.")
+    served_tokens: int = setting(64, "New tokens of each.")
+
+    def __post_init__(self) -> None:
+        counts = ["max_length", "held_out", "served_prompts", "served_tokens"]
+        counts += ["max_steps"] * (self.max_steps != -1)  # the Trainer's default: by epochs
+        counts += ["num_anchors"] * (self.num_anchors is not None)
+        for name in counts:
+            check_count(name, getattr(self, name))
+        check_range("kept_states", self.kept_states, 0.0, 10**6)
+        if self.max_minutes is not None:
+            check_range("max_minutes", self.max_minutes, 0.0, 10**6, open_low=True)
+            if self.warmup_steps >= 1:
+                raise ValueError(
+                    f"warmup_steps={self.warmup_steps}: with max_minutes the number of steps is "
+                    "not known. Give a share of the training, below 1."
+                )
+        super().__post_init__()
+
+
+def trainable_method(name: str) -> Method:
+    """The method of this name; a ValueError if there is none, or it cannot be trained."""
+    known = methods()
+    trainable = {name: method for name, method in known.items() if method.training is not None}
+    if name not in trainable:
+        reason = f"{name!r} has nothing" if name in known else f"there is no method {name!r}"
+        raise ValueError(
+            f"{reason} to train{nearest(name, trainable)}; choose one of {', '.join(trainable)}."
+        )
+    return trainable[name]
+
+
+def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
+    """Fields of the method's adapter config that a user may set."""
+    fields = added_fields(method.adapter_config, SpecPeftConfig)
+    help_of = {name: field.metadata.get("help", "") for name, field in fields.items()}
+    return {name: field for name, field in fields.items() if "recorded" not in help_of[name]}
+
+
+def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Fields of a dataclass that its base does not have."""
+    inherited = {field.name for field in dataclasses.fields(base)}
+    return {field.name: field for field in dataclasses.fields(kind) if field.name not in inherited}
+
+
+def split(rows: Any, held_out: int) -> tuple[Any, Any]:
+    """Split a ``datasets.Dataset`` into training and held-out examples, always the same ones: one
+    at least, and at most a quarter of the data, which the log says."""
+    most = max(len(rows) // 4, 1)
+    if len(rows) < 2:
+        raise ValueError(
+            f"the data has {len(rows)} row: training needs at least 2, one to train on and one to "
+            "hold out"
+        )
+    if most < held_out:
+        logger.warning(
+            f"held_out={held_out}: of {len(rows)} answers {most} are held out, at most a quarter"
+        )
+    parts = rows.train_test_split(test_size=min(held_out, most), seed=0)
+    return parts["train"], parts["test"]
+
+
+def check_lengths(rows: Any, max_length: int) -> None:
+    """Raise a ValueError if sequences are cut before there is anything to predict in any of them;
+    if that is so in some, the log says in how many."""
+    pairs = zip(rows["prompt_ids"], rows["answer_ids"])
+    # The token behind a prompt is certain; what is trained predicts those that follow it.
+    short = sum(min(len(answer), max_length - len(prompt)) < 2 for prompt, answer in pairs)
+    message = (
+        f"in {short} of {len(rows)} sequences the first max_length={max_length} tokens hold less "
+        "than two of the answer, so that nothing is learned from them"
+    )
+    if short == len(rows):
+        raise ValueError(f"{message}: raise it, or give longer answers")
+    if short:
+        logger.warning(message)
+
+
+def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> SpecArguments:
+    """The arguments of a training whose checkpoints go to ``folder``: fields that are given, those
+    of the adapter's config, the method's, or the defaults; a ValueError names what is invalid."""
+    assert method.training is not None
+    values: dict[str, Any] = {
+        "output_dir": str(folder), "seed": 0, "lr_scheduler_type": "cosine",
+        "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 100,
+        "save_total_limit": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "tau", "greater_is_better": True,
+        "logging_steps": 10, "report_to": [], "remove_unused_columns": False,
+        "train_sampling_strategy": "group_by_length",  # little padding
+        "use_cpu": not torch.accelerator.is_available(), "ddp_find_unused_parameters": False,
+        **method.training, **config.training_defaults(),
+        **({} if given.get("max_minutes") is None else {"num_train_epochs": UNCOUNTED}),
+        **given,
+    }  # fmt: skip
+    values.setdefault("save_steps", values["eval_steps"])
+    values.setdefault("per_device_eval_batch_size", values.get("per_device_train_batch_size", 8))
+    return SpecArguments(**values)
+
+
+def train(
+    model: Any, rows: Any, method_name: str, output: Path, config: dict[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None, options: dict[str, Any] | None = None,
+    resume: bool = False, provenance: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
+    tokenizer: Any = None, start: Path | None = None, dry_run: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Train an adapter and write it to ``output``, except for the card.
+
+    Args:
+        model: the base model; unchanged afterwards, unless the config trains it.
+        rows: a ``datasets.Dataset`` with ``prompt_ids`` and ``answer_ids``.
+        output: the adapter folder; checkpoints go to ``checkpoints`` in it.
+        config: fields of the method's adapter config.
+        arguments: fields of :class:`SpecArguments`; the method's defaults are used for others.
+        options: options of the strategy, stored beside the adapter and used in evaluation.
+        resume: whether to continue from the last checkpoint in ``output``.
+        provenance: origin of the data, stored in the record.
+        tokenizer: saved beside the base model, if that is trained.
+        start: folder of a trained adapter of the method, from whose weights training goes on. If
+            ``config`` gives it a Markov head, only that is trained.
+        dry_run: whether to train a few steps only, evaluate once and write nothing.
+
+    Returns:
+        The record, as written to ``training.json``; empty in all processes but the main one. Of a
+        dry run, ``expected``: how long the training will take, in words.
+    """
+    from hf_spec.tools.training.trainer import SpecTrainer
+
+    options, config, arguments = options or {}, config or {}, arguments or {}
+    method = trainable_method(method_name)
+    method.parse_options(options)
+    record: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if dry_run:
+            output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            never = {"save_strategy": "no", "eval_strategy": "no"}
+            arguments = {**arguments, **never, "load_best_model_at_end": False}
+        folder = output / "checkpoints"
+        last = _last_checkpoint(folder)
+        if last is not None and not resume:
+            raise ValueError(
+                f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, "
+                "or choose another --output"
+            )
+        # Of a model that was loaded in parts all weights are needed until training begins.
+        with gathered(model.parameters()):
+            # A model that cannot be decoded is refused before training.
+            check_model(model)
+            check_tree_forward(model, "training")
+            set_seed(arguments.get("seed", 0))
+            if start is None:
+                adapter_config, gets_head = new_config(method, model, config), False
+            else:
+                adapter_config, gets_head = continued(method, start, config)
+            args = spec_arguments(method, folder, adapter_config, **arguments)
+            training_rows, held_out_rows = split(rows, args.held_out)
+            check_lengths(training_rows, args.max_length)
+            # Names only: parameters that are held here would stay whole where others are sharded.
+            base = [name for name, _ in model.named_parameters()]
+            before = bit_sums(map(model.get_parameter, base))
+            trained = None if gets_head else start
+            peft_model = stack.enter_context(
+                attached(model, adapter_config, in_float32=True, trained=trained)
+            )
+            for name in base if adapter_config.trains_base else ():
+                model.get_parameter(name).requires_grad_(True)
+            adapter = require_active(model, adapter_config.type_name, method.name)
+            if start is None:
+                set_vocabulary(adapter, model, training_rows["answer_ids"])
+            elif gets_head:
+                load_trained(adapter, start)
+        anchors = args.num_anchors or method.num_anchors
+        data = {"num_anchors": anchors, "max_length": args.max_length, "seed": args.seed}
+        prompts = [list(ids) for ids in held_out_rows["prompt_ids"][: args.served_prompts]]
+        trainer = SpecTrainer(
+            model=peft_model, args=args, data_collator=collate,
+            train_dataset=AnswerDataset(training_rows, **data),
+            eval_dataset=AnswerDataset(held_out_rows, **data, random=False),
+            eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
+            callbacks=[NewAnchors(), *callbacks],
+        )  # fmt: skip
+        trainer.report.dry_run = dry_run
+        stack.callback(trainer.report.close)
+        with writing(folder), kept_states(trainer, folder, before):
+            result = trainer.train(resume_from_checkpoint=last)
+        if dry_run:
+            each = trainer.evaluate()["eval_runtime"]
+            seconds = trainer.report.seconds_per_step
+            return {"expected": expected(seconds, args, trainer.state, each)}
+        state = trainer.whole_state()
+        if trainer.is_world_process_zero():
+            if adapter_config.trains_base:
+                save_model(model, output, adapter_config, tokenizer)
+            elif bit_sums(state[f"base_model.model.{name}"] for name in base) != before:
+                raise RuntimeError("training changed the base model; the adapter is not saved")
+            save_adapter(peft_model, output, method.name, options, state)
+            record = _record(trainer, method, options, adapter_config, result, provenance)
+            if start is not None:
+                record["started_from"] = start.name
+            write_atomically(output / TRAINING, json.dumps(record, indent=1))
+        trainer.accelerator.wait_for_everyone()
+    return record
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """The last checkpoint that is whole, if there is one."""
+    found = {
+        int(path.name.rpartition("-")[2]): str(path)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (path / TRAINER_STATE_NAME).is_file()  # which is written last
+    }
+    return found[max(found)] if found else None
+
+
+def _record(
+    trainer: Any, method: Method, options: dict[str, Any], config: Any, result: Any,
+    provenance: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    history = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
+    evaluations = [entry for entry in history if "eval_tau" in entry]
+    saved = [entry for entry in evaluations if entry["step"] == trainer.state.best_global_step]
+    args = trainer.args
+    batch_size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+    return {
+        "method": method.name,
+        "base_model": config.base_model_name_or_path,
+        "config": {name: getattr(config, name) for name in config_fields(method)},
+        "options": options,
+        "settings": {
+            "steps": trainer.state.global_step, "batch_size": batch_size,
+            "learning_rate": args.learning_rate, "schedule": args.lr_scheduler_type.value,
+            "num_anchors": args.num_anchors or method.num_anchors,
+            "max_length": args.max_length, "seed": args.seed,
+        },
+        "data": {
+            "rows": len(trainer.train_dataset), "held_out": len(trainer.eval_dataset),
+            "provenance": provenance,
+        },
+        "best": max(saved or evaluations, key=lambda entry: entry["eval_tau"], default=None),
+        "trainable_parameters": trainer.unwrapped.get_nb_trainable_parameters()[0],
+        "timed_steps": trainer.report.steps,  # those since the training was resumed
+        "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
+        "versions": {name: package_version(name) for name in PACKAGES},
+        "device": device_name(args.device),
+        "history": history,
+    }  # fmt: skip

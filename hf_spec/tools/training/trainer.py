@@ -1,0 +1,243 @@
+"""A Transformers ``Trainer`` whose evaluation also decodes with the adapter."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.core.stats import SpecStats
+from hf_spec.tools.training.anchors import SimilarLengths
+from hf_spec.tools.training.base_weights import load_checkpoint, save_checkpoint
+from hf_spec.tools.training.evaluation import EvalDecoding, top_k_counts, top_k_metrics
+from hf_spec.tools.training.report import Report
+from hf_spec.tools.training.sharded import gathered_state, whole_root
+
+#: Steps of a schedule that follows the time.
+FINE = 10_000
+#: Part of ``max_minutes`` that an evaluation may take.
+EVALUATING = 0.1
+
+
+class TimeLimit(TrainerCallback):
+    """Ends a training so that its last evaluation is over after ``max_minutes``, those before it
+    was resumed included."""
+
+    def __init__(self, trainer: SpecTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        spent = [entry["minutes"] for entry in state.log_history if "minutes" in entry]
+        self.trainer.began = time.monotonic() - 60 * max(spent, default=0.0)
+        self.trainer.see_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.see_time()
+        if self.trainer.progress >= 1:
+            control.should_training_stop = control.should_log = True
+            control.should_evaluate = control.should_save = True
+
+
+class SpecTrainer(Trainer):
+    """Trains a ``PeftModel`` with an adapter of hf_spec; evaluation decodes real prompts.
+
+    ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``, and ``eval_tau``,
+    ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its share; where FSDP2 or
+    ZeRO stage 3 shards the model, all decode the same prompts together. With ``max_minutes``, the
+    learning rate follows its schedule by time, not by steps. If the adapter's config has
+    ``trains_base``, checkpoints contain the base model's weights, too.
+    """
+
+    def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
+        metrics = {"compute_metrics": top_k_metrics, "preprocess_logits_for_metrics": top_k_counts}
+        super().__init__(*args, **metrics, **kwargs)
+        self.eval_decoding = eval_decoding
+        #: When the training began, by the clock; its seconds until the last step, and those of the
+        #: last evaluation, at first a guess.
+        self.began, self._time = 0.0, 0.0
+        self._evaluation = EVALUATING * 60 * (self.args.max_minutes or 0.0)
+        if self.args.max_minutes is not None:
+            self.add_callback(TimeLimit(self))
+        for usual in (ProgressCallback, PrinterCallback):
+            self.remove_callback(usual)
+        self.report = Report(self)
+        self.add_callback(self.report)
+        # The losses are means, so that Trainer must divide by the number of accumulated batches.
+        self.model_accepts_loss_kwargs = False
+        self.adapter_config: SpecPeftConfig = self.unwrapped.active_peft_config
+        self.trains_base = self.adapter_config.trains_base
+        if parse_flag_from_env("ACCELERATE_USE_FSDP") and not self.is_fsdp_enabled:
+            raise ValueError(
+                f"accelerate was told to use FSDP, and runs {self.args.world_size} process(es) on "
+                f"{self.args.device.type!r} without it: it shards over several accelerators only. "
+                "Launch it without FSDP, or where there are accelerators."
+            )
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                "accelerate was told to use FSDP of version 1, which hf_spec does not support: "
+                "launch it with --fsdp_version 2."
+            )
+        self.sharded: bool = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        later, method = sorted(self._untrained()), self.adapter_config.strategy
+        for unsupported, what, remedy in (
+            (later, f"a second stage, that of {', '.join(later)},", "train in one stage"),
+            (not self.adapter_config.shards, f"'hf-spec train {method}'",
+             "several processes with whole copies of the model work"),
+            (self.trains_base, "training the base model's own weights", "train low-rank updates"),
+        ):  # fmt: skip
+            if split and unsupported:
+                raise ValueError(
+                    f"{what} does not run under FSDP or DeepSpeed here: launch it without them, or "
+                    f"{remedy}."
+                )
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Create the Trainer's optimizer, with the learning rates of the adapter's parts."""
+        rates = self.adapter_config.learning_rates() if self.optimizer is None else {}
+        optimizer: Any = super().create_optimizer(*args, **kwargs)
+        for part, rate in rates.items():
+            chosen = {p for name, p in self.model.named_parameters() if f".{part}" in name}
+            for group in list(optimizer.param_groups):
+                moved = [p for p in group["params"] if p in chosen]
+                if moved:
+                    group["params"] = [p for p in group["params"] if p not in chosen]
+                    optimizer.add_param_group({**group, "params": moved, "lr": rate})
+        return optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        args = self.args
+        if args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return SimilarLengths(batch_size, self.train_dataset)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the Trainer's schedule, or the same over time."""
+        if self.args.max_minutes is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        schedule: Any = super().create_scheduler(FINE, optimizer)
+        if not hasattr(schedule, "lr_lambdas"):
+            raise ValueError(
+                f"lr_scheduler_type={self.args.lr_scheduler_type.value!r} cannot follow "
+                "max_minutes: choose another, such as cosine, or give max_steps instead."
+            )
+
+        def by_time(rate: Any) -> Any:
+            return lambda step: rate(round(FINE * self.progress))
+
+        schedule.lr_lambdas = list(map(by_time, schedule.lr_lambdas))
+        return schedule
+
+    @property
+    def progress(self) -> float:
+        """The part of the training that is over, from 0 to 1, without the last evaluation."""
+        if self.args.max_minutes is not None:
+            whole = 60 * self.args.max_minutes
+            return min(self._time / (whole - min(self._evaluation, whole / 2)), 1.0)
+        return self.state.global_step / max(self.state.max_steps, 1)
+
+    @property
+    def done(self) -> float:
+        """The part of the training that is over by now, from 0 to 1, with all evaluations."""
+        if self.args.max_minutes is not None:
+            return min((time.monotonic() - self.began) / (60 * self.args.max_minutes), 1.0)
+        return self.progress
+
+    def see_time(self) -> None:
+        """Look at the clock; that of the first process decides."""
+        seconds = [time.monotonic() - self.began, self._evaluation]
+        if self.args.world_size > 1:
+            broadcast_object_list(seconds)
+        self._time, self._evaluation = seconds
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.args.max_minutes is not None and self.is_in_train:
+            logs["minutes"] = round(self._time / 60, 3)
+        super().log(logs, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.trains_base and self.args.should_save:
+            save_checkpoint(self._base, Path(output_dir or self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.trains_base:
+            load_checkpoint(self._base, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.trains_base:
+            load_checkpoint(self._base, Path(self.state.best_model_checkpoint))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        for parameter in self._untrained().values():
+            parameter.grad = None  # the optimizer skips it
+        return loss
+
+    def _untrained(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of the adapter that are not trained yet, by name."""
+        names = self.adapter_config.untrained(self.progress)
+        adapter = find_active(self._base, self.adapter_config.type_name) if names else None
+        weights: dict[str, Any] = {} if adapter is None else adapter.weights()
+        return {name: weight for name, weight in weights.items() if name in names}
+
+    def whole_state(self) -> dict[str, Any]:
+        """The model's state dict with whole tensors; all processes call this, and the first one
+        gets those of sharded parameters."""
+        if self.is_fsdp_enabled:
+            return self.accelerator.get_state_dict(self.model)
+        return gathered_state(self.unwrapped, self.is_world_process_zero())
+
+    @property
+    def unwrapped(self) -> Any:
+        """The ``PeftModel`` inside accelerate's wrappers."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def _base(self) -> Any:
+        return self.unwrapped.get_base_model()
+
+    def evaluation_loop(
+        self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
+        began = time.monotonic()
+        self.report.describe("evaluating")
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.eval_decoding is not None:
+            stats = self._decode(self.eval_decoding, time.monotonic() - began)
+            output.metrics[f"{metric_key_prefix}_tau"] = stats.mean_accepted_tokens
+            for depth, rate in enumerate(stats.acceptance_per_position, start=1):
+                output.metrics[f"{metric_key_prefix}_acceptance_{depth}"] = rate
+        self.report.describe("")
+        self._evaluation = time.monotonic() - began
+        return output
+
+    def _decode(self, decoding: EvalDecoding, spent: float) -> SpecStats:
+        """Statistics of decoding; every process decodes its share of the prompts. With
+        ``max_minutes`` it ends when the evaluation, which has ``spent`` some seconds, has had its
+        part of them; it has a quarter of that at least."""
+        if self.sharded:
+            # Every forward gathers weights from all processes, so that they must run in step.
+            with whole_root(self.model):
+                return decoding.measure(self._base)
+        share = slice(self.args.process_index, None, self.args.world_size)
+        limit = self.args.max_minutes
+        part = EVALUATING * 60 * (limit or 0.0)
+        seconds = None if limit is None else max(part - spent, part / 4)
+        total = SpecStats()
+        for part in gather_object([decoding.measure(self._base, share, seconds)]):
+            total.merge(part)
+        return total
