@@ -1,8 +1,8 @@
 """Base class of hf_spec's adapter configs, which are saved as `adapter_config.json`."""
 
 import os
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 from peft import PeftConfig
 from torch import nn
@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 
 from hf_spec.adapters.base_model import check_facts, facts_of
 from hf_spec.adapters.repo_files import write_companions
-from hf_spec.core.checks import INSTALL, check_fields, setting
+from hf_spec.core.checks import INSTALL, check_fields, nearest, setting
 from modeling_patches.support import check_model
 
 #: Version of adapter_config.json and weights that this release writes, and the newest it reads.
@@ -54,6 +54,20 @@ class SpecPeftConfig(PeftConfig):
 
     format_version: int = setting(FORMAT_VERSION, "Version of the saved layout.")
     base_facts: dict[str, Any] | None = setting(None, "Shape of the base model (recorded).")
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        # PEFT would drop fields that it does not know, with a warning, whatever they say.
+        known = [item.name for item in fields(cls)]
+        unknown = sorted(given.keys() - {*known})
+        version = given.get("format_version", FORMAT_VERSION)  # newer ones: see __post_init__
+        if unknown and version == FORMAT_VERSION:
+            raise ValueError(
+                f"{cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}. If an "
+                "adapter_config.json has it, another version of hf_spec wrote that, and the weights "
+                f"may need what the field says. If it was a newer one, install that: {INSTALL}. If "
+                "it was an older one, train the adapter again."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         name = type(self).type_name

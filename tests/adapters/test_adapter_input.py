@@ -174,6 +174,14 @@ CONFIG_DEFECTS: Defects = {
         lambda f: edit(f, format_version=2),
         r"format_version=2; this hf_spec reads versions 1 to 1\. Install a newer one: pip install",
     ),
+    "newer, with more fields": (
+        lambda f: edit(f, format_version=2, num_more=4),
+        "format_version=2; this hf_spec reads",
+    ),
+    "unknown field": (
+        lambda f: edit(f, num_maskz=4),
+        r"Config has no field 'num_maskz' \(did you mean 'num_masks'\?\)\. If .* train the adapter",
+    ),
     "task": (lambda f: edit(f, task_type="SEQ_CLS"), "for causal language models.*'SEQ_CLS'"),
     "facts": (lambda f: edit(f, base_facts=[1]), r"base_facts must be a dict or None, got \[1\]"),
 }
@@ -353,6 +361,7 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
                 ({}, 0, "base_facts=0: must be a whole number of at least 1. Leave it out"),
             )
         ),
+        ("LayerSkip", {"skips": [1]}, "LayerSkipConfig has no field 'skips'"),
         ("LayerSkip", {"format_version": 2}, "format_version=2; this hf_spec reads versions 1 to"),
         ("LayerSkip", {"peft_type": "LORA"}, "LayerSkipConfig is of PEFT type LAYER_SKIP, got .*"),
         ("PPD", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 1 to 256"),
