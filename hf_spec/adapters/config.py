@@ -63,7 +63,7 @@ class SpecPeftConfig(PeftConfig):
         if unknown and version == FORMAT_VERSION:
             raise ValueError(
                 f"{cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}. If an "
-                "adapter_config.json has it, another version of hf_spec wrote that, and the weights "
+                "adapter_config.json has it, another version of hf_spec wrote that, and weights "
                 f"may need what the field says. If it was a newer one, install that: {INSTALL}. If "
                 "it was an older one, train the adapter again."
             )
