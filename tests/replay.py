@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
 #: Keywords of ``generate`` for recorded steps.
-RECORDED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="cudagraphs")}
+RECORDED = {"compile_config": CompileConfig(backend="cudagraphs")}
 
 
 class Replay:

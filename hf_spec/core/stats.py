@@ -102,7 +102,7 @@ class SpecStats:
         return self.plain_seconds / self.total_seconds if self.plain_seconds else None
 
     def __str__(self) -> str:
-        """Five lines; what did not occur is left out."""
+        """Up to six lines; what did not occur is left out."""
         name = f"{self.strategy}: " if self.strategy else ""
         total, tokens = self.total_seconds, self.num_generated_tokens
         lines = [
@@ -118,6 +118,12 @@ class SpecStats:
         if self.num_drafted_tokens or self.num_fallback_steps:
             lines.append(
                 f"{self.num_drafted_tokens} draft tokens; {self.num_fallback_steps} plain steps"
+            )
+        code = self.details.get("compiled")
+        if code:
+            why = f"; some ran without: {code['refused'][0]}" if code["refused"] else ""
+            lines.append(
+                f"{code['how']} steps: code ran {code['runs']} times, {code['made']} made{why}"
             )
         shares = self.acceptance_per_position[:SHOWN]
         if shares:

@@ -2,7 +2,8 @@
 
 As in Transformers, ``cache_implementation="static"`` requests them. Steps are then compiled on
 accelerators unless ``disable_compile`` is set, and elsewhere only with a ``compile_config``. On
-CUDA they are recorded as CUDA graphs, compiled or not: the backend ``cudagraphs`` compiles nothing.
+CUDA they are recorded as CUDA graphs, compiled or not: a ``compile_config`` with the backend
+``cudagraphs`` compiles nothing, and is a request by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from hf_spec.cache.buffers import SMALLEST
 from hf_spec.core.checks import check_count
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.model.captures import CUDA_GRAPHS
 from hf_spec.model.graphs import Graphs
 from modeling_patches.weights import placement
 
@@ -45,16 +47,18 @@ def graphs_for(
         drafter: the call's; it must not prune.
         kind: identifies its forwards: the strategy and its adapter.
     """
-    asked = getattr(config, "_static_steps", False) and not config.disable_compile
-    if not asked or (config.compile_config is None and model.device.type not in _ACCELERATORS):
+    compile_config = config.compile_config
+    records = compile_config is not None and compile_config.backend == CUDA_GRAPHS
+    static = getattr(config, "_static_steps", False)
+    by_default = model.device.type in _ACCELERATORS or compile_config is not None
+    if config.disable_compile or not (records or static and by_default):
         return None
     if drafter.pruning is not None:
         raise ValueError(
             f"prune=True with cache_implementation={STATIC!r}: compiled steps have fixed shapes, "
             "and what is pruned differs from step to step. Leave one of the two out."
         )
-    compile_config = config.compile_config or CompileConfig()
-    graphs = Graphs(model, compile_config, (kind, drafter.kind_of_forward))
+    graphs = Graphs(model, compile_config or CompileConfig(), (kind, drafter.kind_of_forward))
     graphs.tell = getattr(config, "_tell_made", None)
     return graphs
 

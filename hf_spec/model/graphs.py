@@ -144,6 +144,7 @@ class Graphs:
         running = fingerprint(model)
         self._kind = kind, running.state, config.backend, options
         self.made = 0  # graphs that this call has compiled, or tried to
+        self.runs = 0  # times that this call has run code which was there
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model, running.hooks, self.records)
         if self.obstacle is not None:
@@ -170,6 +171,7 @@ class Graphs:
         """
         known = self.get(name, inputs, static)
         if known is not None:
+            self.runs += 1
             return self._call(known, inputs, left or cut)
         expected, kept = plain(), self._kept
         if self.obstacle is not None or (self._kind, name) in kept.refused:
@@ -237,10 +239,14 @@ class Graphs:
                 del self._kept.spare[0]
 
     def details(self) -> dict[str, Any]:
-        """Graphs compiled by this call, graphs kept for the model, and why some steps were not
-        compiled: entries for ``SpecStats.details``."""
+        """Entries for ``SpecStats.details``: what the steps' code is, code that this call has made
+        and that is kept for the model, how often it ran, and why some steps ran without."""
         kept = self._kept
-        return {"made": self.made, "kept": len(kept.graphs), "refused": sorted(kept.warned)}
+        how = " and ".join(["compiled"] * self.compiles + ["recorded"] * self.records)
+        return {
+            "how": how, "made": self.made, "kept": len(kept.graphs), "runs": self.runs,
+            "refused": sorted(kept.warned),
+        }  # fmt: skip
 
     def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:
         if not self.records:
