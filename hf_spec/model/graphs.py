@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -120,7 +121,7 @@ class Graphs:
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
         self.model, self._device = model, placement(model).device
-        self._options, self._backend = _options(config), config.backend
+        self.config, self._options, self._backend = config, _options(config), config.backend
         self.compiles = config.backend != CUDA_GRAPHS
         # A record is for one device.
         split = len({parameter.device for parameter in model.parameters()}) > 1
@@ -143,8 +144,9 @@ class Graphs:
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
         self._kind = kind, running.state, config.backend, options
-        self.made = 0  # graphs that this call has compiled, or tried to
-        self.runs = 0  # times that this call has run code which was there
+        #: Of this call: ``made``, code that it has compiled, or tried to, and ``runs`` of what was
+        #: there.
+        self.counts: Counter[str] = Counter()
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model, running.hooks, self.records)
         if self.obstacle is not None:
@@ -171,7 +173,7 @@ class Graphs:
         """
         known = self.get(name, inputs, static)
         if known is not None:
-            self.runs += 1
+            self.counts["runs"] += 1
             return self._call(known, inputs, left or cut)
         expected, kept = plain(), self._kept
         if self.obstacle is not None or (self._kind, name) in kept.refused:
@@ -191,7 +193,7 @@ class Graphs:
             except Exception as error:  # a model, tracer or compiler may raise anything
                 logger.debug("compiling %s", name, exc_info=True)
                 problem = f"{type(error).__name__}: {first_line(error)}"
-            self.made += 1
+            self.counts["made"] += 1
             logger.info("compiled code no. %d, %.0f s", self.made, time.monotonic() - began)
             if self.tell is not None:
                 self.tell(self.made)
@@ -203,6 +205,19 @@ class Graphs:
                 kept.compiled.pop(self._shapes(name, inputs), None)
                 self._warn(problem)
         return plain()  # overwrites what the check has written
+
+    @property
+    def made(self) -> int:
+        """Number of functions that this call has compiled or recorded."""
+        return self.counts["made"]
+
+    def beside(self, model: nn.Module, kind: Hashable) -> Graphs | None:
+        """Those of another model that drafts in the same call; None if it is on another device."""
+        if placement(model).device != self._device:
+            return None
+        own = Graphs(model, self.config, kind)
+        own.counts, own.tell = self.counts, self.tell
+        return own
 
     def get(self, name: Hashable, inputs: Sequence[Tensor], static: int = 0) -> Graph | None:
         """The code for this key; None if there is none, or if it is for other weights."""
@@ -244,7 +259,7 @@ class Graphs:
         kept = self._kept
         how = " and ".join(["compiled"] * self.compiles + ["recorded"] * self.records)
         return {
-            "how": how, "made": self.made, "kept": len(kept.graphs), "runs": self.runs,
+            "how": how, "made": self.made, "kept": len(kept.graphs), "runs": self.counts["runs"],
             "refused": sorted(kept.warned),
         }  # fmt: skip
 

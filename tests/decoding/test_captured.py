@@ -375,3 +375,11 @@ def test_a_warm_up(shallow: Tiny) -> None:
     assert hf_spec.warm_up(model, max_length=60, **spec)
     output = generate(model, prompt(), max_new_tokens=40, **{**spec, **RECORDED})
     assert compiled(output)["made"] == 0
+
+
+def test_the_forwards_of_an_assistant(tiny: Tiny, shallow: Any) -> None:
+    assistant = shallow(layers=1)
+    spec = {"assistant_strategy": "draft_model", "assistant_model": assistant}
+    check(tiny("llama"), spec | {"assistant_kwargs": {"drafting": "always"}}, **ragged())
+    levels = {key[1][5] for key in memory(assistant)["graphs"].graphs}
+    assert levels == {False, True}  # the first level, and committed tokens; further levels

@@ -18,7 +18,9 @@ from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.appending import append
-from hf_spec.model.hidden_states import taken
+from hf_spec.model.compiled import PARTS, CompiledTarget
+from hf_spec.model.graphs import Graphs
+from hf_spec.model.hidden_states import states_at, taken
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
@@ -40,10 +42,11 @@ class DraftModelDrafter(AssistantDrafter):
         self._target: Target | None = None  # of the assistant
         self._logits: Tensor | None = None  # (batch, vocab) after each sequence's last token
         self._block: Tree | None = None  # the drafted nodes
+        self._graphs: Graphs | None = None  # of the assistant
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        self._target = None
+        self._target = self._graphs = None
 
     def catch_up(self, state: DecodeState) -> None:
         target = self._target
@@ -54,10 +57,25 @@ class DraftModelDrafter(AssistantDrafter):
             tokens[length:] for tokens, length in zip(state.tokens, target.cache.host_lengths)
         )
         new = [row for row, tokens in enumerate(rows) if tokens]
-        if new:  # finished sequences have none
-            assert self._logits is not None
+        if not new:  # finished sequences have none
+            return
+        assert self._logits is not None
+        if target.graphs is None or max(map(len, rows)) > PARTS:
             index = sent(new, self._logits.device)
             self._logits.index_copy_(0, index, append(target, rows).logits)
+        else:
+            self._logits = self._logits_after(target, rows)
+
+    def _logits_after(self, target: Target, rows: list[list[int]]) -> Tensor:
+        """:attr:`_logits` after some more tokens, by a forward of a size that recurs."""
+        counts, device = [len(row) for row in rows], target.cache.lengths.device
+        tokens = sent([row + [0] * (max(counts) - len(row)) for row in rows], device)
+        logits = target(Tree.chain(tokens), changes=Changes()).logits
+        target.cache.commit(counts)
+        ends = sent(counts, logits.device)[:, None]
+        last = states_at(logits, (ends - 1).clamp(min=0))[:, 0]
+        assert self._logits is not None
+        return torch.where(ends > 0, last, self._logits)
 
     def _prompt(self, state: DecodeState) -> Target:
         """The assistant after the text so far, which runs as Transformers runs a prompt."""
@@ -74,13 +92,21 @@ class DraftModelDrafter(AssistantDrafter):
             position_ids=(columns - padding[:, None]).clamp(min=0), **{CACHE: source},
         )  # fmt: skip
         self._logits = assistant(**given).logits[:, -1].clone()
-        cache = TreeCache(len(source.layers), len(rows), device, rules=recurrent_rules(assistant))
+        graphs = state.target.graphs
+        self._graphs = graphs and graphs.beside(assistant, "draft_model")
+        cache = TreeCache(
+            len(source.layers), len(rows), device,
+            None if self._graphs is None or graphs is None else graphs.allocate,
+            recurrent_rules(assistant),
+        )  # fmt: skip
         ends = list(map(sum, zip(lengths, state.remaining)))
         take_over(cache, source, mask, max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.
         context = getattr(text, "max_position_embeddings", None) or max(ends)
         last = sent([min(end, context) - 1 for end in ends], device)
-        return Target(assistant, cache, last, padding=padding)
+        if self._graphs is None:
+            return Target(assistant, cache, last, padding=padding)
+        return CompiledTarget(assistant, cache, last, padding=padding, graphs=self._graphs)
 
     def _known(self, rows: Iterable[Sequence[int]]) -> list[list[int]]:
         """Tokens as the assistant gets them, some other one for what it does not know."""
@@ -106,6 +132,11 @@ class DraftModelDrafter(AssistantDrafter):
             self._target.select(rows)
         if self._logits is not None:
             self._logits = self._logits[sent(rows, self._logits.device)]
+
+    def release(self) -> list[Tensor]:
+        if self._graphs is None or self._target is None:
+            return []
+        return self._target.cache.states.release()
 
     # -- stock assisted decoding -------------------------------------------------------------
 
