@@ -121,6 +121,7 @@ class SpecTuner(BaseTuner):
             layer = SpecAdapterLayer(self.type_name)
             layer.add_to(model)
         layer.adapters[adapter_name] = adapter
+        config.attached_as = adapter_name
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         # As with PEFT's types, later adapters leave the trainability of others alone.
         if not others and (self._freezes or not config.inference_mode):
@@ -154,6 +155,10 @@ class SpecTuner(BaseTuner):
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("adapters of hf_spec replace no modules")
+
+    @classmethod
+    def _get_adapter_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return _Complete(super()._get_adapter_state_dict(*args, **kwargs))
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -221,6 +226,14 @@ class SpecTuner(BaseTuner):
         if not self.model.peft_config:
             del self.model.peft_config
         return self.model
+
+
+class _Complete(dict[str, torch.Tensor]):
+    """What is saved of an adapter. PEFT would add the model's embeddings where its vocabulary was
+    resized, and modules that another adapter on the model has trained."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add nothing."""
 
 
 class _Prefix(str):
