@@ -24,8 +24,7 @@ from torch import nn
 from transformers.integrations import peft as peft_integration
 from transformers.utils import ModelOutput
 
-import hf_spec.adapters.beside_others
-import hf_spec.adapters.saving  # noqa: F401 (both wrap methods)
+import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
