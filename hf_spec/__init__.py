@@ -40,13 +40,15 @@ __version__ = "0.2.0"
 
 _warn_of_newer()
 _generation_mode.register(
-    "hf_spec_decode",
-    ("assistant_strategy", "assistant_kwargs"),
-    _decode,
-    _validate_call,
-    loaded=_note_source,
-    custom=generate,
-    default=_AUTO,
+    _generation_mode.Mode(
+        "hf_spec_decode",
+        ("assistant_strategy", "assistant_kwargs"),
+        _decode,
+        _validate_call,
+        loaded=_note_source,
+        custom=generate,
+        default=_AUTO,
+    )
 )
 _methods()  # registers their adapter types with PEFT
 

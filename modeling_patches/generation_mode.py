@@ -13,36 +13,24 @@ import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import GenerationConfig
-from transformers.generation import utils as generation_utils
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from modeling_patches.around import around
 
 logger = logging.getLogger(__name__)
+#: A mode's option in a call of ``generate`` that loads a method from a repository.
+_asked: ContextVar[Any] = ContextVar("asked", default=None)
 
 
-@functools.cache
-def _warn_of_unused(option: str, switch: str) -> None:
-    logger.warning("%s has no effect without %s, which this call does not name.", option, switch)
+class Mode(NamedTuple):
+    """A generation mode.
 
-
-def register(
-    name: str,
-    attributes: tuple[str, ...],
-    decode: Callable[..., Any],
-    validate: Callable[[Any, GenerationConfig, dict[str, Any]], None],
-    loaded: Callable[[GenerationConfig, str], None],
-    custom: Callable[..., Any],
-    default: str,
-) -> None:
-    """Let ``generate()`` call ``decode`` whenever the first attribute is set. Idempotent.
-
-    Args:
-        name: value of the new generation mode, and name of the method.
-        attributes: names of new generation options, None by default; the first one selects the
-            mode.
+    Attributes:
+        name: its value, and name of the method.
+        attributes: names of new generation options, None by default; the first one selects it.
         decode: called like ``GenerationMixin._sample``, with the model as first argument.
         validate: ``validate(model, generation_config, mode_kwargs)``, before inputs are prepared,
             raises an error if ``decode`` does not support the call.
@@ -53,109 +41,132 @@ def register(
             callable gets neither ``assistant_model``, ``streamer`` nor ``tokenizer``.
         default: value of the first attribute then, where the call names none.
     """
-    method = f"_{name}"
-    mixin: Any = generation_utils.GenerationMixin
-    if getattr(mixin, method, None) is not None:
-        return
-    switch = attributes[0]
-    modes: Any = Enum("SpeculativeMode", {name.upper(): name}, type=str)  # type: ignore[misc]
-    mode = modes(name)
-    for attribute in attributes:
+
+    name: str
+    attributes: tuple[str, ...]
+    decode: Callable[..., Any]
+    validate: Callable[[Any, GenerationConfig, dict[str, Any]], None]
+    loaded: Callable[[GenerationConfig, str], None]
+    custom: Callable[..., Any]
+    default: str
+
+    def option(self, config: Any) -> Any:
+        """The option that selects it."""
+        return getattr(config, self.attributes[0], None)
+
+    def option_of_call(self, model: Any, args: Any, kwargs: Any) -> Any:
+        """The same in a call of ``generate``."""
+        if self.attributes[0] in kwargs:
+            return kwargs[self.attributes[0]]
+        configs = [one for one in (*args, *kwargs.values()) if isinstance(one, GenerationConfig)]
+        values = map(self.option, (*configs, model.generation_config))
+        return next((value for value in values if value is not None), None)
+
+    def refuse_both(self, name: str, value: Any, remedy: str) -> None:
+        """Raise a ValueError if the option is set beside a ``custom_generate``."""
+        if value is not None:
+            switch = self.attributes[0]
+            raise ValueError(
+                f"custom_generate={name} with {switch}={value!r}: both name a decoding method. "
+                f"Leave one of the two out ({switch}=None){remedy}."
+            )
+
+
+def register(mode: Mode) -> None:
+    """Let ``generate()`` call ``mode.decode`` whenever the first attribute is set. Idempotent."""
+    method = f"_{mode.name}"
+    if getattr(GenerationMixin, method, None) is None:
+        members: Any = Enum("Mode", {mode.name.upper(): mode.name}, type=str)  # type: ignore[misc]
+        GENERATION_MODES_MAPPING[members(mode.name)] = method
+        setattr(GenerationMixin, method, mode.decode)
+        _wrap_configs(mode, members(mode.name))
+        _wrap_generate(mode)
+
+
+def _wrap_configs(mode: Mode, member: Any) -> None:
+    """Configurations have the options, and calls with the first one take the mode."""
+    for attribute in mode.attributes:
         setattr(GenerationConfig, attribute, None)
-
-    generation_utils.GENERATION_MODES_MAPPING[mode] = method
-    setattr(mixin, method, decode)
-
-    def is_chosen(config: Any) -> bool:
-        return getattr(config, switch, None) is not None
 
     @around(GenerationConfig, "__init__")
     def init(original: Any, self: GenerationConfig, **kwargs: Any) -> None:
         # Transformers drops unknown fields of a saved configuration that was derived from a
         # model's. The attributes would get lost when a model is saved and loaded.
-        given = {name: kwargs.pop(name) for name in attributes if name in kwargs}
+        given = {name: kwargs.pop(name) for name in mode.attributes if name in kwargs}
         original(self, **kwargs)
         for name, value in given.items():
             setattr(self, name, value)
 
     @around(GenerationConfig, "get_generation_mode")
     def get_generation_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mode if is_chosen(self) else original(self, *args, **kwargs)
+        return original(self, *args, **kwargs) if mode.option(self) is None else member
 
     @around(GenerationConfig, "from_pretrained")
     def from_pretrained(original: Any, cls: Any, place: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(cls, place, *args, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with unused keywords
-        if is_chosen(config):
-            loaded(config, str(place))
+        if mode.option(config) is not None:
+            mode.loaded(config, str(place))
         return found
 
-    @around(mixin, "_validate_generation_mode")
+    @around(GenerationMixin, "_validate_generation_mode")
     def validate_generation_mode(
         original: Any, self: Any, generation_mode: Any, config: Any, mode_kwargs: Any
     ) -> None:
-        if generation_mode is mode:
-            validate(self, config, mode_kwargs)
-        else:
-            unused = [name for name in attributes if getattr(config, name, None)]
-            if unused:
-                _warn_of_unused(unused[0], switch)
-            original(self, generation_mode, config, mode_kwargs)
+        if generation_mode is member:
+            mode.validate(self, config, mode_kwargs)
+            return
+        for name in mode.attributes:
+            if getattr(config, name, None):
+                _warn_of_unused(name, mode.attributes[0])
+        original(self, generation_mode, config, mode_kwargs)
 
-    def chosen_by(model: Any, args: Any, kwargs: Any) -> Any:
-        """The first attribute's value in a call of ``generate``."""
-        if switch in kwargs:
-            return kwargs[switch]
-        configs = [one for one in (*args, *kwargs.values()) if isinstance(one, GenerationConfig)]
-        values = (getattr(one, switch, None) for one in (*configs, model.generation_config))
-        return next((value for value in values if value is not None), None)
 
-    # The first attribute's value, while ``generate`` loads a method from a repository.
-    asked: ContextVar[Any] = ContextVar("asked", default=None)
+def _wrap_generate(mode: Mode) -> None:
+    """``mode.custom`` stands for the mode; other methods, and paged caches, are refused."""
+    switch = mode.attributes[0]
 
-    def refuse_both(name: str, value: Any, remedy: str) -> None:
-        if value is not None:
-            raise ValueError(
-                f"custom_generate={name} with {switch}={value!r}: both name a decoding method. "
-                f"Leave one of the two out ({switch}=None){remedy}."
-            )
-
-    @around(mixin, "generate")
+    @around(GenerationMixin, "generate")
     def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         own = kwargs.get("custom_generate")
         if own is None:
             return original(self, *args, **kwargs)
-        if getattr(own, "func", own) is custom:
+        if getattr(own, "func", own) is mode.custom:
             kwargs = {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
-            if chosen_by(self, args, kwargs) is None:
-                kwargs[switch] = default
+            if mode.option_of_call(self, args, kwargs) is None:
+                kwargs[switch] = mode.default
             return original(self, *args, **kwargs)
-        value = chosen_by(self, args, kwargs)
+        value = mode.option_of_call(self, args, kwargs)
         if callable(own):
-            name, door = getattr(own, "__name__", type(own).__name__), custom.__name__
-            door = f"{custom.__module__.partition('.')[0]}.{door}"
-            refuse_both(name, value, f", or let {name} call {door}")
-        token = asked.set(value)
+            name = getattr(own, "__name__", type(own).__name__)
+            door = f"{mode.custom.__module__.partition('.')[0]}.{mode.custom.__name__}"
+            mode.refuse_both(name, value, f", or let {name} call {door}")
+        token = _asked.set(value)
         try:
             return original(self, *args, **kwargs)
         finally:
-            asked.reset(token)
+            _asked.reset(token)
 
-    @around(mixin, "load_custom_generate")
+    @around(GenerationMixin, "load_custom_generate")
     def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         function = original(self, *args, **kwargs)
         if switch not in inspect.getsource(function):  # those of adapters take it themselves
-            refuse_both(repr(str(*args[:1])), asked.get(), "")
+            mode.refuse_both(repr(str(*args[:1])), _asked.get(), "")
         return function
 
-    @around(mixin, "generate_batch")
+    @around(GenerationMixin, "generate_batch")
     def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values(), self.generation_config)
         config = next(value for value in values if isinstance(value, GenerationConfig))
-        if is_chosen(config):
+        if (value := mode.option(config)) is not None:
             raise ValueError(
-                f"{switch}={getattr(config, switch)!r} with continuous batching "
-                "(generate_batch, cache_implementation='paged'): the paged cache cannot hold a "
-                f"tree. Call generate() without 'paged', or leave {switch} out."
+                f"{switch}={value!r} with continuous batching (generate_batch, "
+                "cache_implementation='paged'): the paged cache cannot hold a tree. Call "
+                f"generate() without 'paged', or leave {switch} out."
             )
         return original(self, *args, **kwargs)
+
+
+@functools.cache
+def _warn_of_unused(option: str, switch: str) -> None:
+    logger.warning("%s has no effect without %s, which this call does not name.", option, switch)

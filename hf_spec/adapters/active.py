@@ -100,7 +100,7 @@ def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
         ValueError: if the weights cannot be changed: they are quantized, offloaded or shared.
     """
     base = unwrapped(model)
-    layers = [layer for layer in layers_of(base) if layer.mergeable()]
+    layers = [one for one in layers_of(base) if {*one.updating()} - {*one.merged_adapters}]
     for layer in layers:
         layer.merge_into(base, safe_merge)
     return bool(layers)

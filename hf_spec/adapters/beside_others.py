@@ -1,4 +1,4 @@
-"""hf_spec's adapters beside adapters of other types, such as a fine-tune's LoRA, on one model.
+"""hf_spec's adapters beside others, such as a fine-tune's LoRA, and beside a base to be saved.
 
 They hang on the base model, whatever is around it. So a `PeftModel` of a LoRA can load them, and
 one of theirs a LoRA; each type has an active adapter of its own. PEFT and Transformers refuse some
@@ -6,16 +6,25 @@ of this, or change adapters of other types on the way. The functions here wrap t
 have no hooks for this; models without adapters of hf_spec pass through unchanged.
 """
 
+import inspect
 import warnings
 from typing import Any
 
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftModel, functional
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, for_drafting, layer_of, layers_of
+from hf_spec.adapters.layer import (
+    CONTAINER,
+    SpecAdapterLayer,
+    for_drafting,
+    layer_of,
+    layers_of,
+    left_out,
+)
 from hf_spec.adapters.loading import unchanged_on_error
 from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
@@ -137,6 +146,37 @@ def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, PeftAdapterMixin):
             model._hf_peft_config_loaded = True
     return model
+
+
+@around(PreTrainedModel, "save_pretrained")
+def save_base(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`PreTrainedModel.save_pretrained`: the model without adapters of hf_spec, unless one is in
+    training, or one of another type is attached by Transformers' methods, which saves it alone.
+
+    Raises:
+        ValueError: the weights hold the update of an adapter of hf_spec.
+    """
+    attached = self._hf_peft_config_loaded
+    if not layers_of(self) or (attached and self.peft_config.keys() - for_drafting(self)):
+        original(self, *args, **kwargs)
+        return
+    merged = [name for layer in layers_of(self) for name in layer.merged_adapters]
+    if merged:
+        raise ValueError(
+            f"adapter {merged[0]!r} is merged into the weights, and would be applied twice to "
+            "the saved model: call hf_spec.unmerge_adapter(model) before saving. Or, to save the "
+            "merged model as one without the adapter, merge_and_unload() of a PeftModel."
+        )
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    if (state := given.arguments.get("state_dict")) is not None:  # of FSDP or DeepSpeed
+        state = {key: one for key, one in state.items() if not key.startswith(f"{CONTAINER}.")}
+        given.arguments["state_dict"] = state
+    self._hf_peft_config_loaded = False
+    try:
+        with left_out():
+            original(*given.args, **given.kwargs)
+    finally:
+        self._hf_peft_config_loaded = attached
 
 
 def _active(base: Any, peft_type: Any) -> list[str]:

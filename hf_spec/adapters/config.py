@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from peft import PeftConfig
@@ -51,6 +52,8 @@ class SpecPeftConfig(PeftConfig):
     changes_model: ClassVar[bool] = False
     #: Whether it can be trained under FSDP and DeepSpeed.
     shards: ClassVar[bool] = True
+    #: Name of the adapter on the model that it is attached to.
+    attached_as: ClassVar[str] = "default"
 
     format_version: int = setting(FORMAT_VERSION, "Version of the saved layout.")
     base_facts: dict[str, Any] | None = setting(None, "Shape of the base model (recorded).")
@@ -133,4 +136,7 @@ class SpecPeftConfig(PeftConfig):
         """Write `adapter_config.json`, and the files for `SpecConfig` and `custom_generate`: the
         strategy with its default options, unless the folder already names a strategy."""
         super().save_pretrained(str(save_directory), **kwargs)
-        write_companions(save_directory, type(self))
+        # Nothing looks for custom_generate in the folder that PEFT names by an adapter inside that
+        # of a model, and push_to_hub fails on folders in folders.
+        inside = Path(save_directory).name == self.attached_as != "default"
+        write_companions(save_directory, type(self), shim=not inside)

@@ -57,7 +57,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
             self._follow(active)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        self._follow([name for name in self._updating() if name != adapter_name])
+        self._follow([name for name in self.updating() if name != adapter_name])
         super().delete_adapter(adapter_name)
 
     def _follow(self, active: Sequence[str]) -> None:
@@ -92,19 +92,13 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     ) -> None:
         """Add the updates of the active adapter to the base's weights; a ValueError if there are
         none, or the weights cannot be changed."""
-        active, kind = self._updating(), self.peft_type
+        active = self.updating()
         names = active if adapter_names is None else list(adapter_names)
-        if not names:
-            raise ValueError(
-                f"no active {kind} adapter can be merged: none changes the weights of the base "
-                "model. Activate one that does with set_adapter, or use unload() to take the "
-                "adapter off."
-            )
         if len(active) != 1 or names != active:
             raise ValueError(
-                f"merging takes the one active {kind} adapter that changes the weights of the base "
-                f"model, got {names} with {', '.join(active) or 'none'} active. Choose it with "
-                "set_adapter first."
+                f"merging takes the one active {self.peft_type} adapter that changes the weights "
+                f"of the base model, got {names} with {', '.join(active) or 'none'} active. "
+                "Activate it with set_adapter, or use unload() to take adapters off."
             )
         check_unquantized(model, "merging", "to leave the adapter unmerged")
         self.adapters[active[0]].base_update.merge(model, check_finite=safe_merge)
@@ -114,16 +108,12 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         for update in self._updates().values():
             update.unmerge()
 
-    def mergeable(self) -> list[str]:
-        """Active adapters that change weights of the base and are not merged."""
-        return [name for name in self._updating() if name not in self.merged_adapters]
-
     @property
     def merged_adapters(self) -> list[str]:
         """The adapters whose updates are merged."""
         return [name for name, update in self._updates().items() if update.merged]
 
-    def _updating(self) -> list[str]:
+    def updating(self) -> list[str]:
         """The adapters whose updates are part of the base model now."""
         return [name for name, update in self._updates().items() if update.attached]
 

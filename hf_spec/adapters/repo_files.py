@@ -44,8 +44,9 @@ def says_the_same(shim: str, strategy: str, options: dict[str, Any], peft_type: 
     return shim.rstrip() == expected.rstrip()
 
 
-def write_companions(folder: str | os.PathLike[str], config_class: Any) -> None:
-    """Write the companions of an adapter, with its strategy's default options.
+def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bool = True) -> None:
+    """Write the companions of an adapter, with its strategy's default options; without
+    `custom_generate` unless ``shim``.
 
     Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that
     names none, as Transformers saves a base model's, is completed. Adapters that belong to no
@@ -64,7 +65,7 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any) -> None:
             "assistant_kwargs": {},
         }  # fmt: skip
         write_atomically(path, json.dumps(data, indent=2, sort_keys=True))
-    if not (Path(folder) / SHIM).is_file():
+    if shim and not (Path(folder) / SHIM).is_file():
         options = data.get("assistant_kwargs") or {}
         text = shim_text(data["assistant_strategy"], options, config_class.type_name)
         write_atomically(Path(folder) / SHIM, text)

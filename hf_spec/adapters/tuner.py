@@ -24,8 +24,7 @@ from torch import nn
 from transformers.integrations import peft as peft_integration
 from transformers.utils import ModelOutput
 
-import hf_spec.adapters.beside_others
-import hf_spec.adapters.saving  # noqa: F401 (both wrap methods)
+import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
@@ -121,6 +120,7 @@ class SpecTuner(BaseTuner):
             layer = SpecAdapterLayer(self.type_name)
             layer.add_to(model)
         layer.adapters[adapter_name] = adapter
+        config.attached_as = adapter_name
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         # As with PEFT's types, later adapters leave the trainability of others alone.
         if not others and (self._freezes or not config.inference_mode):
@@ -154,6 +154,10 @@ class SpecTuner(BaseTuner):
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("adapters of hf_spec replace no modules")
+
+    @classmethod
+    def _get_adapter_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return _Complete(super()._get_adapter_state_dict(*args, **kwargs))
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -221,6 +225,14 @@ class SpecTuner(BaseTuner):
         if not self.model.peft_config:
             del self.model.peft_config
         return self.model
+
+
+class _Complete(dict[str, torch.Tensor]):
+    """What is saved of an adapter. PEFT would add the model's embeddings where its vocabulary was
+    resized, and modules that another adapter on the model has trained."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add nothing."""
 
 
 class _Prefix(str):

@@ -8,10 +8,11 @@ dropped nodes are dropped with them. This module knows only trees.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.core.tree import Tree
 
@@ -73,41 +74,40 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
     parts += [] if tree.probe_counts is None else [tree.probe_counts]
     # The deeper layers' number of nodes: with the step's result, all that the host waits for.
     found = torch.cat(parts, dim=1).tolist()
-    wanted = sum(many for many, *_ in found)
-    count = next(
-        count
-        for count in range(1, size + 1)
-        if sum(min(count, real) for _, real, *_ in found) >= wanted
-    )
+    wanted, real = sum(row[0] for row in found), [row[1] for row in found]
+    count = next(n for n in range(1, size + 1) if sum(min(n, most) for most in real) >= wanted)
     if count == size:
         return None
     nodes = order[:, :count].sort(dim=-1).values
     alive = connected(tree, torch.zeros_like(likely).scatter_(1, nodes, True))
-    sizes = tuple(min(count, real) - 1 for _, real, *_ in found)
     rows, first, counts = nodes, None, None
     if tree.first_probe is not None and tree.probe_counts is not None:
-        anchors = tree.parents[:, size:]
-        under = alive.gather(1, anchors)
+        under = alive.gather(1, tree.parents[:, size:])  # whose probes are kept
         most = max(sum(row[2 + size + node] for node in row[2 : 2 + count]) for row in found)
         chosen = torch.argsort(~under, dim=-1, stable=True)[:, :most]
         rows = torch.cat([nodes, size + chosen], dim=1)
         # Probes keep their order, so a group moves forward by the probes dropped before it.
-        counted = under.long().cumsum(-1)
-        before = torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
+        before = pad(under.long().cumsum(-1), (1, 0))
         first = before.gather(1, tree.first_probe.gather(1, nodes))
         counts = tree.probe_counts.gather(1, nodes)
-    place = torch.zeros_like(order).scatter_(
-        1, nodes, torch.arange(count, device=nodes.device).expand_as(nodes)
-    )
-    above = tree.parents.gather(1, rows)
     kept = tree.valid.gather(1, rows)
     kept[:, :count] = alive.gather(1, nodes)
+    return _of_rows(
+        tree, rows, nodes, valid=kept, row_sizes=tuple(min(count, most) - 1 for most in real),
+        first_probe=first, probe_counts=counts,
+    ), rows  # fmt: skip
+
+
+def _of_rows(tree: Tree, rows: Tensor, nodes: Tensor, **fields: Any) -> Tree:
+    """The tree of some of its nodes and probes, ``rows``, of which the first have tokens."""
+    order = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+    place = torch.zeros_like(tree.parents).scatter_(1, nodes, order)
+    above = tree.parents.gather(1, rows)
     seen = tree.ancestors.gather(1, rows[:, :, None].expand(-1, -1, tree.num_nodes))
     seen = seen.gather(2, rows[:, None, :].expand(-1, rows.shape[1], -1))
     smaller = dataclasses.replace(
         tree, tokens=tree.tokens.gather(1, rows.to(tree.tokens.device)),
         parents=torch.where(above < 0, above, place.gather(1, above.clamp(min=0))),
-        depths=tree.depths.gather(1, rows), valid=kept, row_sizes=sizes, first_probe=first,
-        probe_counts=counts, q=None, host=None, above=None, slots=nodes,
+        depths=tree.depths.gather(1, rows), q=None, host=None, above=None, slots=nodes, **fields,
     )  # fmt: skip
-    return smaller.with_ancestors(seen), rows
+    return smaller.with_ancestors(seen)
