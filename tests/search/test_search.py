@@ -1,4 +1,4 @@
-"""``hf-spec search`` and ``hf-spec plot``: trials, the adapter folder, one line on bad input."""
+"""``hf-spec search``: trials, the adapter folder, one line on bad input."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_the_folder_works_in_every_way(made: Path) -> None:
 
 
 def test_what_the_folder_holds(made: Path) -> None:
-    paths = {path.name: path for path in (made / "skip").iterdir() if path.name != "search.png"}
+    paths = {path.name: path for path in (made / "skip").iterdir()}
     assert paths.keys() == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "search.json", "results.json", "custom_generate", "study.jsonl",
@@ -102,14 +102,6 @@ def test_what_the_folder_holds(made: Path) -> None:
     rows = [(row["strategy"], row["prompts"]) for row in measured if row["task"] == "all"]
     assert rows == [("generate", 1), ("layer_skip", 1)]
     assert all(row["identical"] == row["prompts"] for row in measured)
-
-
-def test_the_plot(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plot", str(made / "skip"), "--output", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "search.png").is_file()
-    assert str(tmp_path / "out" / "search.png") in capsys.readouterr().out
-    assert cli.main(["plot", str(tmp_path)]) == 2
-    assert "has nothing to draw: no study.jsonl of hf-spec search" in capsys.readouterr().err
 
 
 def test_other_settings_a_broken_study_no_optuna(

@@ -115,7 +115,6 @@ def run(
                 f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are "
                 "left out"
                 for name, (count, seconds) in session.compiling.items()
-                if count
             ]
             result.notes += [
                 f"{name} ran with its update beside the weights: {reason}"

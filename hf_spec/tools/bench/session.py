@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.tools.bench.contenders import Contender
-
-logger = logging.getLogger(__name__)
 
 #: New tokens of a warm-up call: several steps of every strategy.
 WARMUP_TOKENS = 16
@@ -126,9 +123,6 @@ class Session:
         inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
         kwargs = {**self.options, **contender.kwargs, **overrides}
         random = torch.get_rng_state()
-        if contender.compiled and contender.name not in self.compiling:
-            logger.info("%s: first call, which compiles", contender.name)
-            self.compiling[contender.name] = 0, 0.0
         for _ in range(MOST_COMPILING):
             torch.set_rng_state(random)
             known = counters["stats"]["unique_graphs"]  # of Transformers; hf_spec counts its own

@@ -1,11 +1,10 @@
-"""``hf-spec search`` and ``hf-spec plot``."""
+"""``hf-spec search``."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option, echo
+from typer import Option, echo
 
 from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
@@ -46,7 +45,6 @@ def search(
     Examples:
       hf-spec search --model Qwen/Qwen3-0.6B --prompts dev.jsonl --output ./skip
       hf-spec search --model M --prompts dev.jsonl --output ./skip --trials 500 --limit 16
-      hf-spec plot ./skip
       hf-spec bench --model M --adapter ./skip --prompts test.jsonl
     """
     from hf_spec.tools.bench.prompts import read_prompts
@@ -121,31 +119,3 @@ def _divided(
             f"which leaves {len(rest)}; give more prompts, or a lower --limit"
         )
     return chosen, spread(rest, len(chosen) if held_out is None else held_out)
-
-
-def plot(
-    folder: Annotated[Path, Argument(help="Folder that hf-spec search wrote.")],
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Folder for the image.  [default: the same]")
-    ] = None,
-) -> None:
-    """Draw the trials of a layer search, search.png. The card shows it after 'hf-spec card'.
-
-    \b
-    Examples:
-      hf-spec plot ./skip
-      hf-spec plot ./skip --output ./figures
-    """
-    require("search", "optuna", "matplotlib")
-    from optuna.exceptions import ExperimentalWarning
-    from optuna.visualization.matplotlib import plot_optimization_history
-
-    from hf_spec.tools.bench.figures import save_figure
-    from hf_spec.tools.search.layers import STUDY_FILE, open_study
-
-    if not (folder / STUDY_FILE).is_file():
-        raise ValueError(f"{str(folder)!r} has nothing to draw: no {STUDY_FILE} of hf-spec search")
-    check_writable(target := output or folder)
-    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
-        axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
-    echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")
