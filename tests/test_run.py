@@ -41,7 +41,13 @@ def started(
     if program == "-m":
         program, *rest = rest
     return python(
-        "-P", "-c", run.START, *run.find(program, arguments[0] == "-m"), *rest, cwd=cwd, **environment
+        "-P",
+        "-c",
+        run.START,
+        *run.find(program, arguments[0] == "-m"),
+        *rest,
+        cwd=cwd,
+        **environment,
     )
 
 

@@ -157,23 +157,9 @@ def test_interrupted(
     assert search(made, "--held-out", "0", output="again") == 0
     data = json.loads((made / "again" / "search.json").read_text())
     study = layers.open_study(made / "again")
-    ended = [one for one in study.trials if one.state.name in ("COMPLETE", "PRUNED")]
+    ended = [one for one in study.trials if one.state.name == "COMPLETE"]
     assert len(ended) == 4 and data["held_out"] == 0
     assert "development prompts" in (made / "again" / "README.md").read_text()
-
-
-def test_samplers(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The paper's is the default; a study goes on with its own only."""
-    assert type(layers.open_study(made / "skip").sampler).__name__ == "GPSampler"
-    assert search(made, "--sampler", "tpe", output="tpe") == 0
-    data = json.loads((made / "tpe" / "search.json").read_text())
-    assert data["identity"]["sampler"] == "tpe"
-    settings = Settings(sampler="tpe")
-    assert type(layers.open_study(made / "tpe", settings).sampler).__name__ == "TPESampler"
-    assert search(made, output="tpe") == 2
-    assert "sampler was 'tpe', now 'gp'" in capsys.readouterr().err
-    assert search(made, "--sampler", "random", output="bad") == 2
-    assert capsys.readouterr().err == "hf-spec: sampler='random': choose one of gp, tpe.\n"
 
 
 @pytest.mark.parametrize(
@@ -232,12 +218,9 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "generate", timed)
 
 
-@pytest.mark.parametrize("sampler", layers.SAMPLERS)
-def test_it_finds_what_is_planted(
-    planted: tuple[Any, Any], ticking: None, tmp_path: Path, sampler: str
-) -> None:
+def test_it_finds_what_is_planted(planted: tuple[Any, Any], ticking: None, tmp_path: Path) -> None:
     """Starting points skip other sublayers; only the planted ones cost nothing to leave out."""
-    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(10, 4, sampler=sampler))
+    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(10, 4))
     told: list[tuple[int, int]] = []
     work.search(16, lambda done, total, best: told.append((done, total)))
     assert told == [(n, 16) for n in range(17)]
@@ -252,8 +235,6 @@ def test_it_finds_what_is_planted(
         one["speedup"] for one in entries if one["skip_mlp"] == choice["skip_mlp"]
         and one["skip_attention"] == choice["skip_attention"]
     )  # fmt: skip
-    pruned = any(one.state.name == "PRUNED" for one in work.study.trials)
-    assert pruned == (sampler == "tpe")
 
 
 def test_starting_points_are_choices_of_the_model(planted: tuple[Any, Any], tmp_path: Path) -> None:

@@ -27,10 +27,6 @@ def search(
     dtype: opt.Dtype = NATIVE,
     max_draft: Annotated[int, Option(min=1, help="K, most tokens drafted per step.")] = 12,
     seed: opt.Seed = 0,
-    sampler: Annotated[
-        str,
-        Option(help="gp, a Gaussian process as in the paper, or tpe, which breaks off bad trials."),
-    ] = "gp",
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
@@ -53,7 +49,7 @@ def search(
 
     from hf_spec.tools.search.layers import STRATEGY, LayerSearch, Settings
 
-    settings = Settings(max_new_tokens, max_draft, seed, sampler)
+    settings = Settings(max_new_tokens, max_draft, seed)
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
     check_writable(output)
 
