@@ -96,7 +96,7 @@ dist-check: dist
 	@for file in dist/*.whl dist/*.tar.gz; do \
 		echo "Installing $$file into an empty environment, which takes minutes"; \
 		rm -rf build/check && mkdir -p build/check/work && $(PYTHON) -m venv build/check/env && \
-		build/check/env/bin/pip install --quiet -c constraints.txt $$file && \
+		build/check/env/bin/pip install --quiet -c constraints.txt "$$file[cli]" && \
 		(cd build/check/work && ../env/bin/hf-spec demo --limit 1 --max-new-tokens 16) || exit 1; \
 	done
 	rm -rf build/check

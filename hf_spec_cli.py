@@ -13,6 +13,6 @@ def main(arguments: list[str] | None = None) -> int:
     spec = find_spec("hf_spec")
     if spec is not None:
         sys.modules.setdefault("hf_spec", module_from_spec(spec))
-    from hf_spec.tools.cli.main import main
+    from hf_spec.tools.cli import main
 
     return main(arguments)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json
-from hf_spec.tools.bench.report import new_table
-from hf_spec.tools.bench.report import show as show_table
+from hf_spec.tools.bench.report import aligned
 from hf_spec.tools.bench.results import interval
 
 #: Tokens, forwards and seconds of a prompt or batch, then the same of its baseline.
@@ -106,18 +105,19 @@ def show(found: list[Measured], against: str | None) -> None:
     Raises:
         ValueError: there is no such contender, or one has answered other prompts.
     """
-    from rich.console import Console
-
     named = [one for one in found if against in (None, one.name)]
     if not named:
         names = ", ".join(sorted({one.name for one in found}))
         raise ValueError(f"--against {against}: there is no such contender, only {names}")
-    heads = ["batch", "prompts", "tau", "speedup", "tau beside", "95%", "speed beside", "95%"]
-    table = new_table(f"beside {named[0].name}", ["contender"], heads)
+    heads = (
+        "contender", "batch", "prompts", "tau", "speedup", "tau beside", "95%", "speed beside",
+        "95%",
+    )  # fmt: skip
+    rows = []
     for one in found:
         sums = list(map(sum, zip(*one.calls.values())))
         row = [
-            str(one.batch_size), str(sum(map(len, one.calls))),
+            one.name, str(one.batch_size), str(sum(map(len, one.calls))),
             f"{tau(*sums):.2f}", f"{speedup(*sums):.2f}x",
         ]  # fmt: skip
         base = next((b for b in named if b.batch_size == one.batch_size), None)
@@ -127,8 +127,8 @@ def show(found: list[Measured], against: str | None) -> None:
                     f"{value:{form}}",
                     f"{ends[0]:{form}} to {ends[1]:{form}}" if ends else "too few",
                 ]
-        table.add_row(one.name, *row, *[""] * (len(heads) - len(row)))
-    show_table(table, Console(highlight=False))
+        rows.append([*row, *[""] * (len(heads) - len(row))])
+    print(f"beside {named[0].name}\n{aligned(heads, rows)}")
 
 
 if __name__ == "__main__":

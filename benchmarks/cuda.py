@@ -33,7 +33,6 @@ from unittest.mock import patch
 
 import psutil
 import torch
-from rich.console import Console
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria
 
 import hf_spec
@@ -52,7 +51,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Target
 from hf_spec.tools.bench.contenders import ours, parse_names
 from hf_spec.tools.bench.environment import environment_of
-from hf_spec.tools.bench.report import new_table
+from hf_spec.tools.bench.report import aligned
 from hf_spec.tools.bench.results import PHASES
 from hf_spec.tools.cli.options import whole_numbers
 from modeling_patches.cache_name import CACHE
@@ -71,8 +70,6 @@ SMALLER = 8
 WORDS = 16
 #: Forwards that are not timed: code is made, kernels are chosen, CUDA graphs recorded.
 WARM = 4
-#: Columns below which tables would lose figures.
-WIDTH = 130
 NOT_HERE = "not on this device"
 #: The way without a backend.
 UNCOMPILED = "uncompiled"
@@ -361,8 +358,7 @@ def measure(bench: Bench, shape: str, say: Callable[[str], None]) -> dict[str, l
     return found
 
 
-def print_results(results: Row, console: Console) -> None:
-    console.width = max(console.width, WIDTH)
+def print_results(results: Row) -> None:
     time_of = {"ms (quartiles)": "{ms:.2f} ({low_ms:.2f}-{high_ms:.2f})"}
     ratio = {"/ plain": "{ratio:.2f}"}
     first = {"first call, s": "{first_seconds:.1f}"}
@@ -377,17 +373,16 @@ def print_results(results: Row, console: Console) -> None:
         ("strategies", "steps of strategies; speedup = tau / (/ plain); outside: of the forward",
          "{strategy} {candidates} {way}", {**time_of, **ratio, **shares, **made, **waits}),
     ):  # fmt: skip
-        table = new_table(title, ["shape, context, batch", kind], heads)
-        for row in results[kind]:
-            if "error" not in row:
-                cells = "{shape}, {context}, {batch}", word, *heads.values()
-                table.add_row(*(cell.format(**row) for cell in cells))
-        console.print(table)
+        cells = "{shape}, {context}, {batch}", word, *heads.values()
+        rows = [
+            [cell.format(**row) for cell in cells] for row in results[kind] if "error" not in row
+        ]
+        print(f"\n{title}\n{aligned(['shape, context, batch', kind, *heads], rows, 2)}")
     if not waits:
         print(f"waits for the device: {NOT_HERE}")
     for row in [*results["skipped"], *results["forward"], *results["strategies"]]:
         if row.get("reason") or row.get("error") or row.get("refused"):
-            console.print("not measured, or not compiled:", json.dumps(row), soft_wrap=True)
+            print("not measured, or not compiled:", json.dumps(row))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -468,7 +463,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = None
         free_memory()
         write_atomically(args.output, json.dumps(results, indent=1))
-    print_results(results, Console())
+    print_results(results)
     print(f"written to {args.output}")
 
 

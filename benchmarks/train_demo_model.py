@@ -19,8 +19,6 @@ from pathlib import Path
 
 from demo_data import HELD_OUT, modeling_files, read_source
 
-from hf_spec.tools.bench.figures import new_figure, save_figure
-
 SEED = 20261121
 VOCAB_SIZE = 4096
 SEQ_LENGTH = 1024
@@ -164,7 +162,9 @@ def learning_rate_factor(step: int) -> float:
 
 
 def plot_losses(history: list[dict], path: Path) -> None:
-    figure = new_figure(6, 4)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     train = [(row["step"], row["loss"]) for row in history if "loss" in row]
     held = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
@@ -174,7 +174,7 @@ def plot_losses(history: list[dict], path: Path) -> None:
     axes.set_ylim(0, 4)
     axes.legend()
     axes.grid(alpha=0.3)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def main(output: str) -> None:

@@ -1,7 +1,7 @@
 """``hf-spec``: help, results, and one clear line on bad input."""
 
+import importlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -22,7 +22,7 @@ from hf_spec.tools.cli import common
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "doctor",
-    "plot", "card", "push", "import", "export", "run",
+    "card", "push", "import", "export", "run",
 ]  # fmt: skip
 
 
@@ -276,15 +276,18 @@ def test_progress_without_a_terminal(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["search: 8 of 10, about 40 s left"]
 
 
-def test_what_packages_log_without_a_terminal(capsys):
-    """At once, as what they do may take minutes; not after the block."""
-    logger = logging.getLogger("hf_spec.model.graphs")
-    level = logger.level
-    with common.progress_bar("benchmark") as update, common.notes(update, logger.name):
-        logger.info("compiled code no. %d", 1)
-    logger.info("compiled code no. 2")
-    assert capsys.readouterr().err == "benchmark: compiled code no. 1\n"
-    assert logger.level == level and not logger.handlers
+def test_progress_in_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with common.progress_bar("answers") as update:
+        update(3, 10, note="5 tokens/s")
+    shown = capsys.readouterr().err
+    assert "answers:  30%" in shown and "3/10" in shown and "5 tokens/s" in shown
+
+
+def test_the_command_line_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"needs typer; run: pip install 'hf_spec\[cli\]'"):
+        importlib.reload(cli)
 
 
 def test_missing_arguments(capsys):

@@ -20,9 +20,7 @@ import modeling_patches
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("transformers", "peft", "accelerate", "torch")
 #: Modules that need packages which are not always installed, or end the process.
-NOT_IMPORTED = (
-    "hf_spec.tools.cli.startup", "hf_spec.tools.cli.__main__", "modeling_patches.served_models",
-)  # fmt: skip
+NOT_IMPORTED = ("hf_spec.tools.cli.__main__", "modeling_patches.served_models")
 #: Private by name only.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
 #: Attributes of ours on objects of others.

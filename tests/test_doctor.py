@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import hf_spec
-from hf_spec.tools.bench import diagnosis
 from hf_spec.tools.bench.diagnosis import supported, swept
 from hf_spec.tools.cli import main
 
@@ -60,16 +59,6 @@ def test_types_of_the_sweep(tiny) -> None:
     assert found["rwkv"].startswith("works with no strategy: RwkvForCausalLM")
     other = SimpleNamespace(model_type="mine", get_text_config=lambda: other)
     assert "not among the types" in swept(SimpleNamespace(config=other))["mine"]
-
-
-def test_layer_numbers_that_are_off_by_one_are_found(fresh) -> None:
-    """Other layers are tried while the caller measures; the config keeps its own."""
-    model, config = fresh("llama"), hf_spec.Eagle3Config(layers=[1, 2])
-    found = []
-    for name, ids in diagnosis._conditions(model, None, [], [[5]], config):
-        found.append((name, config.layers, ids))
-    assert found == [("layers [0, 1]", [0, 1], [[5]]), ("layers [2, 3]", [2, 3], [[5]])]
-    assert config.layers == [1, 2]
 
 
 def test_an_adapter_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:

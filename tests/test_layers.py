@@ -160,6 +160,11 @@ def test_imports_flow_one_way() -> None:
     assert patches and not [name for name in patches if name.startswith(("hf_spec", "hub_cards"))]
 
 
+def test_the_library_has_few_rooms() -> None:
+    rooms = {name.split(".")[1] for name in our_modules() if name.count(".") > 1} - {"tools"}
+    assert {"core", "decoding", "methods"} <= rooms and len(rooms) <= 9, sorted(rooms)
+
+
 def test_core_knows_neither_models_nor_files() -> None:
     files = sorted((ROOT / "hf_spec" / "core").rglob("*.py"))
     assert len(files) >= 5

@@ -1,4 +1,4 @@
-"""Draws texts by their steps, and the tree of a step; matplotlib is imported when drawing."""
+"""Draws texts by their steps, and the tree of a step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.tools.bench.figures import new_figure
 from hf_spec.tools.demo.steps import VerifiedTree, pieces
 
 #: Backgrounds of neighboring steps.
@@ -50,8 +50,7 @@ def plot_texts(
     down = -(-len(runs) // columns) * (lines + GAP[1]) - GAP[1]
 
     unit = POINTS / 72  # inches
-    figure = new_figure(across * CELL_WIDTH * unit, down * CELL_HEIGHT * unit)
-    figure.set_layout_engine("none")
+    figure = Figure(figsize=(across * CELL_WIDTH * unit, down * CELL_HEIGHT * unit))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, across), ylim=(down, 0))
     axes.axis("off")
     look = {"fontsize": POINTS, "va": "center", "family": "monospace", "parse_math": False}
@@ -131,7 +130,7 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
     edges.append((last, own))
 
     levels, span = max(depths) + 1, max(heights) - min(heights) + 1
-    figure = new_figure(1.25 * levels, 0.42 * span + 0.4)
+    figure = Figure(figsize=(1.25 * levels, 0.42 * span + 0.4), layout="constrained")
     axes = figure.subplots()
     axes.set(xlim=(-0.5, levels - 0.5), ylim=(min(heights) - 0.6, max(heights) + 0.6))
     axes.axis("off")

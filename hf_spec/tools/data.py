@@ -1,7 +1,7 @@
 """Reads files of prompts and answers as people have them; all commands read with this module.
 
-A file holds JSON lines or a JSON array of objects in UTF-8, either may be gzipped; or it is a
-parquet file. What it holds is seen from its content, not its name.
+A file holds JSON lines or a JSON array of objects in UTF-8, or it is a parquet file. What it holds
+is seen from its content, not its name.
 A row is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
@@ -13,11 +13,8 @@ A row is one of:
 The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
 """
 
-import gzip
 import io
 import json
-import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +36,10 @@ ROLES = {
     "gpt": "assistant",
 }  # fmt: skip
 ACCEPTED = (
-    "a file holds JSON lines, a JSON array of objects (both may be gzipped) or parquet; "
+    "a file holds JSON lines, a JSON array of objects or parquet; "
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
 )
-PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
-#: JSON can escape half of a pair of surrogates, which is no character and has no UTF-8.
-SURROGATE = re.compile("[\ud800-\udfff]")
+PARQUET = b"PAR1"
 
 T = TypeVar("T")
 
@@ -106,14 +101,8 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
         raise ValueError(f"cannot read {str(path)!r}: it is a folder; give a file in it")
     try:
         with path.open("rb") as file:
-            start = file.peek(len(PARQUET))
-            if start.startswith(PARQUET):
-                rows = _parquet_rows(path)
-            elif start.startswith(GZIP):
-                rows = _json_rows(path, gzip.GzipFile(fileobj=file))
-            else:
-                rows = _json_rows(path, file)
-            for row in rows:
+            is_parquet = file.peek(len(PARQUET)).startswith(PARQUET)
+            for row in _parquet_rows(path) if is_parquet else _json_rows(path, file):
                 try:
                     if not isinstance(row.fields, dict):
                         raise ValueError("must be a JSON object, such as {'prompt': '...'}")
@@ -121,16 +110,11 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
                 except ValueError as error:
                     raise ValueError(f"{row.place}: {error}") from error
                 yield parsed
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(
-            f"cannot read {str(path)!r}: the gzip file is cut off or damaged ({error}); get it "
-            "again"
-        ) from error
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
 
 
-def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[Row]:
+def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
     lines = _lines(path, file)
     first = True
     for number, line in enumerate(lines, start=1):
@@ -147,7 +131,7 @@ def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[
         first = False
 
 
-def _lines(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[str]:
+def _lines(path: Path, file: io.BufferedReader) -> Iterator[str]:
     """Lines as text. They end at line feeds only: JSON texts may hold what else ends lines."""
     for number, line in enumerate(file, start=1):
         try:
@@ -210,20 +194,10 @@ def example(fields: Mapping[str, Any]) -> Prompt:
 
 
 def checked_text(name: str, value: Any) -> str:
-    """``value``; a ValueError if it is no text, is empty, or has half a pair of surrogates."""
+    """``value``; a ValueError if it is no text, or is empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
-    return _whole_characters(repr(name), value)
-
-
-def _whole_characters(what: str, text: str) -> str:
-    half = SURROGATE.search(text)
-    if half:
-        raise ValueError(
-            f"{what} has \\u{ord(half[0]):04x}, half of a surrogate pair, which is no character: "
-            "write both halves, or leave it out"
-        )
-    return text
+    return value
 
 
 def _prompt(name: str, given: Mapping[str, Any]) -> list[Message]:
@@ -280,4 +254,4 @@ def _message(what: str, given: Any) -> Message:
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
-    return Message(ROLES[role], _whole_characters(what, content))
+    return Message(ROLES[role], content)

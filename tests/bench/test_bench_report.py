@@ -1,14 +1,12 @@
 """Rows, table and files, from measurements whose figures are worked out by hand."""
 
 import hashlib
-import io
 import json
-import re
+import sys
 from operator import truediv
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tiny_checkpoint import make_model
 
 from hf_spec.core.stats import SpecStats
@@ -77,7 +75,7 @@ def test_rows_hold_the_figures_worked_out_by_hand():
     assert rows["generate", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
 
 
-def test_intervals_are_of_prompts_and_paired():
+def test_intervals_are_of_prompts_and_paired(table_of):
     """A machine that slows down by half slows all contenders: the speedup is as sure as before."""
     made = []
     for index in range(8):
@@ -120,7 +118,7 @@ def test_samples_are_identical_or_not_compared():
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_table_shows_every_figure_at_any_width(width):
+def test_table_shows_every_figure_at_any_width(width, table_of):
     text = table_of(result(measurements()), width, by_task=True, terminal=True)
     for expected in ("fast (lossy)", "math", "1.60x", "8.0", "1.67", "a note"):
         assert expected in text
@@ -129,7 +127,7 @@ def test_table_shows_every_figure_at_any_width(width):
     assert "…" not in text
 
 
-def test_tasks_are_shown_where_they_are_asked_for():
+def test_tasks_are_shown_where_they_are_asked_for(table_of):
     text = table_of(result(measurements()), 80)
     assert "math" not in text and "task" not in text
     assert [line.split()[0] for line in text.splitlines() if "identical" in line] == [
@@ -137,17 +135,24 @@ def test_tasks_are_shown_where_they_are_asked_for():
     ]  # fmt: skip
 
 
-def test_names_are_never_cut():
+def test_names_are_never_cut(table_of):
     name = "transformers:prompt_lookup@a-folder-with-a-long-name+compiled"
     rows = [Measurement(name, 1, [0], "qa", 2.0, [[5] * 10], 10, None, [SAME], name)]
     lines = table_of(result(rows), 30, terminal=True).splitlines()
     assert any(name in line and "1 identical" in line for line in lines)
 
 
-def table_of(bench: BenchResult, width: int, by_task: bool = False, terminal: bool = False) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=terminal)
-    report.print_table(bench, console, by_task)
-    return re.sub(r"\x1b\[[0-9;]*m| +$", "", console.file.getvalue(), flags=re.MULTILINE)
+@pytest.fixture
+def table_of(monkeypatch, capsys):
+    """The printed table, in a file or a terminal of some width."""
+
+    def printed(bench, width, by_task=False, terminal=False):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        report.print_table(bench, by_task)
+        return capsys.readouterr().out
+
+    return printed
 
 
 def test_results_file_has_the_documented_keys(tmp_path):

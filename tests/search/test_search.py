@@ -1,4 +1,4 @@
-"""``hf-spec search`` and ``hf-spec plot``: trials, the adapter folder, one line on bad input."""
+"""``hf-spec search``: trials, the adapter folder, one line on bad input."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_the_folder_works_in_every_way(made: Path) -> None:
 
 
 def test_what_the_folder_holds(made: Path) -> None:
-    paths = {path.name: path for path in (made / "skip").iterdir() if path.name != "search.png"}
+    paths = {path.name: path for path in (made / "skip").iterdir()}
     assert paths.keys() == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "search.json", "results.json", "custom_generate", "study.jsonl",
@@ -102,14 +102,6 @@ def test_what_the_folder_holds(made: Path) -> None:
     rows = [(row["strategy"], row["prompts"]) for row in measured if row["task"] == "all"]
     assert rows == [("generate", 1), ("layer_skip", 1)]
     assert all(row["identical"] == row["prompts"] for row in measured)
-
-
-def test_the_plot(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plot", str(made / "skip"), "--output", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "search.png").is_file()
-    assert str(tmp_path / "out" / "search.png") in capsys.readouterr().out
-    assert cli.main(["plot", str(tmp_path)]) == 2
-    assert "has nothing to draw: no study.jsonl of hf-spec search" in capsys.readouterr().err
 
 
 def test_other_settings_a_broken_study_no_optuna(
@@ -165,23 +157,9 @@ def test_interrupted(
     assert search(made, "--held-out", "0", output="again") == 0
     data = json.loads((made / "again" / "search.json").read_text())
     study = layers.open_study(made / "again")
-    ended = [one for one in study.trials if one.state.name in ("COMPLETE", "PRUNED")]
+    ended = [one for one in study.trials if one.state.name == "COMPLETE"]
     assert len(ended) == 4 and data["held_out"] == 0
     assert "development prompts" in (made / "again" / "README.md").read_text()
-
-
-def test_samplers(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The paper's is the default; a study goes on with its own only."""
-    assert type(layers.open_study(made / "skip").sampler).__name__ == "GPSampler"
-    assert search(made, "--sampler", "tpe", output="tpe") == 0
-    data = json.loads((made / "tpe" / "search.json").read_text())
-    assert data["identity"]["sampler"] == "tpe"
-    settings = Settings(sampler="tpe")
-    assert type(layers.open_study(made / "tpe", settings).sampler).__name__ == "TPESampler"
-    assert search(made, output="tpe") == 2
-    assert "sampler was 'tpe', now 'gp'" in capsys.readouterr().err
-    assert search(made, "--sampler", "random", output="bad") == 2
-    assert capsys.readouterr().err == "hf-spec: sampler='random': choose one of gp, tpe.\n"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +218,9 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "generate", timed)
 
 
-@pytest.mark.parametrize("sampler", layers.SAMPLERS)
-def test_it_finds_what_is_planted(
-    planted: tuple[Any, Any], ticking: None, tmp_path: Path, sampler: str
-) -> None:
+def test_it_finds_what_is_planted(planted: tuple[Any, Any], ticking: None, tmp_path: Path) -> None:
     """Starting points skip other sublayers; only the planted ones cost nothing to leave out."""
-    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(10, 4, sampler=sampler))
+    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(10, 4))
     told: list[tuple[int, int]] = []
     work.search(16, lambda done, total, best: told.append((done, total)))
     assert told == [(n, 16) for n in range(17)]
@@ -260,8 +235,6 @@ def test_it_finds_what_is_planted(
         one["speedup"] for one in entries if one["skip_mlp"] == choice["skip_mlp"]
         and one["skip_attention"] == choice["skip_attention"]
     )  # fmt: skip
-    pruned = any(one.state.name == "PRUNED" for one in work.study.trials)
-    assert pruned == (sampler == "tpe")
 
 
 def test_starting_points_are_choices_of_the_model(planted: tuple[Any, Any], tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Folders of answers: what distill writes, data of the user's own, and what is refused."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+        path.write_bytes(lines)
     return path.parent
 
 
@@ -80,8 +79,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data/train-00001-of-00002.parquet": IDS[1:], "data/test-00000-of-00001.parquet": IDS,
         "data/train-00000-of-00002.parquet": IDS[:1],
     },
-    "gzipped": {
-        "train-00000-of-00002.jsonl.gz": IDS[:1], "train-00001-of-00002.jsonl.gz": IDS[1:],
+    "lines beside a description": {
+        "train-00000-of-00002.jsonl": IDS[:1], "train-00001-of-00002.jsonl": IDS[1:],
         "dataset_infos.json": "{}",
     },
     "a JSON array": {"rows.json": json.dumps(IDS)},
@@ -188,7 +187,7 @@ def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:
 
 
 def test_no_files_or_both_kinds_or_no_rows(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no data files: .* \.parquet, \.jsonl, \.jsonl\.gz"):
+    with pytest.raises(ValueError, match=r"no data files: .* \.parquet, \.jsonl, \.json"):
         read_answers(tmp_path)
     for text in ("", "\n \n"):
         (tmp_path / "x.jsonl").write_text(text)

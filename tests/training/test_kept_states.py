@@ -99,7 +99,7 @@ def test_no_room_lost_file_and_another_base(fresh: Tiny, tmp_path: Path, batches
         KEEPER.reset(token)
     assert forwards.count == len(ids)
     assert again(kept(folder, base="other")) == 0  # with room for all
-    one, _ = folder.glob("*.safetensors")
+    one = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
     one.rename(one.with_suffix(".tmp"))  # as an interrupted write leaves it
     token = KEEPER.set(kept(folder, base="other"))
     try:

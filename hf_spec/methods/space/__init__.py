@@ -17,5 +17,4 @@ METHOD = Method(
     training={"num_train_epochs": 2},
     trained={**TRAINED, "num_mask_tokens": 4},
     num_anchors=32,
-    formats="hf_spec.tools.formats.uno",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -12,21 +12,17 @@ import torch
 
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import forget
-from hf_spec.core.stats import SpecStats, bar
+from hf_spec.core.stats import bar
 from hf_spec.decoding.auto import Choice
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.tools.bench.contenders import Contender, ours
-from hf_spec.tools.bench.prompts import Prompt, encode, encode_prompts
+from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.results import ALL
 from hf_spec.tools.bench.runner import run
-from hf_spec.tools.bench.session import Session
-from hf_spec.tools.data import plain_text
-from modeling_patches.modules import num_layers
 
 #: Name of the adapter that a model gets for a trial.
 TRIAL = "hf_spec_doctor"
-#: By how much tau has to be larger under another condition to be worth a line.
+#: By how much tau has to be larger on the training's own data to be worth a line.
 BETTER = 1.15
 
 
@@ -106,37 +102,17 @@ def diagnose(
     adapter = method.active_adapter(model)
     learned = adapter is not None or method.included is not None  # lookups learn from nothing else
     config = None if adapter is None else adapter.config
-    given, _ = encode_prompts(model, tokenizer, prompts, max_new_tokens)
-    lengths = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    others: dict[str, float] = {}
-    with Session.open(model, tokenizer, lengths, [drafting]) as session:
-        for name, ids in _conditions(model, tokenizer, prompts, given, config) if learned else ():
-            total = SpecStats()
-            for one in ids:
-                total.merge(session.generate(drafting, [one])[3] or SpecStats())
-            others[name] = total.mean_accepted_tokens
-    forget(model)  # what was learned under other conditions
     measured = {
         "tau": f"{tau:.2f} tokens per step where every step drafts"
         + ("" if looks_up else ", without lookups"),
         "speedup": f"{speedup:.2f}x plain generate, on defaults",
         "positions": " ".join(f"{i}: {bar(p)} {p:.0%}" for i, p in enumerate(positions, 1)),
         "tasks": ", ".join(f"{task} {one:.2f}" for task, one in tasks.items()),
-        **{name: f"tau {one:.2f}" for name, one in others.items()},
     }
     at = [*positions, 0.0, 0.0, 0.0]
     may_get_head = isinstance(config, PredictingConfig) and not config.markov_rank
     best = (trained.get("best") or {}).get("eval_tau", 0.0)
     findings = [
-        (others[name] > max(BETTER * tau, tau + 0.1),
-         f"With {name} instead of its own, tau is {others[name]:.2f}: the layer numbers in "
-         "adapter_config.json are off by one. Correct them, or import the checkpoint again."
-         if name.startswith("layers") else
-         f"Acceptance is higher {name.replace('enable', 'with enable')} (tau {others[name]:.2f}): "
-         "either the model repeats itself there, which is easy to predict, or its drafter was "
-         "trained on such text. Train on answers to prompts as you use them.")
-        for name in others
-    ] + [
         (best > BETTER * tau,
          f"Training ended with tau {best:.2f} on held-out prompts of its own data. These prompts "
          "are of another kind: distill and train on prompts like them."),
@@ -157,26 +133,3 @@ def diagnose(
          "model, many rows or a busy machine."),
     ]  # fmt: skip
     return measured, [text for stands_out, text in findings if stands_out]
-
-
-def _conditions(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], given: Sequence[list[int]], config: Any
-) -> Iterator[tuple[str, Sequence[list[int]]]]:
-    """Conditions, by name, with the prompts' token ids: without the chat template, in each thinking
-    mode, and, while the caller uses them, with other layer numbers in an adapter's config."""
-    longest = max(map(len, given)) + 64
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    if template:
-        bare = [tokenizer(plain_text(one.text, one.history), verbose=False) for one in prompts]
-        yield "without the chat template", [list(one["input_ids"])[-longest:] for one in bare]
-    for on in (True, False) if "enable_thinking" in template else ():
-        chats = [encode(tokenizer, one.text, one.history, enable_thinking=on) for one in prompts]
-        yield f"enable_thinking={on}", [one[-longest:] for one in chats]
-    before = getattr(config, "layers", None) or []
-    for layers in ([one + shift for one in before] for shift in (-1, 1) if before):
-        if all(0 <= one <= num_layers(model) for one in layers):
-            try:
-                config.layers = layers
-                yield f"layers {layers}", given
-            finally:
-                config.layers = before

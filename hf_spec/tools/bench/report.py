@@ -3,64 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_spec.files import write_atomically
 from hf_spec.tools.bench.agreement import Agreement
 from hf_spec.tools.bench.results import ALL, BenchResult, Interval
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+
+def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """Lines of a table, in which nothing is cut or wrapped: the first ``words`` columns stand to
+    the left, the others, of numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+
+    def line(cells: Sequence[str]) -> str:
+        sides = [str.ljust] * words + [str.rjust] * (len(widths) - words)
+        return "  ".join(side(cell, n) for side, cell, n in zip(sides, cells, widths)).rstrip()
+
+    return "\n".join([line(heads), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table, in which nothing is cut or wrapped: columns of words, then of numbers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in words:
-        table.add_column(head, no_wrap=True)
-    for head in numbers:
-        table.add_column(head, no_wrap=True, justify="right")
-    return table
-
-
-def show(table: Table, console: Console) -> None:
-    """Print a table as wide as it is; a narrower terminal wraps its lines."""
-    console.width = max(console.width, _width(table, console))
-    console.print(table)
-
-
-def _width(table: Table, console: Console) -> int:
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
-
-
-def print_table(result: BenchResult, console: Console, by_task: bool = False) -> None:
+def print_table(result: BenchResult, by_task: bool = False) -> None:
     """Print the results, with ``by_task`` of each task, the share of time in each phase, and the
     notes. Intervals are left out where the terminal is too narrow for them."""
     data = result.runs()
-    table = _table(result, data, by_task, intervals=True)
-    if console.is_terminal and _width(table, console) > console.width:
-        table = _table(result, data, by_task, intervals=False)
-    show(table, console)
+    text = _table(result, data, by_task, intervals=True)
+    if sys.stdout.isatty() and max(map(len, text.splitlines())) > shutil.get_terminal_size()[0]:
+        text = _table(result, data, by_task, intervals=False)
+    print(text)
     several = len({row["batch_size"] for row in data}) > 1
     for row in data:
         share = row["stats"].get("share")
         if row["task"] == ALL and share:
             parts = ", ".join(f"{phase} {part:.0%}" for phase, part in share.items())
             size = f", batch {row['batch_size']}" if several else ""
-            console.print(f"time of {row['strategy']}{size}: {parts}", soft_wrap=True)
+            print(f"time of {row['strategy']}{size}: {parts}")
     for note in result.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        print(f"note: {note}")
 
 
-def _table(
-    result: BenchResult, data: list[dict[str, Any]], by_task: bool, intervals: bool
-) -> Table:
+def _table(result: BenchResult, data: list[dict[str, Any]], by_task: bool, intervals: bool) -> str:
     lossy = {item.name for item in result.contenders if item.lossy}
     tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
     by_task = by_task and len(tasks) > 2  # a single task has the same figures as "all"
@@ -71,7 +56,7 @@ def _table(
         f"{'; 95% intervals in brackets' * intervals}"
     )
     words = ["strategy", *["task"] * by_task, *["batch"] * (len(sizes) > 1)]
-    table = new_table(title, words, ["tokens/s", "speedup", "tau", "output"])
+    rows = []
     for row in data:
         if row["task"] != ALL and not by_task:
             continue
@@ -80,13 +65,13 @@ def _table(
             speed += _shown(row["speedup_interval"])
             tau += _shown(row["tau_interval"])
         names = {"task": row["task"], "batch": str(row["batch_size"])}
-        table.add_row(
-            row["strategy"] + " (lossy)" * (row["strategy"] in lossy),
-            *(names[word] for word in words[1:]),
-            f"{row['tokens_per_second']:.1f}", speed, tau, _agreement(row),
-            end_section=by_task and row["task"] == ALL,
-        )  # fmt: skip
-    return table
+        name = row["strategy"] + " (lossy)" * (row["strategy"] in lossy)
+        rows.append([
+            name, *(names[word] for word in words[1:]), f"{row['tokens_per_second']:.1f}",
+            speed, tau, _agreement(row),
+        ])  # fmt: skip
+    table = aligned([*words, "tokens/s", "speedup", "tau", "output"], rows, len(words))
+    return f"{title}\n{table}"
 
 
 def _agreement(row: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from hf_spec.tools.bench.agreement import Agreement, classify
 from hf_spec.tools.bench.contenders import BASELINE, Contender, with_compiled
 from hf_spec.tools.bench.prompts import Prompt, batches, encode_long, encode_prompts, spread
 from hf_spec.tools.bench.results import BenchResult, Measurement
-from hf_spec.tools.bench.session import Session
+from hf_spec.tools.bench.session import Session, Turn
 
 
 def run(
@@ -73,68 +73,61 @@ def run(
             f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
             "at their beginning"
         )
-    plan = []
-    for size in batch_sizes:
-        taking_part = [item for item in contenders if size == 1 or not item.single_row]
-        for item in contenders:
-            if item not in taking_part:
-                result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
-        parts = list(batches(prompts, size))
-        small = sum(len(part) < size for part in parts)
-        if small:
-            result.notes.append(
-                f"{small} of {len(parts)} batches have fewer than {size} rows: a batch never mixes "
-                "categories"
-            )
-        plan += [(size, taking_part, part) for part in parts]
-    calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
-
+    plan = [turn for size in batch_sizes for turn in _turns(result, size)]
+    calls, done = sum(len(turn.contenders) for turn in plan), 0
     with Session.open(model, tokenizer, options, contenders) as session:
         try:
             session.warm_up(plan, token_ids)
             progress(0, calls)
-            for turn, (size, taking_part, indices) in enumerate(plan):
+            for number, turn in enumerate(plan):
                 outcome: dict[str, Measurement] = {}
-                start, category = turn % len(taking_part), prompts[indices[0]].category
-                for item in taking_part[start:] + taking_part[:start]:
-                    torch.manual_seed(seed + turn)
-                    made = session.generate(item, [token_ids[index] for index in indices])
+                start = number % len(turn.contenders)
+                for item in turn.contenders[start:] + turn.contenders[:start]:
+                    torch.manual_seed(seed + number)
+                    made = session.generate(item, [token_ids[index] for index in turn.indices])
                     outcome[item.name] = Measurement(
-                        item.name, size, indices, category, *made, baseline=item.baseline
-                    )
+                        item.name, turn.size, turn.indices, prompts[turn.indices[0]].category,
+                        *made, baseline=item.baseline,
+                    )  # fmt: skip
                     done += 1
                     progress(done, calls)
-                if not options["do_sample"]:
-                    _compare(session, outcome, token_ids, taking_part)
-                elif size == 1:  # samples of the same seed, which rounding may make differ
-                    for one in outcome.values():
-                        pairs = zip(one.rows, outcome[one.baseline].rows)
-                        one.agreement = [Agreement.IDENTICAL if a == b else None for a, b in pairs]
-                result.measurements += [outcome[item.name] for item in taking_part]
-            result.notes += [
-                f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are "
-                "left out"
-                for name, (count, seconds) in session.compiling.items()
-                if count
-            ]
-            result.notes += [
-                f"{name} ran with its update beside the weights: {reason}"
-                for name, reason in session.unmerged.items()
-            ]
+                _compare(session, outcome, token_ids, turn)
+                result.measurements += [outcome[item.name] for item in turn.contenders]
+            result.notes += session.notes()
         except KeyboardInterrupt:
             result.interrupted = True
             result.notes.append(f"interrupted after {done} of {calls} calls")
     return result
 
 
+def _turns(result: BenchResult, size: int) -> list[Turn]:
+    """The batches of a size; the result's notes say what is left out or not full."""
+    taking_part = [item for item in result.contenders if size == 1 or not item.single_row]
+    for item in result.contenders:
+        if item not in taking_part:
+            result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
+    parts = list(batches(result.prompts, size))
+    if small := sum(len(part) < size for part in parts):
+        result.notes.append(
+            f"{small} of {len(parts)} batches have fewer than {size} rows: a batch never mixes "
+            "categories"
+        )
+    return [Turn(size, taking_part, part) for part in parts]
+
+
 def _compare(
-    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]],
-    contenders: Sequence[Contender],
-) -> None:  # fmt: skip
-    """Set the ``agreement`` of every measurement with its baseline."""
+    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]], turn: Turn
+) -> None:
+    """Set the ``agreement`` of every measurement with its baseline, where outputs can be compared:
+    greedy ones, and samples of the same seed, which rounding may make differ."""
+    if session.options["do_sample"]:
+        for one in outcome.values() if turn.size == 1 else ():
+            pairs = zip(one.rows, outcome[one.baseline].rows)
+            one.agreement = [Agreement.IDENTICAL if a == b else None for a, b in pairs]
+        return
     default = session.model.generation_config.repetition_penalty
     penalty = session.options.get("repetition_penalty", default)
-    plains = {item.name: item for item in contenders if item.name == item.baseline}
+    plains = {item.name: item for item in turn.contenders if item.name == item.baseline}
     for item in sorted(outcome.values(), key=lambda item: item.baseline):
         session.activate(plains[item.baseline])
         plain = outcome[item.baseline]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.utils import counters
@@ -17,8 +16,6 @@ import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.tools.bench.contenders import Contender
-
-logger = logging.getLogger(__name__)
 
 #: New tokens of a warm-up call: several steps of every strategy.
 WARMUP_TOKENS = 16
@@ -49,6 +46,14 @@ def _eos_ids(config: Any) -> list[int]:
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
+
+
+class Turn(NamedTuple):
+    """A batch of at most ``size`` prompts, which these contenders generate one after the other."""
+
+    size: int
+    contenders: list[Contender]
+    indices: list[int]
 
 
 @dataclass
@@ -99,16 +104,24 @@ class Session:
             except ValueError as error:
                 self.unmerged.setdefault(contender.name, str(error))
 
-    def warm_up(
-        self, plan: Sequence[tuple[int, list[Contender], list[int]]], token_ids: Sequence[list[int]]
-    ) -> None:
-        """Make a short call of each contender, which fails early (ValueError)."""
-        first = {size: (contenders, indices[:size]) for size, contenders, indices in reversed(plan)}
+    def notes(self) -> list[str]:
+        """What is to be known of the calls."""
+        return [
+            f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are left out"
+            for name, (count, seconds) in self.compiling.items()
+        ] + [
+            f"{name} ran with its update beside the weights: {reason}"
+            for name, reason in self.unmerged.items()
+        ]
+
+    def warm_up(self, plan: Sequence[Turn], token_ids: Sequence[list[int]]) -> None:
+        """Make a short call of each contender at each batch size, which fails early."""
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
-        for contenders, indices in first.values():
-            for item in contenders:
+        for turn in {turn.size: turn for turn in reversed(plan)}.values():
+            for item in turn.contenders:
                 try:
-                    self.generate(item, [token_ids[i] for i in indices], max_new_tokens=short)
+                    batch = [token_ids[index] for index in turn.indices]
+                    self.generate(item, batch, max_new_tokens=short)
                 except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
                     raise ValueError(f"{item.name}: {first_line(error)}") from error
 
@@ -126,9 +139,6 @@ class Session:
         inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
         kwargs = {**self.options, **contender.kwargs, **overrides}
         random = torch.get_rng_state()
-        if contender.compiled and contender.name not in self.compiling:
-            logger.info("%s: first call, which compiles", contender.name)
-            self.compiling[contender.name] = 0, 0.0
         for _ in range(MOST_COMPILING):
             torch.set_rng_state(random)
             known = counters["stats"]["unique_graphs"]  # of Transformers; hf_spec counts its own

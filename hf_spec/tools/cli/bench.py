@@ -8,7 +8,7 @@ from typer import Exit, Option, echo
 
 from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import INTERRUPTED, check_writable, notes, progress_bar, stop_without
+from hf_spec.tools.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
 
 DEFAULT_BACKEND = "inductor"
 
@@ -108,35 +108,29 @@ def bench(
     if repetition_penalty is not None:
         generate_kwargs["repetition_penalty"] = repetition_penalty
 
-    from rich.console import Console
-
     from hf_spec.tools.bench import report
     from hf_spec.tools.bench.environment import environment_of
     from hf_spec.tools.bench.runner import run
 
     environment = environment_of(loaded, model, source)
-    with (
-        progress_bar("benchmark") as progress,
-        notes(progress, "hf_spec.tools.bench.session", "hf_spec.model.graphs"),
-    ):
+    with progress_bar("benchmark") as progress:
         result = run(
             loaded, tokenizer, read, entries.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, limit=limit,
             prompt_tokens=prompt_tokens, generate_kwargs=generate_kwargs, seed=seed,
             compiled=(backend or DEFAULT_BACKEND) if compile else None,
-            progress=lambda done, total: progress(done, total, note=""),
+            progress=progress,
         )  # fmt: skip
     stop_without(result.measurements)
     if prompts is None:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
     target = output / "results.json"
     report.write_results(target, result, environment)
-    console = Console(highlight=False, emoji=False, markup=False)
     if as_json:
         echo(json.dumps(result.runs(), indent=1))
     else:
-        report.print_table(result, console, by_task)
-        console.print(f"results: {target}", soft_wrap=True)
+        report.print_table(result, by_task)
+        echo(f"results: {target}")
     if result.interrupted:
         raise Exit(INTERRUPTED)
 

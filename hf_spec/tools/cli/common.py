@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import logging
 import os
 import sys
 import time
@@ -94,54 +93,28 @@ def explained_interrupt(outcome: str) -> Iterator[None]:
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if that is a terminal.
 
-    Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar. Without a
-    terminal it prints a line every 30 seconds, with the time left by the pace since the first
-    number, and at once notes that come without numbers.
+    Gives ``update(done, total, note="")``, whose note stands after the bar. Without a terminal it
+    prints a line every 30 seconds, with the time left by the pace since the first number.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from tqdm import tqdm
 
+    shown = sys.stderr.isatty()
     told, first = time.monotonic(), (0.0, -1)  # the time and number of the first report
-    console = Console(stderr=True)
-    with Progress(
-        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        "{task.fields[note]}", console=console, transient=True, disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
-        task = bar.add_task(title, total=None, note="")
+    with tqdm(desc=title, leave=False, dynamic_ncols=True, disable=not shown) as bar:
 
-        def update(done: int | None = None, total: int | None = None, **shown: Any) -> None:
+        def update(done: int, total: int, note: str = "") -> None:
             nonlocal told, first
-            bar.update(task, completed=done, total=total, **shown)
-            now = time.monotonic()
-            if not console.is_terminal and done is None and shown.get("note"):
-                console.print(f"{title}: {shown['note']}", soft_wrap=True)
-            if done is None or total is None:
+            if shown:
+                bar.n, bar.total = done, total
+                bar.set_postfix_str(note)
                 return
+            now = time.monotonic()
             if first[1] < 0:
                 told, first = now, (now, done)
-            elif not console.is_terminal and done > first[1] and now - told > 30:
+            elif done > first[1] and now - told > 30:
                 told = now
                 left = duration((now - first[0]) * (total - done) / (done - first[1]))
-                parts = (f"{done} of {total}", shown.get("note"), f"about {left} left")
-                console.print(f"{title}: {', '.join(filter(None, parts))}", soft_wrap=True)
+                parts = (f"{done} of {total}", note, f"about {left} left")
+                echo(f"{title}: {', '.join(filter(None, parts))}", err=True)
 
         yield update
-
-
-@contextmanager
-def notes(update: Callable[..., None], *names: str) -> Iterator[None]:
-    """Within the block, what loggers of these names say, from INFO on, are notes of a
-    :func:`progress_bar`."""
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: update(note=record.getMessage())  # type: ignore[method-assign]
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
-            logger.removeHandler(handler)

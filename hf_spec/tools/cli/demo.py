@@ -41,14 +41,11 @@ def demo(
     """
     check_writable(output)
 
-    from rich.console import Console
-
+    from hf_spec.files import replacing
     from hf_spec.tools.bench import report
-    from hf_spec.tools.bench.figures import save_figure
     from hf_spec.tools.bench.results import ALL
     from hf_spec.tools.demo.demo import draw_chart, run_demo
 
-    console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
         result = run_demo(
             limit, max_new_tokens, dtype, name=model, progress=progress,
@@ -59,17 +56,19 @@ def demo(
     report.write_results(results, result.bench, result.environment)
     drawn: object = chart
     try:
-        save_figure(draw_chart(result.bench), chart)
+        figure = draw_chart(result.bench)
+        with replacing(chart) as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
     except ImportError:
         drawn = f"not drawn, as this needs matplotlib; {install_extra('plots')}"
     given, written = (text.splitlines() for text in result.sample)
-    console.rule("end of a prompt", align="left")
-    console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
-    console.rule("what the model writes after it, with and without speculation", align="left")
-    console.print("\n".join(written[:SHOWN_LINES]), markup=False)
-    console.rule()
-    report.print_table(result.bench, console)
-    console.print(f"results: {results}\nchart:   {drawn}", markup=False)
+    echo("\n".join([
+        "--- end of a prompt ---", *given[-SHOWN_LINES:],
+        "--- what the model writes after it, with and without speculation ---",
+        *written[:SHOWN_LINES], "---",
+    ]))  # fmt: skip
+    report.print_table(result.bench)
+    echo(f"results: {results}\nchart:   {drawn}")
     if result.bench.interrupted:
         raise Exit(INTERRUPTED)
     if not result.all_identical:
@@ -77,4 +76,4 @@ def demo(
     rows = result.bench.runs()
     ties = sum(row["diverged_at_tie"] for row in rows if row["task"] == ALL)
     but = f", but for {ties} that part where two tokens tie in this dtype" if ties else ""
-    console.print(f"Every output equals plain generate's{but}.")
+    echo(f"Every output equals plain generate's{but}.")

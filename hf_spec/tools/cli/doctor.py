@@ -31,8 +31,7 @@ def doctor(
 
     With a model: each strategy generates a few tokens (those with adapters take those given, or an
     untrained one); what assistant_strategy="auto" takes, and why; how often its drafts are accepted
-    on some prompts, by position, by task, without the chat template, in each thinking mode and with
-    other layer numbers; and what to do about it.
+    on some prompts, by position and by task; and what to do about it.
 
     \b
     Examples:

@@ -122,13 +122,10 @@ def export(
 
     'eagle3', 'dflash' and 'dspark' as 'speculators', which vLLM reads, too; 'eagle3' as 'sglang'.
 
-    'sglang', for 'space' trained with --masks noise: the LoRA of SGLang's UNO, 0.5.23. It has not
-    been run there.
-
     \b
     Examples:
       hf-spec export ./eagle3 --format speculators --output ./drafter
-      hf-spec export ./space --format sglang --output ./uno-lora
+      hf-spec export ./eagle3 --format sglang --output ./drafter
     """
     from hf_spec.files import read_json
     from hf_spec.tools.hub import transfer as work

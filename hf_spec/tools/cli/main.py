@@ -19,7 +19,7 @@ from hf_spec.tools.cli.distill import distill
 from hf_spec.tools.cli.doctor import doctor
 from hf_spec.tools.cli.hub import card, export, import_, push
 from hf_spec.tools.cli.run import run
-from hf_spec.tools.cli.search import plot, search
+from hf_spec.tools.cli.search import search
 from hf_spec.tools.cli.serve import serve
 from hf_spec.tools.cli.strategies import strategies
 from hf_spec.tools.cli.train import TrainCommand, train
@@ -42,7 +42,7 @@ SETTINGS: dict[Any, dict[str, Any]] = {
     serve: {"context_settings": UNKNOWN},  # options of 'transformers serve'
 }
 for one in (
-    demo, bench, distill, train, search, plot, card, push, import_, export, strategies, doctor,
+    demo, bench, distill, train, search, card, push, import_, export, strategies, doctor,
     run, serve,
 ):  # fmt: skip
     app.command(**{"cls": Command, **SETTINGS.get(one, {})})(one)

@@ -43,7 +43,7 @@ AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 Threads = Annotated[int | None, Option(min=1, callback=use_threads, help="CPU threads of torch.")]
 #: Help of options that take a file of prompts.
 PROMPTS = (
-    "JSON lines, a JSON array (.gz, too) or parquet; rows with messages, conversations, turns, "
+    "JSON lines, a JSON array or parquet; rows with messages, conversations, turns, "
     "prompt, question or instruction, and optionally category"
 )
 Prompts = Annotated[

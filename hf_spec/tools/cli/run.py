@@ -6,12 +6,25 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
+
+#: What Python starts with, the program or ``-m`` and a module behind it.
+START = """\
+import os, runpy, sys
+import hf_spec
+del sys.argv[0]
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def run(
@@ -23,8 +36,8 @@ def run(
     """Start a Python program with hf_spec imported.
 
     PROGRAM is a script, a console script of this environment, or a module. It runs as Python itself
-    would run it; when it imports transformers, hf_spec is imported, too. That holds for processes
-    it starts (multiprocessing, torchrun) as long as they inherit its environment.
+    would run it. Python processes that it starts do not import hf_spec by themselves; torchrun and
+    accelerate can start this command in each of theirs.
 
     \b
     Examples:
@@ -32,17 +45,17 @@ def run(
           --gen_kwargs assistant_strategy=prompt_lookup
       hf-spec run train.py --epochs 1
       hf-spec run -m package.module
-      hf-spec run torchrun --nproc-per-node 2 train.py
+      torchrun --nproc-per-node 2 --no-python hf-spec run train.py
     """
-    command = find(program[0], module)
+    # Only the program may import what lies in the folder where it is started.
+    command = ["-P", "-c", START, *find(program[0], module), *program[1:]]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *command, *program[1:]], environment())
+    os.execv(sys.executable, [sys.executable, *command])
 
 
-def find(program: str, module: bool = False) -> Sequence[str]:
-    """The arguments of Python's command line that start the program; a ValueError if there is
-    none."""
+def find(program: str, module: bool = False) -> list[str]:
+    """The program's file, or ``-m`` and the name of a module; a ValueError if there is none."""
     if module:
         return ["-m", program]
     if Path(program).is_file():
@@ -61,9 +74,3 @@ def find(program: str, module: bool = False) -> Sequence[str]:
         f"PROGRAM {program!r}: there is no such file, no such console script of {sys.prefix}, and "
         "no such module; give one of these, or -m and a module."
     )
-
-
-def environment() -> dict[str, str]:
-    """This process's environment, with the folder of our ``sitecustomize`` first on the path."""
-    path = [str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

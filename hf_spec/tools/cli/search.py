@@ -1,11 +1,10 @@
-"""``hf-spec search`` and ``hf-spec plot``."""
+"""``hf-spec search``."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option, echo
+from typer import Option, echo
 
 from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
@@ -28,10 +27,6 @@ def search(
     dtype: opt.Dtype = NATIVE,
     max_draft: Annotated[int, Option(min=1, help="K, most tokens drafted per step.")] = 12,
     seed: opt.Seed = 0,
-    sampler: Annotated[
-        str,
-        Option(help="gp, a Gaussian process as in the paper, or tpe, which breaks off bad trials."),
-    ] = "gp",
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
@@ -46,7 +41,6 @@ def search(
     Examples:
       hf-spec search --model Qwen/Qwen3-0.6B --prompts dev.jsonl --output ./skip
       hf-spec search --model M --prompts dev.jsonl --output ./skip --trials 500 --limit 16
-      hf-spec plot ./skip
       hf-spec bench --model M --adapter ./skip --prompts test.jsonl
     """
     from hf_spec.tools.bench.prompts import read_prompts
@@ -55,7 +49,7 @@ def search(
 
     from hf_spec.tools.search.layers import STRATEGY, LayerSearch, Settings
 
-    settings = Settings(max_new_tokens, max_draft, seed, sampler)
+    settings = Settings(max_new_tokens, max_draft, seed)
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
     check_writable(output)
 
@@ -121,31 +115,3 @@ def _divided(
             f"which leaves {len(rest)}; give more prompts, or a lower --limit"
         )
     return chosen, spread(rest, len(chosen) if held_out is None else held_out)
-
-
-def plot(
-    folder: Annotated[Path, Argument(help="Folder that hf-spec search wrote.")],
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Folder for the image.  [default: the same]")
-    ] = None,
-) -> None:
-    """Draw the trials of a layer search, search.png. The card shows it after 'hf-spec card'.
-
-    \b
-    Examples:
-      hf-spec plot ./skip
-      hf-spec plot ./skip --output ./figures
-    """
-    require("search", "optuna", "matplotlib")
-    from optuna.exceptions import ExperimentalWarning
-    from optuna.visualization.matplotlib import plot_optimization_history
-
-    from hf_spec.tools.bench.figures import save_figure
-    from hf_spec.tools.search.layers import STUDY_FILE, open_study
-
-    if not (folder / STUDY_FILE).is_file():
-        raise ValueError(f"{str(folder)!r} has nothing to draw: no {STUDY_FILE} of hf-spec search")
-    check_writable(target := output or folder)
-    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
-        axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
-    echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")

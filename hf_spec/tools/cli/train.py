@@ -35,9 +35,6 @@ def train(
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Train a few steps, say how long all take, write nothing.")
-    ] = False,
 ) -> None:
     """Train an adapter on answers that the base model gave.
 
@@ -86,8 +83,7 @@ def train(
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     work.spec_arguments(chosen, output, adapter_config, **arguments)
-    if not dry_run:
-        check_writable(output)
+    check_writable(output)
 
     from hf_spec.tools.training.dataset import read_answers, read_provenance
 
@@ -97,12 +93,9 @@ def train(
     with explained_interrupt(onward):
         record = work.train(
             base, rows, method, output, config, arguments, options, resume,
-            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter, dry_run=dry_run,
+            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
         )  # fmt: skip
     if not record:  # not the main process
-        return
-    if dry_run:
-        echo(record["expected"])
         return
 
     from hf_spec.tools.hub.card import write_card

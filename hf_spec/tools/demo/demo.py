@@ -13,7 +13,6 @@ from hf_spec.files import read_json
 from hf_spec.model.loading import load_adapters, load_model
 from hf_spec.tools.bench.contenders import contenders, read_adapters
 from hf_spec.tools.bench.environment import environment_of
-from hf_spec.tools.bench.figures import new_figure
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
 from hf_spec.tools.bench.results import ALL, BenchResult
 from hf_spec.tools.bench.runner import run
@@ -110,8 +109,10 @@ def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
 
 def draw_chart(bench: BenchResult) -> Any:
     """A figure with a bar for each contender: its tokens per second, with speedup and tau above."""
+    from matplotlib.figure import Figure
+
     rows = [row for row in bench.runs() if row["task"] == ALL]
-    figure = new_figure(1.6 + 1.5 * len(rows), 4)
+    figure = Figure(figsize=(1.6 + 1.5 * len(rows), 4), layout="constrained")
     axes = figure.subplots()
     plain = [row["strategy"] == row["baseline"] for row in rows]
     colors = ["tab:gray" if one else "tab:blue" for one in plain]
@@ -121,4 +122,5 @@ def draw_chart(bench: BenchResult) -> Any:
     axes.bar_label(bars, [f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows])
     axes.set(ylabel="tokens per second", title="hf-spec demo: same text, fewer forward passes")
     axes.margins(y=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -1,9 +1,9 @@
 """Renders the card of an adapter folder from its configs and results.
 
 The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``Method.card``,
-with the variables ``adapter`` (the adapter's config), ``options``, ``search``
-(``search.json``, or None) and ``files`` (names in the folder). ``hub_cards/training.md`` adds a
-section for trained adapters. The card depends on the folder alone.
+with the variables ``adapter`` (the adapter's config), ``options`` and ``search``
+(``search.json``, or None). ``hub_cards/training.md`` adds a section for trained adapters. The card
+depends on the folder alone.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     search, training = (read_json(folder / one, optional=True) for one in (SEARCH, TRAINING))
     repository = repository or folder.resolve().name
     facts: dict[str, Any] = {"adapter": adapter, "options": options}
-    names = sorted(path.name for path in folder.iterdir())
     section = trained = ""
     if method.card.is_file():  # the method's own section
-        section = _render(method.card, **facts, search=search or None, files=names)
+        section = _render(method.card, **facts, search=search or None)
     if training:
         best = training.get("best") or {}
         distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))

@@ -19,7 +19,7 @@ from typing import Any
 import optuna
 
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.core.checks import check_choice, check_same_settings, first_line
+from hf_spec.core.checks import check_same_settings, first_line
 from hf_spec.core.memory import forget
 from hf_spec.tools.bench.contenders import Contender, ours
 from hf_spec.tools.bench.environment import device_of
@@ -33,9 +33,7 @@ from modeling_patches.modules import num_layers
 STRATEGY = "layer_skip"
 #: Optuna's storage, an append-only file of JSON lines in the output folder.
 STUDY_FILE = "study.jsonl"
-#: What chooses the next trial, and what breaks off slow ones: a Gaussian process, as in the paper,
-#: which would learn nothing from those; or tree-structured Parzen estimators, which do.
-SAMPLERS = {"gp": ("GPSampler", "NopPruner"), "tpe": ("TPESampler", "MedianPruner")}
+COMPLETE = (optuna.trial.TrialState.COMPLETE,)
 #: Number of best choices that are measured on held-out prompts.
 FINALISTS = 3
 #: During trials every step drafts; otherwise bad choices would look like plain decoding.
@@ -52,10 +50,6 @@ class Settings:
     max_new_tokens: int = 64
     max_draft: int = 12  # K, most tokens drafted per step
     seed: int = 0
-    sampler: str = "gp"  # one of `SAMPLERS`
-
-    def __post_init__(self) -> None:
-        check_choice("sampler", self.sampler, SAMPLERS)
 
 
 def skippable(model: Any) -> Choice:
@@ -109,7 +103,7 @@ class LayerSearch:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.sublayers = skippable(model)
         self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
-        self.study = open_study(folder, settings)
+        self.study = open_study(folder, settings.seed)
         texts = json.dumps([prompt.full_text for prompt in prompts])
         identity = {
             **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
@@ -154,9 +148,8 @@ class LayerSearch:
 
     @property
     def finished(self) -> int:
-        """Number of finished trials, those that were pruned included."""
-        ends = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        return len(self.study.get_trials(deepcopy=False, states=ends))
+        """Number of finished trials."""
+        return len(self.study.get_trials(deepcopy=False, states=COMPLETE))
 
     def _trial(self, session: Session, trial: Any) -> float:
         """Tokens per second of decoding the prompts with the trial's choice."""
@@ -166,12 +159,9 @@ class LayerSearch:
         contender = self.contender(choice, **TRIAL_OPTIONS)
         forget(self.model)  # a choice's value must not depend on earlier trials
         tokens, seconds = 0, 0.0
-        for done, ids in enumerate(self.ids, 1):
+        for ids in self.ids:
             spent, (answer,), *_ = session.generate(contender, [ids])
             tokens, seconds = tokens + len(answer), seconds + spent
-            trial.report(tokens / seconds, done)
-            if done < len(self.ids) and trial.should_prune():
-                raise optuna.TrialPruned
         return tokens / seconds
 
     def contender(self, choice: Choice, name: str = STRATEGY, **options: Any) -> Contender:
@@ -181,8 +171,7 @@ class LayerSearch:
 
     def ranked(self, count: int) -> list[Any]:
         """The complete trials of the largest values, each choice once."""
-        states = (optuna.trial.TrialState.COMPLETE,)
-        complete = self.study.get_trials(deepcopy=False, states=states)
+        complete = self.study.get_trials(deepcopy=False, states=COMPLETE)
         distinct: dict[str, Any] = {}
         for trial in sorted(complete, key=lambda trial: -trial.value):
             distinct.setdefault(json.dumps(trial.params, sort_keys=True), trial)
@@ -199,8 +188,6 @@ class LayerSearch:
             the choice's speed is not the largest of several.
         """
         best = self.ranked(FINALISTS)
-        if not best:
-            raise ValueError("every trial was pruned: continue with more --trials")
         names = {f"{STRATEGY}:{trial.number}": self.choice(trial.params) for trial in best}
         first = self._measure(prompts, names, progress)
         entries = [
@@ -227,18 +214,15 @@ class LayerSearch:
         return result
 
 
-def open_study(folder: Path, settings: Settings | None = None) -> Any:
+def open_study(folder: Path, seed: int = 0) -> Any:
     """The Optuna study in a folder, created if there is none; a ValueError if it cannot be read."""
-    settings = settings or Settings()
-    sampler, pruner = SAMPLERS[settings.sampler]
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
     try:
         return optuna.create_study(
             storage=optuna.storages.JournalStorage(backend), study_name=STRATEGY,
             direction="maximize", load_if_exists=True,
-            sampler=getattr(optuna.samplers, sampler)(seed=settings.seed),
-            pruner=getattr(optuna.pruners, pruner)(),
+            sampler=optuna.samplers.GPSampler(seed=seed),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, AssertionError) as error:  # the last is Optuna's, too
         raise ValueError(

@@ -23,7 +23,7 @@ ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
 ID_COLUMNS = ("prompt_ids", "answer_ids")
 #: How names of data files in a folder end. ``.json`` files count where there are no others, as a
 #: data set may have some that describe it.
-SUFFIXES = ((".parquet",), (".jsonl", ".jsonl.gz"), (".json", ".json.gz"))
+SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
@@ -101,7 +101,7 @@ def _files(folder: Path) -> list[Path]:
     if not found or (parquet and lines):
         raise ValueError(
             f"{str(folder)!r} holds {'parquet and JSON lines' if found else 'no data'} files: it "
-            f"must hold files of one kind, {', '.join(end for kind in SUFFIXES for end in kind)}"
+            f"must hold files of one kind, {', '.join(SUFFIXES)}"
         )
     return [path for path in found if path.name.startswith("train-")] or found
 

@@ -209,39 +209,28 @@ def distill(
         contender = broadcast_object_list(found)[0]
     assert contender is not None
     facts["chosen"] = contender.kwargs
+    measured = Measured()
     with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
 
-        def generate(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
-            """Seconds, steps and rows of a batch, which has a seed of its own."""
+        def answer(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
             seed_batch(settings.seed, number)
             batch = [token_ids[index] for index in indices]
             seconds, answers, steps, _ = session.generate(contender, batch)
-            rows = [
-                {
-                    "prompt_ids": token_ids[index], "answer_ids": answer,
-                    "prompt": prompts[index].full_text,
-                    "answer": tokenizer.decode(answer, skip_special_tokens=True),
-                    "category": prompts[index].category, "source": prompts[index].source,
-                    "question_id": str(prompts[index].question_id), "index": index,
-                }
-                for index, answer in zip(indices, answers)
-            ]  # fmt: skip
-            return seconds, steps, rows
+            pairs = zip(indices, batch, answers)
+            return seconds, steps, [_row(tokenizer, i, prompts[i], *ids) for i, *ids in pairs]
 
         if state.is_main_process:
             folder.begin(facts)
         state.wait_for_everyone()
         lengths = folder.lengths()
         work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
-        seconds, steps, tokens = 0.0, 0, 0
         state.wait_for_everyone()
         for start in range(0, len(work), state.num_processes):
-            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
-            progress(len(everything) - len(work) + start, len(everything), note=speed)
+            done = len(everything) - len(work) + start
+            progress(done, len(everything), note=measured.speed(state.num_processes))
             own = work[start : start + state.num_processes][state.process_index :][:1]
-            for batch_seconds, batch_steps, rows in gather_object([generate(*one) for one in own]):
-                seconds, steps = seconds + batch_seconds, steps + batch_steps
-                tokens += sum(len(row["answer_ids"]) for row in rows)
+            for seconds, steps, rows in gather_object([answer(*one) for one in own]):
+                measured.add(seconds, steps, rows)
                 new = [row for row in rows if row["index"] not in lengths]
                 lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
                 if state.is_main_process:
@@ -256,15 +245,48 @@ def distill(
         "truncated_prompts": truncated, "processes": state.num_processes,
         "environment": environment, "rows": len(prompts),
         "answer_tokens": total, "mean_answer_tokens": total / len(prompts),
-        "measured": {  # seconds in ``generate``, added up over processes
-            "answer_tokens": tokens, "seconds": seconds,
-            "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
-        },
+        "measured": measured.figures(),
     }  # fmt: skip
     if state.is_main_process:
         write_atomically(folder.provenance, json.dumps(provenance, indent=1))
     state.wait_for_everyone()
     return provenance
+
+
+@dataclass
+class Measured:
+    """Tokens, steps, and seconds in ``generate``, added up over processes."""
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float, steps: int, rows: Sequence[dict[str, Any]]) -> None:
+        self.seconds, self.steps = self.seconds + seconds, self.steps + steps
+        self.tokens += sum(len(row["answer_ids"]) for row in rows)
+
+    def speed(self, processes: int) -> str:
+        """The tokens per second of processes side by side, in words; empty at the beginning."""
+        return f"{processes * self.tokens / self.seconds:,.0f} tokens/s" if self.tokens else ""
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "answer_tokens": self.tokens, "seconds": self.seconds,
+            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
+            "tau": self.tokens / max(self.steps, 1),
+        }  # fmt: skip
+
+
+def _row(
+    tokenizer: Any, index: int, prompt: Prompt, prompt_ids: list[int], answer_ids: list[int]
+) -> dict[str, Any]:
+    """A line of the answers."""
+    return {
+        "prompt_ids": prompt_ids, "answer_ids": answer_ids, "prompt": prompt.full_text,
+        "answer": tokenizer.decode(answer_ids, skip_special_tokens=True),
+        "category": prompt.category, "source": prompt.source,
+        "question_id": str(prompt.question_id), "index": index,
+    }  # fmt: skip
 
 
 def fastest(

@@ -28,16 +28,12 @@ class KeptStates:
 
     Args:
         num_bytes: most bytes of all files; sequences that find no room are computed each time.
-        base: identifies the base's weights: files that were written with others are removed.
+        base: identifies the base's weights.
     """
 
     def __init__(self, folder: Path, num_bytes: int, base: str):
-        mark = folder / "base"
-        if folder.is_dir() and not (mark.is_file() and mark.read_text() == base):
-            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(base)
-        self.folder = folder
+        self.folder, self.base = folder, base
         self.room = num_bytes - sum(one.stat().st_size for one in folder.glob(f"*{SUFFIX}"))
 
     def __call__(
@@ -53,7 +49,7 @@ class KeptStates:
         """
         real = mask.bool()
         rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real.cpu())]
-        keys = [repr((row, list(layers))) for row in rows]
+        keys = [repr((self.base, row, list(layers))) for row in rows]
         digests = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in keys]
         paths = [self.folder / f"{digest}{SUFFIX}" for digest in digests]
         new = [row for row, path in enumerate(paths) if not path.is_file()]

@@ -21,14 +21,13 @@ class Report(ProgressCallback):
     training, whose ``done`` is from 0 to 1.
 
     Attributes:
-        dry_run: whether the training ends when its duration is known.
         seconds_per_step: mean of the first steps.
         steps: taken so far, without those before the training was resumed.
     """
 
     def __init__(self, trainer: Any):
         super().__init__()
-        self.trainer, self.dry_run = trainer, False
+        self.trainer = trainer
         self.seconds_per_step, self.steps = 0.0, 0
         self._speaks, self._before = False, 0.0
         self._began = self._timed_from = time.monotonic()
@@ -50,9 +49,7 @@ class Report(ProgressCallback):
             self.seconds_per_step, self._timed_from = now - self._began, now
         elif self.steps <= 1 + TIMED:
             self.seconds_per_step = (now - self._timed_from) / (self.steps - 1)
-        if self.steps == 1 + TIMED and self.dry_run:
-            control.should_training_stop = True
-        elif self.steps == 1 + TIMED and self._speaks:
+        if self.steps == 1 + TIMED and self._speaks:
             self._say(expected(self.seconds_per_step, args, state))
         self._move()
 
@@ -74,7 +71,7 @@ class Report(ProgressCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
-        if not self._speaks or self.dry_run or "eval_loss" not in metrics:
+        if not self._speaks or "eval_loss" not in metrics:
             return
         parts = []
         if "eval_tau" in metrics:
@@ -107,9 +104,7 @@ class Report(ProgressCallback):
             self.training_bar.write(text)
 
 
-def expected(
-    seconds_per_step: float, args: Any, state: Any, seconds_per_evaluation: float | None = None
-) -> str:
+def expected(seconds_per_step: float, args: Any, state: Any) -> str:
     """How long a training will take, in words, by the arguments and the state of its Trainer."""
     each = f"{seconds_per_step:.2g} s"
     if args.max_minutes is not None:
@@ -121,11 +116,10 @@ def expected(
     steps = state.max_steps
     # The last step is followed by one, whatever its number.
     count = math.ceil(steps / state.eval_steps) if state.eval_steps else 0
-    whole = steps * seconds_per_step + count * (seconds_per_evaluation or 0.0)
-    known = seconds_per_evaluation is not None
-    rest = f"{count} evaluation{'s' * (count != 1)}"
-    rest = f"and {rest} of {seconds_per_evaluation:.2g} s" if known else f"beside {rest}"
-    return f"about {duration(whole)}: {steps:,} steps of {each}, {rest}"
+    return (
+        f"about {duration(steps * seconds_per_step)}: {steps:,} steps of {each}, beside {count} "
+        f"evaluation{'s' * (count != 1)}"
+    )
 
 
 def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:

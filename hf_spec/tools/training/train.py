@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.tools.training.base_weights import bit_sums, save_model
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
-from hf_spec.tools.training.report import expected
 from hf_spec.tools.training.sharded import gathered
 from hf_spec.tools.training.start import continued, load_trained, new_config, set_vocabulary
 from modeling_patches.support import check_model
@@ -162,7 +160,7 @@ def train(
     model: Any, rows: Any, method_name: str, output: Path, config: dict[str, Any] | None = None,
     arguments: Mapping[str, Any] | None = None, options: dict[str, Any] | None = None,
     resume: bool = False, provenance: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
-    tokenizer: Any = None, start: Path | None = None, dry_run: bool = False,
+    tokenizer: Any = None, start: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train an adapter and write it to ``output``, except for the card.
 
@@ -178,30 +176,22 @@ def train(
         tokenizer: saved beside the base model, if that is trained.
         start: folder of a trained adapter of the method, from whose weights training goes on. If
             ``config`` gives it a Markov head, only that is trained.
-        dry_run: whether to train a few steps only, evaluate once and write nothing.
 
     Returns:
-        The record, as written to ``training.json``; empty in all processes but the main one. Of a
-        dry run, ``expected``: how long the training will take, in words.
+        The record, as written to ``training.json``; empty in all processes but the main one.
     """
-    from hf_spec.tools.training.trainer import SpecTrainer
-
     options, config, arguments = options or {}, config or {}, arguments or {}
     method = trainable_method(method_name)
     method.parse_options(options)
+    folder = output / "checkpoints"
+    last = _last_checkpoint(folder)
+    if last is not None and not resume:
+        raise ValueError(
+            f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, or "
+            "choose another --output"
+        )
     record: dict[str, Any] = {}
     with ExitStack() as stack:
-        if dry_run:
-            output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            never = {"save_strategy": "no", "eval_strategy": "no"}
-            arguments = {**arguments, **never, "load_best_model_at_end": False}
-        folder = output / "checkpoints"
-        last = _last_checkpoint(folder)
-        if last is not None and not resume:
-            raise ValueError(
-                f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, "
-                "or choose another --output"
-            )
         # Of a model that was loaded in parts all weights are needed until training begins.
         with gathered(model.parameters()):
             # A model that cannot be decoded is refused before training.
@@ -229,24 +219,12 @@ def train(
                 set_vocabulary(adapter, model, training_rows["answer_ids"])
             elif gets_head:
                 load_trained(adapter, start)
-        anchors = args.num_anchors or method.num_anchors
-        data = {"num_anchors": anchors, "max_length": args.max_length, "seed": args.seed}
-        prompts = [list(ids) for ids in held_out_rows["prompt_ids"][: args.served_prompts]]
-        trainer = SpecTrainer(
-            model=peft_model, args=args, data_collator=collate,
-            train_dataset=AnswerDataset(training_rows, **data),
-            eval_dataset=AnswerDataset(held_out_rows, **data, random=False),
-            eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
-            callbacks=[NewAnchors(), *callbacks],
-        )  # fmt: skip
-        trainer.report.dry_run = dry_run
+        trainer = _trainer(peft_model, args, method, options, training_rows, held_out_rows)
+        for callback in callbacks:
+            trainer.add_callback(callback)
         stack.callback(trainer.report.close)
         with writing(folder), kept_states(trainer, folder, before):
             result = trainer.train(resume_from_checkpoint=last)
-        if dry_run:
-            each = trainer.evaluate()["eval_runtime"]
-            seconds = trainer.report.seconds_per_step
-            return {"expected": expected(seconds, args, trainer.state, each)}
         state = trainer.whole_state()
         if trainer.is_world_process_zero():
             if adapter_config.trains_base:
@@ -260,6 +238,24 @@ def train(
             write_atomically(output / TRAINING, json.dumps(record, indent=1))
         trainer.accelerator.wait_for_everyone()
     return record
+
+
+def _trainer(
+    model: Any, args: SpecArguments, method: Method, options: dict[str, Any], rows: Any,
+    held_out: Any,
+) -> Any:  # fmt: skip
+    """The Trainer of an adapter, which evaluates on rows that are held out."""
+    from hf_spec.tools.training.trainer import SpecTrainer
+
+    anchors = args.num_anchors or method.num_anchors
+    data = {"num_anchors": anchors, "max_length": args.max_length, "seed": args.seed}
+    prompts = [list(ids) for ids in held_out["prompt_ids"][: args.served_prompts]]
+    return SpecTrainer(
+        model=model, args=args, data_collator=collate, train_dataset=AnswerDataset(rows, **data),
+        eval_dataset=AnswerDataset(held_out, **data, random=False),
+        eval_decoding=EvalDecoding(prompts, method.name, options, args.served_tokens),
+        callbacks=[NewAnchors()],
+    )  # fmt: skip
 
 
 def _last_checkpoint(folder: Path) -> str | None:
