@@ -21,7 +21,6 @@ from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequenc
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits, places_of
 from hf_spec.drafting.heads import PROJECTION, head_states, projected
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
-from hf_spec.drafting.vocabulary_markov_head import VocabularyMarkovHead
 from hf_spec.model.hidden_states import Head, model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
 
@@ -223,6 +222,5 @@ def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict
         vocabulary = DraftVocabulary.of(weights, model)
         own = own_logits(model, hidden, ahead.columns, vocabulary).to(states.device)
 
-    markov_head = VocabularyMarkovHead.of(config.markov_head, weights)
-    losses = future_losses(model, weights, states, ahead, own, network.logits, markov_head)
+    losses = future_losses(model, weights, states, ahead, own, network.logits, network.head)
     return mean_loss(*losses, config.decay, first=1)

@@ -2,7 +2,7 @@
 
 "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" (2026). The
 block is that of DFlash, with a prediction at the anchor's slot, too; a Markov head adds to each
-slot's logits what the token before it says (:mod:`hf_spec.drafting.vocabulary_markov_head`).
+slot's logits what the token before it says (:mod:`hf_spec.drafting.block_diffusion.dspark`).
 """
 
 from dataclasses import dataclass

@@ -17,9 +17,9 @@ from hf_spec.core.checks import (
     setting,
 )
 from hf_spec.core.limits import MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
+from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import FACTOR, DecoderConfig
 from hf_spec.drafting.layer_types import ARCHITECTURES
-from hf_spec.drafting.vocabulary_markov_head import NAMES
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features
 
@@ -52,13 +52,17 @@ class BlockConfig(DecoderConfig):
         "True: each slot of a block predicts the token after its own, the anchor's slot included. "
         "False: each mask's slot predicts its own token.",
     )
+    causal: bool = setting(
+        False,
+        "Whether a slot of a block sees those before it and itself only (JetSpec), or all of them.",
+    )
     markov_rank: int = setting(0, "Rank of the Markov head; 0: none.", count(0, MAX_RANK))
     markov_head: str = setting(
         "vanilla",
         "vanilla: the token before changes the predictions. gated: by more or less, as the slot's "
         "state says. rnn: all drafted tokens before do. selector: as gated, among each slot's "
         "likeliest tokens only (DFlash 2).",
-        choice(*NAMES),
+        choice(*HEADS),
     )
     selector_top_k: int = setting(
         16, "Tokens of a slot among which a selector chooses.", count(1, MAX_SHAPE)

@@ -12,12 +12,12 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.buckets import bucket
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences, window
+from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences, visible
+from hf_spec.drafting.block_diffusion.predictions import PathPredictions
 from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
-from hf_spec.drafting.vocabulary_markov_head import PathPredictions, VocabularyMarkovHead
 from hf_spec.model.hidden_states import Reads
 
 
@@ -37,10 +37,9 @@ class BlockDrafter(TreeDrafter):
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
         self.network = BlockNetwork(model, adapter.module)
-        head = VocabularyMarkovHead.of(config.markov_head, weights, config.selector_top_k)
-        self.markov_head = head
+        self.markov_head = head = self.network.head
         if head is not None:
-            self.make_predictions = PathPredictions
+            self.make_predictions, head.top_k = PathPredictions, config.selector_top_k
         self.reads = Reads("committed", tuple(config.layers))
         self.distances = source.max_depth
 
@@ -92,19 +91,16 @@ class BlockDrafter(TreeDrafter):
         return released
 
     def _block(self, root: Tensor) -> Tensor:
-        """``(batch, distances, hidden)`` states of the slots that predict."""
+        """``(batch, distances, features)`` of the slots that predict."""
         network, cache, lengths = self.network, self.cache, self.cache.lengths
-        tokens = network.blocks(root.to(network.device))
-        count = tokens.shape[1]
-        slots, positions = cache.open(Tree.chain(tokens))
+        anchors, count = root.to(network.device)[:, None], network.config.block_size
+        slots, positions = cache.open(Tree.chain(anchors.expand(-1, count)))
         keys = torch.arange(slots, device=lengths.device)[None]
-        full = (keys < (lengths + count)[:, None])[:, None, None].expand(-1, -1, count, -1)
-        sliding = full
-        if network.config.sliding_layers:
-            sliding = full & window(network.config, lengths[:, None], positions, keys)
-        hidden = network.run(tokens, positions, full, sliding, cache)
+        known = (keys < (lengths + count)[:, None])[:, None, None].expand(-1, -1, count, -1)
+        masks = visible(network.config, known, lengths[:, None], positions, keys)
+        states = network.run(anchors, positions, masks, cache)
         cache.rollback()
-        return network.predicting(hidden)
+        return states[:, 0]
 
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         return hidden[:, :depth]

@@ -21,8 +21,9 @@ from transformers import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hf_spec.drafting.block_diffusion.config import BlockConfig
+from hf_spec.drafting.block_diffusion.dspark import CONFIDENCE
+from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import Decoder, DecoderNetwork
-from hf_spec.drafting.vocabulary_markov_head import CONFIDENCE, fresh
 from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.weights import placement
@@ -90,21 +91,22 @@ class BlockAdapter(Decoder):
     """A decoder with a norm of what it reads, ``hidden_norm``.
 
     With convolutions, ``layers.i.attention_conv`` and ``layers.i.mlp_conv``, see
-    :class:`Convolutions`. With a Markov head, ``markov_head.*`` or ``candidate_selector.*``, see
-    :mod:`hf_spec.drafting.vocabulary_markov_head`. Buffers, which are not trained:
-    ``confidence_head.proj.*``, and Gemma 4's ``layers.i.layer_scalar``.
+    :class:`Convolutions`. With a head, its tensors, see :meth:`BlockHead.fresh`. Buffers, which
+    are not trained: the head's, ``confidence_head.proj.*``, and Gemma 4's
+    ``layers.i.layer_scalar``.
     """
 
     config: BlockConfig
 
     def __init__(self, config: BlockConfig, model: Any) -> None:
         super().__init__(config, model, own_head=config.head == "own")
-        hidden, rank, kind = self.fc.out_features, config.markov_rank, config.markov_head
+        hidden, rank = self.fc.out_features, config.markov_rank
         self.hidden_norm = self.rms_norm(hidden)
         if rank:
-            drafted = config.draft_vocab_size or self.known
-            for name, tensor in fresh(kind, rank, hidden, self.known, drafted).items():
-                self._add(name, nn.Parameter(tensor))
+            head = HEADS[config.markov_head]
+            for name, tensor in head.fresh(config, self.known, model).items():
+                buffer = name in head.buffers
+                self._add(name, nn.Buffer(tensor) if buffer else nn.Parameter(tensor))
         if config.confidence_head != "none":
             width = hidden + rank * (config.confidence_head == "markov")
             for name, tensor in zip(CONFIDENCE, (torch.zeros(1, width), torch.zeros(1))):
@@ -127,7 +129,16 @@ class BlockAdapter(Decoder):
 
 
 class BlockNetwork(DecoderNetwork):
-    """An adapter's decoder on its base."""
+    """An adapter's decoder on its base.
+
+    Attributes:
+        head: how drafted tokens change predictions; None if they do not.
+    """
+
+    def __init__(self, model: Any, adapter: Any):
+        super().__init__(model, adapter)
+        config = self.config
+        self.head = HEADS[config.markov_head](self) if config.markov_rank else None
 
     def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of context into a cache.
@@ -144,26 +155,32 @@ class BlockNetwork(DecoderNetwork):
             cache.update(keys, values, index)
 
     def run(
-        self, tokens: Tensor, positions: Tensor, full: Tensor, sliding: Tensor, cache: Cache
-    ) -> Tensor:
+        self, anchors: Tensor, positions: Tensor, masks: tuple[Tensor, Tensor], cache: Cache,
+        ahead: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run blocks.
 
         Args:
-            tokens: ``(batch, n)`` int64, see :meth:`blocks`.
-            positions: ``(batch, n)`` int64
-            full, sliding: ``(batch, 1, n, slots)`` bool, True where a slot of a block sees one of
-                the cache, in layers without and with a window.
+            anchors: ``(batch, blocks)`` their first tokens.
+            positions: ``(batch, blocks * block_size)`` int64
+            masks: what their slots see in layers without and with a window, see :func:`visible`.
+            ahead: ``(batch, blocks)`` the tokens ahead of the anchors, for heads that read these.
 
         Returns:
-            ``(batch, n, hidden)`` states that logits are computed from.
+            ``(batch, blocks, distances, features)`` of the slots that predict: states that logits
+            are computed from, and what a head reads besides.
         """
-        windowed, hidden = self.config.sliding_layers or (), self.embedded(tokens)
-        angles = self._rotary(hidden, positions)
+        head, windowed, tokens = self.head, self.config.sliding_layers or (), self.blocks(anchors)
+        hidden = last = self.embedded(tokens.flatten(1))
+        angles, apart = self._rotary(hidden, positions), (*tokens.shape, hidden.shape[-1])
         for index, layer in enumerate(self.adapter.layers):
-            mask = sliding if index in windowed else full
-            hidden = layer(hidden, **self.inputs(angles, mask, cache))
-        states: Tensor = self.adapter.norm(hidden)
-        return states
+            hidden = last = layer(hidden, **self.inputs(angles, masks[index in windowed], cache))
+            if head is not None:
+                hidden = head.after_layer(index, last.view(apart), anchors).flatten(1, 2)
+        states: Tensor = self.adapter.norm(hidden).view(apart)
+        if head is not None:
+            states = head.read(states, last.view(apart), ahead)
+        return states if self.config.sample_from_anchor else states[:, :, 1:]
 
     def shaped(self, logits: Tensor) -> Tensor:
         if self.config.logit_scale != 1.0:
@@ -171,8 +188,9 @@ class BlockNetwork(DecoderNetwork):
         return super().shaped(logits)
 
     def logits(self, states: Tensor, head: Head | None = None) -> Tensor:
-        """``(..., tokens)`` of states ``(..., hidden)``, by its own head, if it has one, or by the
+        """``(..., tokens)`` of :meth:`run`'s states, by its own head, if it has one, or by the
         base's: ``head`` if this is given, which the drafter or the base scales and caps."""
+        states = states[..., : self.adapter.fc.out_features]
         if self.config.head == "own":
             return super().logits(states)
         if self.config.shapes_logits:
@@ -187,26 +205,29 @@ class BlockNetwork(DecoderNetwork):
         masked[..., 0] = anchors
         return masked
 
-    def predicting(self, states: Tensor) -> Tensor:
-        """The slots that predict the tokens after the root: ``(..., block_size, hidden)`` ->
-        ``(..., distances, hidden)``."""
-        return states if self.config.sample_from_anchor else states[..., 1:, :]
 
-
-def window(config: BlockConfig, anchors: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """What layers with a sliding window see, of what others see: ``(batch, 1, queries, keys)``.
+def visible(
+    config: BlockConfig, known: Tensor, anchors: Tensor, queries: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What a slot of a block sees in layers without and with a sliding window, ``(batch, 1,
+    queries, keys)`` bool.
 
     Args:
+        known: ``(batch, 1, queries, keys)`` context and the slots of its own block.
         anchors: ``(batch, queries)`` position of the anchor of each query's block.
         queries: ``(batch, queries)`` positions of the queries.
         keys: ``(batch, keys)`` positions of the keys.
     """
-    size, own, key = config.sliding_window or 0, queries[:, None, :, None], keys[:, None, None]
+    own, key, size = queries[:, None, :, None], keys[:, None, None], config.sliding_window or 0
+    full = known & (key <= own) if config.causal else known
+    if not config.sliding_layers:
+        return full, full
     if config.sliding_window_from == "query":
-        seen = (own - key).abs() < size
+        near = (own - key).abs() < size
     else:  # speculators counts from the anchor, and one token further
-        seen = key >= anchors[:, None, :, None] - size
-    return seen if config.sliding_window_non_causal else seen & (key <= own)
+        near = key >= anchors[:, None, :, None] - size
+    sliding = full & near
+    return full, sliding if config.sliding_window_non_causal else sliding & (key <= own)
 
 
 def block_sequences(
@@ -222,8 +243,8 @@ def block_sequences(
             first token is that of column t + 1, or the last one of the sequence.
 
     Returns:
-        ``(batch, anchors, distances, hidden)`` states that the tokens of columns t + 2, t + 3, ...
-        are predicted from.
+        ``(batch, anchors, distances, features)`` that the tokens of columns t + 2, t + 3, ... are
+        predicted from, see :meth:`BlockNetwork.run`.
     """
     config, device = network.config, network.device
     layers = tuple(config.layers or ())
@@ -235,17 +256,14 @@ def block_sequences(
     cache = DynamicCache()
     network.append(features, places, cache)
 
-    tokens = network.blocks(ids.gather(1, (anchors + 1).clamp(max=seq - 1)))
-    count, size = anchors.shape[1], tokens.shape[-1]
+    roots = ids.gather(1, (anchors + 1).clamp(max=seq - 1))
+    count, size = anchors.shape[1], config.block_size
     first = places.gather(1, anchors) + 1  # position of each block's first token
     own = first[:, :, None] + torch.arange(size, device=device)
     queries, keys = own.flatten(1), torch.cat([places, own.flatten(1)], 1)
     block = torch.arange(count, device=device).repeat_interleave(size)
     upto = torch.arange(seq, device=device) <= anchors[:, block, None]
     same = (block[:, None] == block).expand(batch, -1, -1)
-    full = torch.cat([upto & (real[:, None] != 0), same], 2)[:, None]
-    sliding = full
-    if config.sliding_layers:
-        sliding = full & window(config, first[:, block], queries, keys)
-    hidden = network.run(tokens.flatten(1), queries, full, sliding, cache)
-    return network.predicting(hidden.view(batch, count, size, -1))
+    known = torch.cat([upto & (real[:, None] != 0), same], 2)[:, None]
+    masks = visible(config, known, first[:, block], queries, keys)
+    return network.run(roots, queries, masks, cache, ids.gather(1, anchors))

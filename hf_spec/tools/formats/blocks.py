@@ -26,13 +26,14 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
+from hf_spec.drafting.block_diffusion.dspark import CONFIDENCE
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
-from hf_spec.drafting.vocabulary_markov_head import CONFIDENCE, SELECTOR
 from hf_spec.tools.formats import tables
 from hf_spec.tools.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, Reader
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
 
+SELECTOR = "selector"
 #: Types of layers that formats have; the first one where a config names another.
 TYPES = ("qwen3", "gemma4_text")
 #: Fields that choose what is drafted, in a part of the config of their own.

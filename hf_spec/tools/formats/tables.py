@@ -15,10 +15,10 @@ from hf_spec.adapters.base_model import check_read_layers
 from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
+from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.layer_types import LAYER_TYPES, SIZES, LayerType
 from hf_spec.drafting.made_once import is_plain
-from hf_spec.drafting.vocabulary_markov_head import NAMES
 from hf_spec.methods.registry import Method
 from modeling_patches.weights import is_updated, output_bias, output_weight
 
@@ -115,7 +115,7 @@ def without_copy(
 #: What is added to a draft token's index to get its id, and a mask of all ids.
 OFFSETS, MASK = "d2t", "t2d"
 #: Tensors with a row for each draft token.
-PER_TOKEN = {HEAD, *(names[1] for names in NAMES.values())}
+PER_TOKEN = {HEAD, *(head.output for head in HEADS.values())}
 
 
 def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) -> int:

@@ -1,20 +1,19 @@
 """Trees of a block with a Markov head, against scoring every path by itself."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.block_diffusion.dspark import CONFIDENCE
+from hf_spec.drafting.block_diffusion.head import BlockHead
+from hf_spec.drafting.block_diffusion.heads import HEADS
+from hf_spec.drafting.block_diffusion.predictions import PathPredictions, with_confidence
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.noise import TRUST
-from hf_spec.drafting.vocabulary_markov_head import (
-    PathPredictions,
-    VocabularyMarkovHead,
-    fresh,
-    with_confidence,
-)
 
 DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11
 #: Tokens that are predicted.
@@ -22,21 +21,35 @@ IDS = torch.tensor([1, 4, 5, 8, 10])
 KINDS = ["vanilla", "gated", "rnn", "selector"]
 
 
+CONFIG = SimpleNamespace(markov_rank=RANK, hidden_size=HIDDEN, draft_vocab_size=len(IDS))
+
+
+def head_of(kind: str, weights: dict[str, torch.Tensor]) -> BlockHead:
+    adapter = SimpleNamespace(tensors=lambda: weights)
+    return HEADS[kind](SimpleNamespace(config=CONFIG, adapter=adapter))
+
+
 def made(
     kind: str, sure: int = 0, top_k: int | None = None
-) -> tuple[VocabularyMarkovHead, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[BlockHead, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A head of random parameters, logits, states, and roots of two rows.
 
     Args:
         sure: features that a head of confidence reads; 0: there is none.
     """
     generator = torch.Generator().manual_seed(3)
-    new = fresh(kind, RANK, HIDDEN, KNOWN, len(IDS)).values()
-    weights = [torch.randn(one.shape, generator=generator) for one in new]
+    weights = {
+        name: torch.randn(one.shape, generator=generator)
+        for name, one in HEADS[kind].fresh(CONFIG, KNOWN, None).items()
+    }
     logits = torch.randn(2, DISTANCES, len(IDS), generator=generator)
     states = torch.randn(2, DISTANCES, HIDDEN, generator=generator)
-    heads = [torch.randn(1, sure, generator=generator) / 4, torch.tensor([1.0])] if sure else []
-    return VocabularyMarkovHead(kind, weights, top_k, heads), logits, states, torch.tensor([3, 7])
+    if sure:
+        heads = torch.randn(1, sure, generator=generator) / 4, torch.tensor([1.0])
+        weights |= dict(zip(CONFIDENCE, heads))
+    head = head_of(kind, weights)
+    head.top_k = top_k
+    return head, logits, states, torch.tensor([3, 7])
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -100,7 +113,7 @@ def test_static_trees_take_tokens_by_rank(kind: str) -> None:
 def test_a_new_head_changes_nothing_and_unknown_tokens_are_the_last() -> None:
     for kind in KINDS:
         head, logits, states, root = made(kind)
-        new = VocabularyMarkovHead(kind, [*fresh(kind, RANK, HIDDEN, KNOWN, len(IDS)).values()])
+        new = head_of(kind, HEADS[kind].fresh(CONFIG, KNOWN, None))
         assert torch.equal(new.given(logits[:, 0], root, states[:, 0])[0], logits[:, 0])
         more, last = torch.tensor([99, 99]), torch.tensor([KNOWN - 1, KNOWN - 1])
         found = [head.given(logits[:, 0], one, states[:, 0])[0] for one in (more, last)]

@@ -1,0 +1,93 @@
+"""What the head of a block drafter is: how drafted tokens change the predictions of those after
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_spec.drafting.markov_head import ConditionalHead
+
+
+class BlockHead(ConditionalHead):
+    """A head of a block, whose slots are predicted from without the tokens drafted before them.
+
+    A new one defines :meth:`fresh` and :meth:`given`, and stands in the table
+    :data:`~hf_spec.drafting.block_diffusion.heads.HEADS`.
+
+    Args:
+        network: the :class:`~hf_spec.drafting.block_diffusion.network.BlockNetwork`.
+
+    Attributes:
+        buffers: names of tensors that are not trained.
+        output: name of the tensor with a row for each token that is drafted; empty if there is
+            none.
+        causal: whether blocks have to be causal.
+        reads_ahead: whether :meth:`read` needs the token ahead of a block's first.
+        weights: the adapter's tensors by name; gradients flow to its parameters.
+        top_k: where tokens are drafted, how many of the likeliest of a slot a head that chooses
+            among some has; None for all, as in training.
+    """
+
+    buffers: ClassVar[Collection[str]] = ()
+    output: ClassVar[str] = ""
+    causal: ClassVar[bool] = False
+    reads_ahead: ClassVar[bool] = False
+
+    def __init__(self, network: Any):
+        self.network, self.weights = network, network.adapter.tensors()
+        self.config, self.top_k = network.config, None
+
+    @classmethod
+    def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
+        """Tensors of a new head by name, with which it changes nothing.
+
+        Args:
+            config: the :class:`BlockConfig`, with the shape of the base recorded.
+            known: how many tokens may come before.
+            model: the base model.
+        """
+        raise NotImplementedError
+
+    def after_layer(self, index: int, hidden: Tensor, anchors: Tensor) -> Tensor:
+        """What becomes of a layer's output.
+
+        Args:
+            index: of the layer.
+            hidden: ``(batch, blocks, block_size, hidden)``
+            anchors: ``(batch, blocks)`` first tokens of the blocks.
+        """
+        return hidden
+
+    def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
+        """What :meth:`given` gets of blocks: their states, and more features if it needs some.
+
+        Args:
+            states: ``(batch, blocks, block_size, hidden)`` that logits are computed from.
+            last: the last layer's output, before :meth:`after_layer`.
+            ahead: ``(batch, blocks)`` tokens ahead of the blocks, if :attr:`reads_ahead`.
+        """
+        return states
+
+    def confidence(self, previous: Tensor, states: Tensor) -> Tensor | None:
+        """``(...)`` how likely the likeliest token is accepted, if those before it are; None if it
+        does not know. ``previous`` and ``states`` are as in :meth:`given`."""
+        return None
+
+
+def scaled(*shape: int) -> Tensor:
+    """Random numbers for a matrix whose outputs are of the size of its inputs."""
+    return torch.randn(shape) / shape[-1] ** 0.5
+
+
+def drafted(config: Any, known: int) -> int:
+    """How many tokens are drafted, of so many."""
+    return config.draft_vocab_size or known
+
+
+def look_up(table: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of a table. Tokens that the model has gained since have none: they get the last one."""
+    return torch.nn.functional.embedding(tokens.to(table.device).clamp(max=len(table) - 1), table)
