@@ -56,99 +56,107 @@ def decode(
     The arguments are those of ``GenerationMixin._sample``, starting with the model.
     """
     config, input_ids = generation_config, prompt_ids(input_ids, model_kwargs)
-    returns_dict = bool(config.return_dict_in_generate)
     ranks = Ranks(model)
     if config.do_sample:
         ranks.share_random_state()
-    pad = config._pad_token_tensor
     real = real_tokens(input_ids, model_kwargs.get("attention_mask"))
+    pad, wants = config._pad_token_tensor, bool(config.return_dict_in_generate)
     sequences = Sequences(
         input_ids, real, stopping_criteria, None if pad is None else int(pad), streamer,
-        returns_dict and bool(config.output_scores), ranks.same,
+        wants and bool(config.output_scores), ranks.same,
     )  # fmt: skip
     check_length(model, sequences.max_length)
-    scorer = Scorer(logits_processor, sequences)
-    padded = real is not None
-    strategy = Strategy.of(model, config, len(input_ids), padded, synced_gpus, assistant_model)
-    drafter, graphs, run = strategy.drafter, strategy.graphs, strategy.run
-    acceptance = Acceptance(config, strategy.options, scorer)
+    rows, padded = len(input_ids), real is not None
+    strategy = Strategy.of(model, config, rows, padded, synced_gpus, assistant_model)
+    graphs = strategy.graphs
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
-
-    allocate, rules = graphs.allocate if graphs else None, recurrent_rules(model)
-    handover = Handover(model_kwargs.get(CACHE), sequences, returns_dict, allocate, rules)
+    allocate = None if graphs is None else graphs.allocate
+    given, rules = model_kwargs.get(CACHE), recurrent_rules(model)
+    handover = Handover(given, sequences, wants, allocate, rules)
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
-        with watch.phase("forward"):
-            prefilled = run(
-                prefill, model, input_ids, config, model_kwargs, handover, drafter, drafter.reads,
-                graphs,
-            )  # fmt: skip
-        target, cache = prefilled.target, prefilled.target.cache
-        prompt = cache.host_lengths
-        history = History.of(model, strategy.options.lookup_history)
-        state = DecodeState(
-            model, drafter, target, cache, sequences, root=cache.lengths,
-            do_sample=strategy.samples, process=scorer, stats=stats, timed=strategy.timed,
-            noise=acceptance.noise,
-            lookups=BatchLookup(Limits(), len(prompt), history) if strategy.lookup else None,
-        )  # fmt: skip
-
-        context, device = max(prompt).bit_length(), str(model.device)
-        setting = len(prompt), context, device
-        policy = StepPolicy(stats, strategy.learned, setting, strategy.timed)
-        state.draft_cost = policy.draft_cost
-        steps = Steps(state, strategy, acceptance, policy, watch, handover)
-        steps.first(prefilled)
-        del prefilled  # hidden states of the whole prompt, perhaps, which the drafter has now
-        if getattr(config, "_warms_up", False):
-            steps.warm()
-        shrinks = (
-            not strategy.rows_stay
-            and not handover.wanted
-            and state.batch_size > 1
-            and not any(
-                isinstance(one, (list, tuple, dict)) and one for one in target.model_kwargs.values()
-            )
-        )
+        scorer = Scorer(logits_processor, sequences)
+        steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, handover, watch)
         prompt_seconds = watch.step()
-
-        while model._has_unfinished_sequences(
-            not any(state.active) and not any(handover.missing()), synced_gpus, model.device
-        ):
-            if not any(state.active):
-                run(steps.complete)
-                continue
-            rows = _remaining_rows(state.active, graphs is not None) if shrinks else None
-            if rows is not None:
-                state.select(rows)
-                policy.move((state.batch_size, context, device))
-            steps.take()
-
+        _take_all(steps, synced_gpus)
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = handover.give_back()
-    if history is not None:
-        history.add(sequences.answers)
-    if acceptance.noise is not None:
-        acceptance.noise.give_back(sequences.emitted[0])
-    stats.details = steps.details()
-    if graphs is not None:
-        graphs.spare([*handover.release(), *drafter.release()])
+    steps.finish()
     watch.step(last=True)
-    plain = policy.setting.times.plain_seconds()
-    if plain is not None and stats.num_steps > 1:
-        live = (stats.num_row_steps - len(prompt)) / (stats.num_steps - 1)  # rows of a step
-        after_first = stats.num_generated_tokens - len(prompt)
-        stats.plain_seconds = prompt_seconds + plain * after_first / live
+    _estimate_plain(stats, steps.policy, prompt_seconds, rows)
     memory(model)[SpecStats] = stats
-    if not returns_dict:
+    if not wants:
         return ids
     return SpecGenerateOutput(
         sequences=ids, logits=sequences.columns(0) if config.output_logits else None,
         scores=sequences.columns(1) if config.output_scores else None, spec_stats=stats,
         **{CACHE: past},
     )  # fmt: skip
+
+
+def _after_prompt(
+    strategy: Strategy, config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any],
+    scorer: Scorer, handover: Handover, watch: Stopwatch,
+) -> Steps:  # fmt: skip
+    """Run the prompt and take the first token of each row."""
+    model, drafter, graphs = strategy.model, strategy.drafter, strategy.graphs
+    acceptance = Acceptance(config, strategy.options, scorer)
+    with watch.phase("forward"):
+        prefilled = strategy.run(
+            prefill, model, input_ids, config, model_kwargs, handover, drafter, drafter.reads,
+            graphs,
+        )  # fmt: skip
+    cache = prefilled.target.cache
+    rows, context = cache.batch_size, max(cache.host_lengths).bit_length()
+    history = History.of(model, strategy.options.lookup_history)
+    policy = StepPolicy(
+        watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
+    )
+    state = DecodeState(
+        model, drafter, prefilled.target, cache, handover.sequences, root=cache.lengths,
+        do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
+        draft_cost=policy.draft_cost, noise=acceptance.noise,
+        lookups=BatchLookup(Limits(), rows, history) if strategy.lookup else None,
+    )  # fmt: skip
+    steps = Steps(state, strategy, acceptance, policy, watch, handover, history)
+    # The prompt's hidden states are the drafter's from here on, who may drop them.
+    steps.first(prefilled)
+    if getattr(config, "_warms_up", False):
+        steps.warm()
+    return steps
+
+
+def _take_all(steps: Steps, synced: bool) -> None:
+    """Take steps until all rows are finished; ``synced``: until those of all ranks are."""
+    state, strategy, handover = steps.state, steps.strategy, steps.handover
+    model, powers_of_two = strategy.model, strategy.graphs is not None
+    nested = any(
+        isinstance(one, (list, tuple, dict)) and one for one in state.target.model_kwargs.values()
+    )
+    shrinks = not (strategy.rows_stay or handover.wanted or nested)
+    while model._has_unfinished_sequences(
+        not any(state.active) and not any(handover.missing()), synced, model.device
+    ):
+        if not any(state.active):
+            strategy.run(steps.complete)
+            continue
+        rows = _remaining_rows(state.active, powers_of_two) if shrinks else None
+        if rows is not None:
+            steps.select(rows)
+        steps.take()
+
+
+def _estimate_plain(
+    stats: SpecStats, policy: StepPolicy, prompt_seconds: float, num_prompts: int
+) -> None:
+    """Set what the call would have taken by the plain steps that were timed."""
+    plain = policy.setting.times.plain_seconds()
+    if plain is not None and stats.num_steps > 1:
+        live = (stats.num_row_steps - num_prompts) / (stats.num_steps - 1)  # rows of a step
+        after_first = stats.num_generated_tokens - num_prompts
+        stats.plain_seconds = prompt_seconds + plain * after_first / live
 
 
 def _remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list[int] | None:

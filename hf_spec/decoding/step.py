@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.continued import advance_rope
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.drafting.lookup import merged
+from hf_spec.drafting.lookup import History, merged
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.appending import Prefilled, append, chunk_size
 from hf_spec.model.graphs import Graphs
@@ -40,6 +39,7 @@ class Steps:
     policy: StepPolicy
     watch: Stopwatch
     handover: Handover
+    history: History | None
 
     def first(self, prompt: Prefilled) -> None:
         """Take the first token after each prompt: a step whose tree is just the root."""
@@ -63,13 +63,17 @@ class Steps:
             with self.watch.phase("draft"):
                 tree = policy.choose(run(self._draft), drafter, state.active, limits).within(limits)
         output, result, after = self._run(tree, self.acceptance, not policy.paused)
+        found = output.drafted
+        if after is not None and state.noise is None:  # else it needs to know what was emitted
+            with self.watch.phase("draft"):
+                found, after = after(), None
         with self.watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
-            host, numbers = result.to_host(*output.drafted[:1])
+            host, numbers = result.to_host(*found[:1])
         host = self._emit(tree, host, output.tree)
         moved = output.result is not None or _in_place(output.tree, host)
         state.cache.commit(host.counts, result.path, output.tree.slots, moved)
         with self.watch.phase("draft"):
-            found = after() if after is not None else output.drafted
+            found = found if after is None else after()
             result = result._replace(host=host)
             if found:
                 drafter.received(found, result)
@@ -164,10 +168,25 @@ class Steps:
             state.target(tree, verify=self.acceptance.program(tree))
             state.cache.rollback()
 
-    def details(self) -> dict[str, Any]:
-        """Entries for ``SpecStats.details``."""
-        drafter, target = self.strategy.drafter, self.state.target
-        return {**drafter.details(), **self.policy.details(), **target.details()}
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        self.state.select(rows)
+        self.policy.move(len(rows))
+
+    def finish(self) -> None:
+        """Once the call is over: leave to later calls what they can use, and report."""
+        state, drafter, noise = self.state, self.strategy.drafter, self.acceptance.noise
+        sequences, graphs = self.handover.sequences, self.strategy.graphs
+        if self.history is not None:
+            self.history.add(sequences.answers)
+        if noise is not None:
+            noise.give_back(sequences.emitted[0])
+        if graphs is not None:
+            graphs.spare([*self.handover.release(), *drafter.release()])
+        parts = drafter, self.policy, state.target
+        state.stats.details = {
+            name: value for part in parts for name, value in part.details().items()
+        }
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree) -> HostResult:
         """Append and stream what was accepted of a tree, of which pruning left ``kept``, and

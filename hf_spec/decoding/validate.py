@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transformers import GenerationConfig
@@ -11,7 +12,7 @@ from hf_spec.decoding.auto import resolve_auto
 from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.drafting.options import ACCEPTANCE_RULES
-from hf_spec.methods.registry import get_method
+from hf_spec.methods.registry import Method, get_method
 from modeling_patches.support import activated_loras, check_cache_stays, check_model
 
 #: Options of other decoding modes.
@@ -20,6 +21,11 @@ _OTHER_MODES = (
     "assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type",
     "constraints", "force_words_ids",
 )  # fmt: skip
+
+
+#: What is wrong, if anything; the option, its value, why it is refused, and what to do.
+Refusal = tuple[object, str, Any, str, str]
+_ONE_OF_TWO = "Leave one of the two out."
 
 
 def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -31,36 +37,67 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     """
     assistant = mode_kwargs.get("assistant_model")
     resolve_auto(model, config, assistant)
-    strategy = config.assistant_strategy
-    method = get_method(strategy)
+    method = get_method(config.assistant_strategy)
     options = method.parse_options(config.assistant_kwargs)
     warn_if_lossy(config.assistant_kwargs, ACCEPTANCE_RULES[options.acceptance])
     config.assistant_kwargs = options
     check_model(model)
     check_cache_stays(model)
+    _raise(config, _of_other_modes(config))
+    if method.needs_assistant or assistant is not None:
+        method.make_drafter(model, options, assistant)
+    _raise(config, _of_the_call(config, mode_kwargs, method))
+    _raise(config, _of_the_cache(model, config))
+    _raise(config, _of_adapters(model))
+    config.use_cache = True  # some models' own default is False
+    ask_for_compiling(config)
 
-    def refuse(
-        wrong: object, option: str, value: Any, why: str, remedy: str = "Leave one of the two out."
-    ) -> None:
+
+def _raise(config: GenerationConfig, refusals: Iterable[Refusal]) -> None:
+    for wrong, option, value, why, remedy in refusals:
         if wrong:
+            strategy = config.assistant_strategy
             raise ValueError(
                 f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}"
             )
 
+
+def _of_other_modes(config: GenerationConfig) -> Iterator[Refusal]:
     for option in ("num_beams", "num_beam_groups"):
         value = getattr(config, option, None) or 1
-        refuse(value > 1, option, value, "beam search keeps several hypotheses per row.")
+        yield value > 1, option, value, "beam search keeps several hypotheses per row.", _ONE_OF_TWO
     for option in _OTHER_MODES:
         value = getattr(config, option, None)
         wrong = value is not None and value is not False
-        refuse(wrong, option, value, "it names another decoding method.")
-    if method.needs_assistant or assistant is not None:
-        method.make_drafter(model, options, assistant)
+        yield wrong, option, value, "it names another decoding method.", _ONE_OF_TWO
+
+
+def _of_the_call(
+    config: GenerationConfig, mode_kwargs: dict[str, Any], method: Method
+) -> Iterator[Refusal]:
     tokenizer = mode_kwargs.get("assistant_tokenizer")
     why = "draft tokens are the model's own, so both have one tokenizer."
-    refuse(tokenizer is not None, "assistant_tokenizer", type(tokenizer).__name__, why)
-    adapters = list((getattr(model, "peft_config", None) or {}).values())
-    mixes = any(adapter.peft_type == "XLORA" for adapter in adapters)
+    kind = type(tokenizer).__name__
+    yield tokenizer is not None, "assistant_tokenizer", kind, why, _ONE_OF_TWO
+    for option in ("output_attentions", "output_hidden_states"):
+        why = "a step runs draft tokens that plain generation never sees."
+        remedy = "Run the model on the finished sequence to get them."
+        yield getattr(config, option, None), option, True, why, remedy
+    scale, why = config.guidance_scale, "classifier-free guidance runs the model token by token."
+    yield (scale or 1) != 1, "guidance_scale", scale, why, _ONE_OF_TWO
+    mark, why = type(config.watermarking_config).__name__, "its processor keeps a state per call."
+    yield "SynthID" in mark, "watermarking_config", mark, why, _ONE_OF_TWO
+    why = (
+        "ranks with prompts of their own would run modules of the model at different times and "
+        "wait for ever."
+    )
+    remedy = "Choose a strategy whose drafts run none, such as prompt_lookup."
+    waits = mode_kwargs.get("synced_gpus") and method.drafter.runs
+    yield waits, "synced_gpus", True, why, remedy
+
+
+def _of_the_cache(model: Any, config: GenerationConfig) -> Iterator[Refusal]:
+    mixes = any(adapter.peft_type == "XLORA" for adapter in _adapters(model))
     remedy = "Set use_cache=True."
     if mixes:
         remedy = (
@@ -68,47 +105,33 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             "strategy, or with one of its LoRAs alone."
         )
     off = config.use_cache is False and (mixes or model.generation_config.use_cache is not False)
-    refuse(off, "use_cache", False, "tree attention needs the cache.", remedy)
-    config.use_cache = True  # some models' own default is False
-    kind = config.cache_implementation
-    refuse(
-        kind not in (None, "dynamic", STATIC), "cache_implementation", kind,
-        "strategies keep a cache of their own (TreeCache).",
-        f"Leave it out, or give {STATIC!r} for compiled steps.",
-    )  # fmt: skip
-    for option in ("output_attentions", "output_hidden_states"):
-        refuse(
-            getattr(config, option, None), option, True,
-            "a step runs draft tokens that plain generation never sees.",
-            "Run the model on the finished sequence to get them.",
-        )  # fmt: skip
-    scale, why = config.guidance_scale, "classifier-free guidance runs the model token by token."
-    refuse((scale or 1) != 1, "guidance_scale", scale, why)
-    mark = type(config.watermarking_config).__name__
-    refuse("SynthID" in mark, "watermarking_config", mark, "its processor keeps a state per call.")
-    refuse(
-        mode_kwargs.get("synced_gpus") and method.drafter.runs, "synced_gpus", True,
-        "ranks with prompts of their own would run modules of the model at different times and "
-        "wait for ever.", "Choose a strategy whose drafts run none, such as prompt_lookup.",
-    )  # fmt: skip
+    yield off, "use_cache", False, "tree attention needs the cache.", remedy
+    kind, why = config.cache_implementation, "strategies keep a cache of their own (TreeCache)."
+    remedy = f"Leave it out, or give {STATIC!r} for compiled steps."
+    yield kind not in (None, "dynamic", STATIC), "cache_implementation", kind, why, remedy
+
+
+def _of_adapters(model: Any) -> Iterator[Refusal]:
+    adapters = _adapters(model)
     # PeftModel.generate runs the base model's generate() with its own input preparation.
     caller = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if caller is not model and hasattr(caller, "active_peft_config"):
         adapters.append(caller.active_peft_config)
     remedy = "Disable the adapter, or generate without a strategy."
     for adapter in adapters:
-        refuse(
-            getattr(adapter, "is_prompt_learning", False), "peft_type",
-            str(getattr(adapter.peft_type, "value", adapter.peft_type)),
-            "prompt-learning adapters put virtual tokens into the cache.", remedy,
-        )  # fmt: skip
+        kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+        why = "prompt-learning adapters put virtual tokens into the cache."
+        yield getattr(adapter, "is_prompt_learning", False), "peft_type", kind, why, remedy
     activated = activated_loras(model)
-    refuse(
-        activated, "alora_invocation_tokens", ", ".join(activated),
+    why = (
         "PEFT applies an activated LoRA to the last tokens of each forward, which are other ones "
-        "in a forward of a tree.", remedy,
-    )  # fmt: skip
-    ask_for_compiling(config)
+        "in a forward of a tree."
+    )
+    yield activated, "alora_invocation_tokens", ", ".join(activated), why, remedy
+
+
+def _adapters(model: Any) -> list[Any]:
+    return list((getattr(model, "peft_config", None) or {}).values())
 
 
 def check_strategy(model: Any, config: GenerationConfig) -> None:

@@ -72,9 +72,10 @@ class StepPolicy:
         """Called when another text begins."""
         self.learned.budget.begin()
 
-    def move(self, setting: tuple[int, int, str]) -> None:
-        """Switch to another setting, such as a smaller batch."""
-        self._key, self.setting = setting, self.learned.setting(setting)
+    def move(self, rows: int) -> None:
+        """Go on with a smaller batch."""
+        self._key = rows, *self._key[1:]
+        self.setting = self.learned.setting(self._key)
 
     # -- before a step -----------------------------------------------------------------------
 

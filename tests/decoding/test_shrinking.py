@@ -329,11 +329,12 @@ def test_step_times_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Monk
     settings: list[Any] = []
     move = StepPolicy.move
 
-    def spy(self: Any, setting: Any) -> None:
-        settings.append(setting[0])
+    def spy(self: Any, rows: int) -> None:
+        settings.append(rows)
         old = self.setting
-        move(self, setting)
-        assert self.setting is not old and self.setting is self.learned.settings[setting]
+        move(self, rows)
+        assert self.setting is not old and self.setting is self.learned.settings[self._key]
+        assert self._key[0] == rows
 
     monkeypatch.setattr(StepPolicy, "move", spy)
     model = fresh("llama_tied")
