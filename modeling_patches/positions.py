@@ -31,17 +31,22 @@ from modeling_patches.per_call import Changes, plain
 class Positions:
     """The positions of the tokens and keys of the next forward with a 4-D mask."""
 
-    def set(self, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> None:
+    def set(self, queries: Tensor, keys: dict[str, Tensor], padding: Tensor | int = 0) -> None:
         """To be called before each such forward.
 
         Args:
             queries: ``(batch, query)`` positions counted from each row's first token.
-            keys: ``(batch, key)`` likewise; any where no query attends.
+            keys: ``(batch, key)`` likewise, for each kind of layer (see
+                :attr:`TreeAttention.locals`); any where no query attends.
             padding: ``(batch, 1)`` columns before each row's first token.
         """
-        self.keys = keys
+        self.keys, self._padding = keys, padding
         self.columns = queries + padding  # (batch, query)
-        self.key_columns = keys + padding  # (batch, key)
+
+    def key_columns(self, kind: str) -> Tensor:
+        """``(batch, key)`` of this kind of layer."""
+        # There is one entry where all layers are alike.
+        return self.keys.get(kind, next(iter(self.keys.values()))) + self._padding
 
 
 def needs_positions(model: PreTrainedModel) -> bool:
@@ -100,7 +105,7 @@ def _bloom(transformer: Any, positions: Positions, changes: Changes) -> None:
             return stock(mask, num_heads, dtype)
         # Keys that no query attends count as position 0, as padding does in Transformers: a stale
         # position times a slope can overflow fp16, and inf survives the addition of the mask.
-        keys = positions.keys.masked_fill((mask < 0).all(dim=-2)[:, 0], 0)
+        keys = positions.keys[""].masked_fill((mask < 0).all(dim=-2)[:, 0], 0)
         alibi = slopes.to(keys.device)[:, None, None] * keys[:, None, None, :]
         return alibi.to(dtype).flatten(0, 1)  # (batch * heads, 1, key)
 
@@ -178,15 +183,17 @@ def _inkling(decoder: Any, positions: Positions, changes: Changes) -> None:
         else:  # biases are linear in what `r_proj` returns
             found = _columns_in(attention, changes, scale, ("q_norm", "r_proj"))
         bias = attention.rel_logits_proj
-        changes.instead(bias, "forward", partial(_relative_bias, bias, found, positions))
+        kind = "sliding_attention" if attention.is_sliding else "full_attention"
+        changes.instead(bias, "forward", partial(_relative_bias, bias, found, positions, kind))
 
 
 def _relative_bias(
-    module: Any, found: dict[str, Tensor], positions: Positions, states: Tensor, *args: Any
-) -> Tensor:
+    module: Any, found: dict[str, Tensor], positions: Positions, kind: str, states: Tensor,
+    *args: Any,
+) -> Tensor:  # fmt: skip
     """The bias of each query for each key ``(batch, heads, query, key)``."""
-    queries, keys = found["columns"].to(states.device), positions.key_columns.to(states.device)
-    rows = zip(states.split(1), queries, keys)
+    columns = found["columns"], positions.key_columns(kind)
+    rows = zip(states.split(1), *(one.to(states.device) for one in columns))
     return torch.cat([plain(module, "forward")(*row) for row in rows])
 
 

@@ -24,9 +24,9 @@ SPECS: dict[str, list[Spec]] = {
 
 
 def row_of(cache: TreeCache, row: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
+    """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)``."""
     own, length = cache.layers[layer], cache.host_lengths[row]
-    return own.keys[row, :, :length], own.values[row, :, :length]
+    return own.held("keys", 0, length)[row], own.held("values", 0, length)[row]
 
 
 class NaiveCache:
