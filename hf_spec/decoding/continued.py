@@ -58,8 +58,8 @@ def new_tokens(
             )
         if 0 in cache.host_lengths:
             raise ValueError(
-                f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, a "
-                "sliding window had dropped what comes before. Give the whole conversation as "
+                f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, "
+                "a sliding window had dropped what comes before. Give the whole conversation as "
                 "input_ids."
             )
         handover.cache = cache

@@ -168,7 +168,8 @@ class Handover:
         if self.filled is None:
             cache.states.allocate_by(None)
         else:
-            mask = None if self._mask is None else pad(self._mask, (0, lengths[0] - start[0]), value=True)
+            more, mask = lengths[0] - start[0], self._mask
+            mask = None if mask is None else pad(mask, (0, more), value=True)
             unpack_into(cache, self.filled, mask)
 
 

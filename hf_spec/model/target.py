@@ -271,9 +271,10 @@ class Target:
         front = cache.states.front if cache.block and cache.block.front else 0
         made: dict[Local | None, Tensor] = {}
         at_keys: dict[Local | None, Tensor] = {}
-        # Counted from each row's first token, whatever positions the caller gave.
-        at_queries = positions - self.position_shift
-        last = self.last_position - self.position_shift
+        by_position = attention.positions is not None or any(kinds.values())
+        if by_position:  # counted from each row's first token, whatever positions the caller gave
+            at_queries = positions - self.position_shift
+            last = self.last_position - self.position_shift
         for local in dict.fromkeys(kinds.values()):
             slots = min(keys, cache.states.slots(local and local.size))
             held = torch.arange(keys, device=lengths.device)[None]
@@ -283,7 +284,7 @@ class Target:
                 made[local] = (held <= lengths[:, None])[:, None, None]
             else:
                 made[local] = masks.tree(block.visible, lengths, held)
-            if local is not None or attention.positions is not None:
+            if by_position:
                 at_keys[local] = slot_positions(lengths, block.tree.depths, held, last)
             if local is not None:
                 made[local] &= near(local, at_queries, at_keys[local])
