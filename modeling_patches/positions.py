@@ -26,10 +26,16 @@ _COLUMNS = "tree_columns"
 class Positions:
     """The positions of the tokens and keys of the next forward with a 4-D mask."""
 
-    def set(self, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> None:
-        """From each row's first token, ``(batch, query)`` and ``(batch, key)``, any where no query
-        attends; ``(batch, 1)`` columns of padding before that token."""
-        self.keys, self.columns, self.key_columns = keys, queries + padding, keys + padding
+    def set(self, queries: Tensor, keys: dict[str, Tensor], padding: Tensor | int = 0) -> None:
+        """From each row's first token, ``(batch, query)``, and ``(batch, key)`` for each kind of
+        layer (see :attr:`TreeAttention.locals`), any where no query attends; ``(batch, 1)`` columns
+        of padding before that token."""
+        self.keys, self._padding, self.columns = keys, padding, queries + padding
+
+    def key_columns(self, kind: str) -> Tensor:
+        """``(batch, key)`` of this kind of layer."""
+        # There is one entry where all layers are alike.
+        return self.keys.get(kind, next(iter(self.keys.values()))) + self._padding
 
 
 def needs_positions(model: PreTrainedModel) -> bool:
@@ -83,7 +89,7 @@ def _bloom(transformer: Any, positions: Positions, changes: Changes) -> None:
         if mask.ndim != 4:
             return stock(mask, num_heads, dtype)
         # Keys that no query attends are at 0: a stale position times a slope can overflow fp16.
-        keys = positions.keys.masked_fill((mask < 0).all(dim=-2)[:, 0], 0)
+        keys = positions.keys[""].masked_fill((mask < 0).all(dim=-2)[:, 0], 0)
         alibi = slopes.to(keys.device)[:, None, None] * keys[:, None, None, :]
         return alibi.to(dtype).flatten(0, 1)  # (batch * heads, 1, key)
 
@@ -117,7 +123,8 @@ def _by_columns(decoder: Any, positions: Positions, changes: Changes) -> None:
         found = _rescaled(attention, changes, scale if names else torch.ones_like, names)
         if inkling:
             bias = attention.rel_logits_proj
-            changes.instead(bias, "forward", partial(_relative_bias, bias, found, positions))
+            kind = "sliding_attention" if attention.is_sliding else "full_attention"
+            changes.instead(bias, "forward", partial(_relative_bias, bias, found, positions, kind))
 
 
 def _rescaled(
@@ -146,9 +153,10 @@ def _rescaled(
 
 
 def _relative_bias(
-    module: Any, found: dict[str, Tensor], positions: Positions, states: Tensor, *args: Any
-) -> Tensor:
+    module: Any, found: dict[str, Tensor], positions: Positions, kind: str, states: Tensor,
+    *args: Any,
+) -> Tensor:  # fmt: skip
     """The bias of each query for each key ``(batch, heads, query, key)``."""
-    queries, keys = found["columns"].to(states.device), positions.key_columns.to(states.device)
-    rows = zip(states.split(1), queries, keys)
+    columns = found["columns"], positions.key_columns(kind)
+    rows = zip(states.split(1), *(one.to(states.device) for one in columns))
     return torch.cat([plain(module, "forward")(*row) for row in rows])

@@ -24,9 +24,9 @@ SPECS: dict[str, list[Spec]] = {
 
 
 def row_of(cache: TreeCache, row: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
+    """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)``."""
     own, length = cache.layers[layer], cache.host_lengths[row]
-    return own.keys[row, :, :length], own.values[row, :, :length]
+    return own.held("keys", 0, length)[row], own.held("values", 0, length)[row]
 
 
 class NaiveCache:
@@ -63,15 +63,19 @@ class NaiveCache:
 class Pair:
     """A TreeCache and the naive one, driven together."""
 
-    def __init__(self, specs: Sequence[Spec], lengths: Sequence[int], capacity: int, seed: int):
+    def __init__(
+        self, specs: Sequence[Spec], lengths: Sequence[int], capacity: int, seed: int,
+        windows: Sequence[int | None] = (),
+    ):  # fmt: skip
         self.specs, self.rng = specs, random.Random(seed)
+        self.windows = windows or [None] * len(specs)
         self.generator = torch.Generator().manual_seed(seed)
         rows, width = len(lengths), max(lengths)
         prompt = self.states(rows, width)
         mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]  # padding on the left
         self.naive = NaiveCache(specs, rows)
         self.naive.accept(prompt, [row.nonzero()[:, 0].tolist() for row in mask])
-        self.cache = pack(dynamic(prompt), None if mask.all() else mask, capacity)
+        self.cache = pack(dynamic(prompt, windows), None if mask.all() else mask, capacity)
 
     def states(self, rows: int, nodes: int) -> list[tuple[Tensor, Tensor]]:
         """Random keys and values (batch, heads, nodes, dim) of every layer."""
@@ -83,16 +87,24 @@ class Pair:
         states = self.states(cache.batch_size, nodes)
         end = cache.begin(chain(cache, offset + nodes), offset)
         assert end >= cache.max_length + offset + nodes
-        assert end % ALIGNMENT == 0
+        assert end % ALIGNMENT == 0 or end == cache.capacity
         for layer, (keys, values) in enumerate(states):
             seen = cache.update(keys, values, layer)
             for view, written, accepted in zip(seen, (keys, values), zip(*self.rows(layer))):
-                assert view.shape[2] == end
+                size = cache.states.slots(self.windows[layer])
+                assert view.shape[2] == min(end, size)
                 for row, length in enumerate(self.naive.lengths):
-                    start = length + offset
-                    assert torch.equal(view[row, :, :length], accepted[row])
-                    assert torch.equal(view[row, :, start : start + nodes], written[row])
+                    first, start = self.first(layer, length), length + offset
+                    before = torch.arange(first, length) % size
+                    own = torch.arange(start, start + nodes) % size
+                    assert torch.equal(view[row, :, before], accepted[row][:, first:])
+                    assert torch.equal(view[row, :, own], written[row])
         return states
+
+    def first(self, layer: int, length: int) -> int:
+        """The first token that the one after so many sees."""
+        window = self.windows[layer]
+        return 0 if window is None else max(length - window + 1, 0)
 
     def rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         return [self.naive.row(layer, row) for row in range(self.cache.batch_size)]
@@ -135,8 +147,9 @@ class Pair:
         assert cache.block is None
         for layer in range(len(self.specs)):
             for row in range(cache.batch_size):
+                first = self.first(layer, self.naive.lengths[row])
                 for own, wanted in zip(row_of(cache, row, layer), self.naive.row(layer, row)):
-                    assert torch.equal(own, wanted)
+                    assert torch.equal(own[:, first:], wanted[:, first:])
 
 
 def random_states(

@@ -305,9 +305,8 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
         with torch.no_grad():
             model(tokens[None], **{CACHE: alone}, use_cache=True)
         for index, (layer, window) in enumerate(zip(alone.layers, windows)):
-            # A sliding layer keeps the prompt's last window - 1 tokens only.
-            dropped = 0 if window is None else max(width - (window - 1), 0)
-            first = max(dropped - int((~mask).sum()), 0)
+            # A sliding layer keeps the last window - 1 tokens only.
+            first = 0 if window is None else max(len(tokens) - (window - 1), 0)
             for ours, theirs in zip(row_of(cache, row, index), (layer.keys[0], layer.values[0])):
                 torch.testing.assert_close(ours[:, first:], theirs[:, first:], **CLOSE)
 

@@ -11,11 +11,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class AttentionLayer(CacheLayerMixin):
-    """Keys and values of one layer: views ``(batch, kv_heads, capacity, head_dim)`` of a buffer.
+    """Keys and values of one layer: views ``(batch, kv_heads, slots, head_dim)`` of a buffer. With
+    a :attr:`window`, they are rings, of which :meth:`held` gives tokens in their order.
 
     ``with_front`` holds the same keys and values, preceded by the front slots. A layer of indexed
-    attention has ``indexer_keys`` ``(batch, 1, capacity, index_head_dim)``, too, by which it
-    chooses the keys that each query sees.
+    attention has ``indexer_keys`` ``(batch, 1, slots, index_head_dim)``, too, by which it chooses
+    the keys that each query sees.
 
     Args:
         cache: the ``TreeCache`` that it belongs to, which must outlive its use: it owns the layer,
@@ -37,6 +38,22 @@ class AttentionLayer(CacheLayerMixin):
         cache = self._cache()
         assert cache is not None
         return cache
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself included, if no more are kept; None if all are."""
+        window: int | None = self.cache.states.windows.get(self.index)
+        return window
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.window is not None
+
+    def held(self, name: str, first: int, end: int) -> Tensor:
+        """A copy of the states ``(batch, heads, n, dim)`` of tokens ``first .. end - 1``."""
+        states: Tensor = getattr(self, name)
+        tokens = torch.arange(first, end, device=states.device)
+        return states.index_select(2, tokens % states.shape[2])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots for the first block of an empty cache."""
@@ -73,7 +90,8 @@ class AttentionLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
 
-        Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended.
+        Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended,
+        and of a layer with a window what its queries see is returned in order, as a copy.
         Non-finite values become 0. A masked slot has weight 0, and 0 times NaN or infinity is NaN.
         """
         if not self.is_initialized:
@@ -111,18 +129,33 @@ class AttentionLayer(CacheLayerMixin):
         have = self.with_front[name].dtype
         if have != new.dtype and (wider := torch.promote_types(have, new.dtype)) != have:
             states.widen(self, name, wider)
+        if block.tree is None and (window := self.window) is not None:
+            before = self.held(name, max(block.start - window + 1, 0), block.start)
+            last = new[:, :, -self.with_front[name].shape[2] + states.front :]
+            self._put(name, last, block.start + new.shape[2] - last.shape[2])
+            return torch.cat([before, new.nan_to_num(0.0, 0.0, 0.0).to(before.dtype)], 2)
         if block.slots is not None:
             states.write(self.with_front[name], block.slots, new)
         else:
-            target = getattr(self, name)[:, :, block.start : block.start + new.shape[2]]
-            # It does not trace a view as `out`, whose dtype must be that of the input.
-            if torch.compiler.is_compiling() or target.dtype != new.dtype:
-                target.copy_(new.nan_to_num(0.0, 0.0, 0.0))
-            else:  # in one pass, as cheap as the copy
-                torch.nan_to_num(new, 0.0, 0.0, 0.0, out=target)
+            self._put(name, new, block.start)
         if block.front:
             return self.with_front[name][:, :, : states.front + block.end]
-        return getattr(self, name)[:, :, : block.end]
+        return self.with_front[name][:, :, states.front : states.front + block.end]
+
+    def _put(self, name: str, new: Tensor, start: int) -> None:
+        """Write states of each row's tokens ``start ..``."""
+        view, count = getattr(self, name), new.shape[2]
+        slot = start % view.shape[2]
+        if slot + count > view.shape[2]:  # a ring comes round
+            tokens = torch.arange(start, start + count, device=view.device)
+            self.cache.states.write(self.with_front[name], tokens.expand(len(new), -1), new)
+            return
+        target = view[:, :, slot : slot + count]
+        # It does not trace a view as `out`, whose dtype must be that of the input.
+        if torch.compiler.is_compiling() or target.dtype != new.dtype:
+            target.copy_(new.nan_to_num(0.0, 0.0, 0.0))
+        else:  # in one pass, as cheap as the copy
+            torch.nan_to_num(new, 0.0, 0.0, 0.0, out=target)
 
     # Before Transformers 5.21, modules with recurrent states read these of a layer.
 
@@ -143,7 +176,8 @@ class AttentionLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.cache.block is None:
             self.cache.uniform_length()
-        return self.get_seq_length() + query_length, 0
+        first = 0 if self.window is None else max(self.get_seq_length() - self.window + 1, 0)
+        return self.get_seq_length() + query_length - first, first
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

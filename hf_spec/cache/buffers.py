@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.attention import AttentionLayer, zeros
+from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 
@@ -32,14 +33,16 @@ Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 Share = Callable[[Tensor, int], Tensor]
 #: A layer's index and ``keys``, ``values`` or ``indexer_keys``.
 Member = tuple[int, str]
-#: Heads, their dimension, dtype and device, which are equal in a buffer.
-Signature = tuple[int, int, torch.dtype, torch.device]
+#: Heads, their dimension, dtype, device and window, which are equal in a buffer.
+Signature = tuple[int, int, torch.dtype, torch.device, int | None]
 
 
 class AttentionStates:
     """The buffers of all attention layers: nothing is concatenated, only accepted slots are copied.
 
-    Layers of equal shape share buffers, so that a commit is a few gathers and scatters.
+    Layers of equal shape share buffers, so that a commit is a few gathers and scatters. Token ``i``
+    is in slot ``i`` modulo the buffer's slots: that of layers with a window is a ring which keeps
+    the last tokens, and :func:`hf_spec.core.mask.places` says which.
 
     *Front* slots, before the rows' tokens, can hold learned keys and values. They are the same for
     every row, and only forwards that ask for them see them. Slot numbers always count from the
@@ -58,7 +61,9 @@ class AttentionStates:
     ):
         self.layers = list(layers)
         self.batch_size = batch_size  # rows in use; those dropped come after them
-        self.capacity = 0  # slots allocated per row, without the front slots
+        self.capacity = 0  # slots per row where all tokens are kept, without the front slots
+        self.room = NODES  # nodes of a block that overwrite nothing which their windows need
+        self.windows: dict[int, int] = {}  # of layers that keep no more, by their index
         self.front = 0  # number of front slots
         self.traced = False  # whether this is what a graph sees, see traced_with
         self.limit: int | None = None
@@ -78,10 +83,19 @@ class AttentionStates:
     # -- buffers -----------------------------------------------------------------------------
 
     def buffers(self) -> Iterator[tuple[Tensor, Member]]:
-        """Each buffer ``(batch, kv_heads, front + capacity, head_dim)`` with its layer index and
-        what it holds."""
+        """Each buffer ``(batch, kv_heads, front + slots, head_dim)`` with its layer index and what
+        it holds."""
         for storage, members in self._groups:
             yield from zip(storage[:, : self.batch_size], members)
+
+    def slots(self, window: int | None) -> int:
+        """Slots per row of layers that see this window, without the front slots."""
+        return self._slots_of(window, self.capacity, self.room)
+
+    def _slots_of(self, window: int | None, capacity: int, room: int) -> int:
+        if window is None or window not in self.windows.values():
+            return capacity
+        return min(capacity, -(-(window - 1 + room) // STEP) * STEP)
 
     def allocate_by(self, allocate: Allocate | None) -> None:
         """Set what allocates buffers, whose values must be finite, for compiled code: their sizes
@@ -103,8 +117,9 @@ class AttentionStates:
             groups.setdefault(kind, []).append(member)
         parts = []
         for kind, members in groups.items():
-            heads, dim, dtype, _ = kind
-            size = self.batch_size * heads * (self.front + self.capacity) * dim * dtype.itemsize
+            heads, dim, dtype, _, window = kind
+            slots = self.front + self.slots(window)
+            size = self.batch_size * heads * slots * dim * dtype.itemsize
             count = max(math.ceil(SHARE * len(members)), LARGE // max(size, 1), 1)
             count = len(members) if self._recur else count
             parts += [
@@ -113,9 +128,9 @@ class AttentionStates:
         return sorted(parts, key=lambda part: part[1][0])
 
     def _made(self, kind: Signature, members: int) -> Tensor:
-        heads, dim, dtype, device = kind
+        heads, dim, dtype, device, window = kind
         # Layers first: some models view a layer's rows and heads as one dimension.
-        shape = (members, self.batch_size, heads, self.front + self.capacity, dim)
+        shape = (members, self.batch_size, heads, self.front + self.slots(window), dim)
         return self._new(shape, dtype, device)
 
     def attach(self) -> None:
@@ -143,12 +158,19 @@ class AttentionStates:
             self.layers[index].with_front[name][:, :, : states.shape[2]] = states
         self._learned = ()
 
-    def reserve(self, slots: int) -> None:
-        """Make room for ``slots`` slots per row. Buffers grow by a quarter, or double if sizes
-        recur, so that copies are rare."""
+    def reserve(self, slots: int, nodes: int = 0, ends: Callable[[], Tensor] | None = None) -> None:
+        """Make room for ``slots`` slots per row, the last of them of a block of so many nodes.
+        Buffers grow by a quarter, or double if sizes recur, so that copies are rare.
+
+        Args:
+            ends: gives the tokens and nodes ``(batch,)`` that are written, where windows are.
+        """
         if slots > self.capacity:
             exactly = self._recur or self.is_empty
             self._resize(self._sized(slots if exactly else self.ahead(slots)))
+        if self.windows and nodes > self.room:
+            assert ends is not None
+            self._widen_rings(bucket(nodes), ends())
 
     def ahead(self, slots: int) -> int:
         """So many slots, and those to allocate with them as they will be needed soon."""
@@ -184,38 +206,52 @@ class AttentionStates:
     def _resize(self, capacity: int) -> None:
         """Move everything to larger buffers, one after the other."""
         for place, (storage, members) in enumerate(self._groups):
-            self._groups[place] = self._enlarged(storage, self.front, capacity), members
+            slots = self._slots_of(self._window_of(members), capacity, self.room)
+            self._groups[place] = self._enlarged(storage, members, self.front, slots), members
             self._attach(*self._groups[place])
         self.capacity = capacity
 
-    def _enlarged(self, storage: Tensor, front: int, capacity: int) -> Tensor:
+    def _window_of(self, members: list[Member]) -> int | None:
+        return self.windows.get(members[0][0])
+
+    def _enlarged(self, storage: Tensor, members: list[Member], front: int, slots: int) -> Tensor:
         """A copy of a buffer with these numbers of front slots and token slots, neither of which
         is smaller than before."""
-        shape = (*storage.shape[:3], front + capacity, storage.shape[4])
+        shape = (*storage.shape[:3], front + slots, storage.shape[4])
         grown = self._new(shape, storage.dtype, storage.device)
-        used = storage[:, :, :, : self.front + self.capacity]
-        grown[:, :, :, front - self.front : front + self.capacity] = used
+        have = self.slots(self._window_of(members))
+        used = storage[:, :, :, : self.front + have]
+        grown[:, :, :, front - self.front : front + have] = used
         return grown
 
-    def widen(self, layer: AttentionLayer, name: str, dtype: torch.dtype) -> None:
-        """Hold what a layer calls so, and all that share its buffer, in this dtype."""
-        if self.is_empty:  # the layer's first block, not yet in a shared buffer
-            layer.attach(name, layer.with_front[name].to(dtype), self.front)
-            return
-        for place, (storage, members) in enumerate(self._groups):
-            if (layer.index, name) in members:
-                wide = self._new(tuple(storage.shape), dtype, storage.device).copy_(storage)
-                self._groups[place] = wide, members
+    def _widen_rings(self, room: int, ends: Tensor) -> None:
+        """Move each ring's tokens before ``ends`` to where they are in one with this room."""
+        groups = []  # all at once: the number of slots is that of all layers with a window
+        for storage, members in self._groups:
+            slots = self._slots_of(window := self._window_of(members), self.capacity, room)
+            if slots > self.slots(window):
+                grown = self._enlarged(storage, members, self.front, slots)
+                own = torch.arange(slots, device=ends.device).expand(len(ends), -1)
+                self._copy(storage, masks.places(ends, slots), grown, own)
+                storage = grown
+            groups.append((storage, members))
+        self._groups, self.room = groups, room
         self.attach()
+
+    def lost(self, written: int) -> int:
+        """Shortest length to which a row can be cut of which so many tokens and nodes have been
+        written; 0 if it holds all of them."""
+        rings = [(self.slots(window), window) for window in {*self.windows.values()}]
+        return max((written - n + window - 1 for n, window in rings if written > n), default=0)
 
     # -- slots -------------------------------------------------------------------------------
 
     def write(self, view: Tensor, slots: Tensor, states: Tensor) -> None:
-        """Write states ``(batch, heads, n, dim)`` into slots ``(batch, n)`` of a layer's keys or
-        values ``(batch, heads, front + capacity, dim)``, non-finite numbers as 0."""
+        """Write states ``(batch, heads, n, dim)`` of tokens ``slots`` ``(batch, n)`` into a layer's
+        keys or values ``(batch, heads, front + slots, dim)``, non-finite numbers as 0."""
         finite = states.nan_to_num(0.0, 0.0, 0.0).to(view.dtype)
         if self.traced:  # code writes in place only to what is indexed directly
-            slots = slots.to(view.device) + self.front
+            slots = self._turned(slots, view.shape[2]).to(view.device) + self.front
             rows = torch.arange(len(slots), device=slots.device)[:, None]
             view[rows, :, slots] = finite.transpose(1, 2)
         else:
@@ -223,17 +259,21 @@ class AttentionStates:
             view.view(-1, view.shape[3]).index_copy_(0, to, finite.flatten(0, 2))
 
     def _flat_slots(self, slots: Tensor, heads: int, size: int, device: torch.device) -> Tensor:
-        """Where slots are in a layer's keys or values, seen as ``(batch * heads * size, dim)``:
-        ``(batch * heads * n,)``, made once for the same ``slots``."""
+        """Where tokens ``slots`` are in a layer's keys or values, seen as ``(batch * heads * size,
+        dim)``: ``(batch * heads * n,)``, made once for the same ``slots``."""
         # One index of whole vectors is several times as fast as one index per dimension.
         if self._flat is None or self._flat[0] is not slots:
             self._flat = slots, {}
         made = self._flat[1]
         if (key := (heads, size, device)) not in made:
             starts = torch.arange(len(slots) * heads, device=slots.device) * size + self.front
-            at = starts.view(-1, heads, 1) + slots[:, None]
+            at = starts.view(-1, heads, 1) + self._turned(slots, size)[:, None]
             made[key] = at.flatten().to(device)
         return made[key]
+
+    def _turned(self, slots: Tensor, size: int) -> Tensor:
+        """The slots of tokens in a buffer of this size, front slots included."""
+        return slots if size == self.front + self.capacity else slots % (size - self.front)
 
     def move(self, lengths: Tensor, path: Tensor) -> None:
         """Copy the slots ``path`` ``(batch, depth)`` after each row's ``lengths`` ``(batch,)``
@@ -241,10 +281,15 @@ class AttentionStates:
         accepted = lengths[:, None] + path.to(lengths.device)
         first = lengths[:, None] + torch.arange(path.shape[1], device=lengths.device)
         for storage, _ in self._groups:
-            layers = storage.flatten(1, 3)  # a view, with the dropped rows last
-            shape = storage.shape[2], storage.shape[3], storage.device
-            moved = layers.index_select(1, self._flat_slots(accepted, *shape))
-            layers.index_copy_(1, self._flat_slots(first, *shape), moved)
+            self._copy(storage, accepted, storage, first)
+
+    def _copy(self, source: Tensor, slots: Tensor, into: Tensor, to: Tensor) -> None:
+        """Copy tokens ``slots`` ``(batch, n)`` of a buffer to where ``to`` are in another."""
+        # Flattened, rows that were dropped come last.
+        at = self._flat_slots(slots, source.shape[2], source.shape[3], source.device)
+        moved = source.flatten(1, 3).index_select(1, at)
+        at = self._flat_slots(to, into.shape[2], into.shape[3], into.device)
+        into.flatten(1, 3).index_copy_(1, at, moved)
 
     # -- as inputs of a graph ----------------------------------------------------------------
 
@@ -284,7 +329,10 @@ class AttentionStates:
         """
         count = states[0][0].shape[1] if states else 0
         if (front := aligned(count)) > self.front:
-            groups = [(self._enlarged(one, front, self.capacity), own) for one, own in self._groups]
+            groups = [
+                (self._enlarged(one, own, front, self.slots(self._window_of(own))), own)
+                for one, own in self._groups
+            ]
             self._groups, self.front = groups, front  # together, as slots are counted behind it
             self.attach()
         if len(states) != len(self.layers):
@@ -336,7 +384,7 @@ class AttentionStates:
     def packed(self, length: int) -> dict[str, Any]:
         """What pickles hold: the slots in use of each buffer, not the layers' views, which would
         come back as tensors of their own."""
-        used = self.front + length
+        used = self.front + length  # slices of rings end where these do
         buffers = [
             (storage[:, : self.batch_size, :, :used].clone(), list(members))
             for storage, members in self._groups
@@ -345,12 +393,14 @@ class AttentionStates:
         first = [{} if buffers else layer.with_front for layer in self.layers]
         return {
             "buffers": buffers, "capacity": length if buffers else self.capacity, "first": first,
-            "front": self.front, "learned": (self._learned, self._own),
+            "front": self.front, "learned": (self._learned, self._own), "room": self.room,
+            "windows": self.windows,
         }  # fmt: skip
 
     def unpack(self, packed: dict[str, Any]) -> None:
         """Inverse of :meth:`packed`, for new states."""
         self._groups, self.front = packed["buffers"], packed["front"]
+        self.room, self.windows = packed["room"], packed["windows"]
         self.capacity, (self._learned, self._own) = packed["capacity"], packed["learned"]
         for layer, states in zip(self.layers, packed["first"]):
             for name, with_front in states.items():
@@ -358,9 +408,9 @@ class AttentionStates:
         self.attach()
 
 
-def signature(states: Tensor) -> Signature:
+def signature(states: Tensor, window: int | None = None) -> Signature:
     """The kind of buffer that holds such keys or values ``(batch, kv_heads, n, head_dim)``."""
-    return states.shape[1], states.shape[3], states.dtype, states.device
+    return states.shape[1], states.shape[3], states.dtype, states.device, window
 
 
 def bounded(learned: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_spec.cache.buffers import aligned, signature
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
 from modeling_patches.support import LAYERS
 
 
 def take_over(
     cache: TreeCache, source: DynamicCache, mask: Tensor | None = None, more: int | None = None,
-    front: int = 0, seq: int | None = None,
+    front: int = 0, seq: int | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """Take over the states of a prefill, which is emptied layer by layer: never are both whole.
 
@@ -28,6 +29,8 @@ def take_over(
         more: most tokens that may follow in a row; None if that is not known.
         front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
         seq: tokens in each row, padding included, if no layer of ``source`` has keys.
+        whole: keep what follows whole in sliding-window layers, too, so that rows can be cut to
+            any length since.
     """
     held = {
         (index, name): tensor
@@ -43,21 +46,32 @@ def take_over(
         order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
     windowed = any(tensor.shape[2] < count for tensor in held.values())
     cache.set_lengths(lengths, lengths if windowed else None)
-    states = cache.states
+    states, layers = cache.states, source.layers
+    if not whole:
+        states.windows = {
+            index: layer.sliding_window for index, layer in enumerate(layers)
+            if getattr(layer, "is_sliding", False)
+        }  # fmt: skip
     states.front, states.limit = aligned(front), None if more is None else cache.max_length + more
     states.reserve(states.ahead(cache.max_length))
     left = Counter(index for index, _ in held)
-    kinds = {key: signature(tensor) for key, tensor in held.items()}
+    kinds = {key: signature(one, states.windows.get(key[0])) for key, one in held.items()}
     held.clear()
     for members in states.allocate(kinds):
+        slots = states.slots(states.windows.get(members[0][0]))
+        columns = None  # (batch, slots) of the source, for each slot
+        if order is not None or slots < count:
+            columns = masks.places(cache.lengths, slots)[:, : cache.max_length]
+            if order is not None:
+                columns = order.gather(1, columns.clamp(max=order.shape[1] - 1))
         for index, name in members:
-            layer = source.layers[index]
-            _copy_in(getattr(cache.layers[index], name), _held(layer)[name], order, count)
+            layer = layers[index]
+            _copy_in(getattr(cache.layers[index], name), _held(layer)[name], columns, count)
             left[index] -= 1
             if not left[index]:
                 _free(layer)
     if cache.recurrent is not None:
-        cache.recurrent.take_over(source.layers, cache.host_lengths)
+        cache.recurrent.take_over(layers, cache.host_lengths)
 
 
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
@@ -86,25 +100,23 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
     for own, layer in zip(cache.layers, target.layers):
         if not own.is_initialized or not (layer.keys is None or layer.values is None):
             continue
-        states = {}
+        keep = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else seq
+        first, states = max(seq - keep, 0), {}
         for name in own.with_front:
-            tensor = getattr(own, name)
             if mask is None:
-                states[name] = tensor[:, :, :seq].clone()
+                states[name] = own.held(name, first, seq)
             else:
+                tensor = getattr(own, name)
                 held = mask.to(tensor.device)[:, None, :, None]
-                where = (held.long().cumsum(2) - 1).clamp(min=0)
-                states[name] = tensor.take_along_dim(where, 2) * held
+                where = (held.long().cumsum(2) - 1).clamp(min=0) % tensor.shape[2]
+                found = tensor.take_along_dim(where[:, :, first:], 2)
+                states[name] = found * held[:, :, first:]
         if not layer.is_initialized:
             layer.lazy_initialization(states["keys"], states["values"])
         if (index_keys := states.pop("indexer_keys", None)) is not None:
             layer.lazy_initialization_indexer(index_keys)
             layer.indexer_keys = index_keys[:, 0]
         if getattr(layer, "is_sliding", False):
-            keep = layer.sliding_window - 1
-            states = {
-                name: full[:, :, max(seq - keep, 0) :].contiguous() for name, full in states.items()
-            }
             layer.cumulative_length = seq
         layer.keys, layer.values = states["keys"], states["values"]
         if cache.states.is_empty:
@@ -158,15 +170,14 @@ def _free(layer: Any) -> None:
         setattr(layer, name, None)
 
 
-def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> None:
-    """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
+def _copy_in(target: Tensor, source: Tensor, columns: Tensor | None, seq: int) -> None:
+    """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` columns;
+    ``columns`` ``(batch, slots)``: where each slot's state is, None if columns are slots.
 
-    Slots that a sliding layer dropped stay zero: they are outside every later query's window.
+    Slots of what a sliding layer dropped are outside every later query's window.
     """
-    first = dropped = seq - source.shape[2]
-    if order is not None:
-        first, slots = 0, (order.to(source.device) - dropped)[:, None, :, None]
-        source = source.take_along_dim(slots.clamp(min=0), 2)
-        if dropped:
-            source = source * (slots >= 0)
+    first = seq - source.shape[2]
+    if columns is not None:
+        places = (columns.to(source.device) - first).clamp(0, source.shape[2] - 1)
+        source, first = source.take_along_dim(places[:, None, :, None], 2), 0
     target[:, :, first : first + source.shape[2]].copy_(source)

@@ -91,7 +91,7 @@ class TreeCache(StatefulCache):
 
     @property
     def capacity(self) -> int:
-        """Slots allocated per row, without the front slots."""
+        """Slots per row of layers that keep all tokens, without the front slots."""
         return self.states.capacity
 
     @property
@@ -133,13 +133,27 @@ class TreeCache(StatefulCache):
 
     def count_appended(self) -> None:
         """Add the appended tokens to the lengths."""
-        appended = self._appended
+        appended, most = self._appended, max((one.appended for one in self.layers), default=0)
         for layer in self.layers:
             layer.appended = 0
-        if appended:
+        if most:
+            self._write(most)
             self.set_lengths([length + appended for length in self.host_lengths])
+        if most > appended:  # a forward failed, and rings may have lost what is needed
+            self.truncate(self.host_lengths)
+
+    def _write(self, nodes: int) -> None:
+        """Note that so many tokens or nodes may be written after each row's own."""
+        if self.states.windows:
+            rows = zip(self._floor, self.host_lengths)
+            self._floor = [max(floor, self.states.lost(n + nodes)) for floor, n in rows]
 
     # -- a speculative block -----------------------------------------------------------------
+
+    def reserve(self, nodes: int, first: int = 0) -> None:
+        """Make room for a block of so many nodes, of which the first have been written."""
+        self.states.reserve(self.max_length + nodes, nodes, lambda: self.lengths + first)
+        self._write(nodes)
 
     def begin(self, tree: Tree, first: int = 0, front: bool = False, plain: bool = False) -> int:
         """Open a block: the next forward writes nodes of a tree after each row's tokens.
@@ -157,7 +171,7 @@ class TreeCache(StatefulCache):
         """
         self.count_appended()
         end = self.max_length + tree.num_nodes
-        self.states.reserve(end)
+        self.reserve(tree.num_nodes, first)
         start, slots = self.max_length + first, None
         if not self.is_uniform:
             steps = torch.arange(first, tree.num_nodes, device=self.lengths.device)
@@ -231,7 +245,8 @@ class TreeCache(StatefulCache):
         """What a graph over :meth:`tensors` depends on besides their shapes."""
         states = None if self.recurrent is None else self.recurrent.layout
         front = self.block and self.block.front
-        return len(self.layers), self.states.members, self.states.front, front, states
+        rings = self.states.room, tuple(self.states.windows.items())
+        return len(self.layers), self.states.members, self.states.front, front, states, rings
 
     def tensors(self) -> list[Tensor]:
         """The buffers of its layers, whose sizes recur and into which graphs write."""
@@ -316,8 +331,8 @@ class TreeCache(StatefulCache):
             )
         if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
             raise ValueError(
-                f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, or "
-                f"its states depend on more than tokens ({', '.join(self.inputs) or 'no'}), so "
+                f"crop({tokens_to_remove}): a sliding window has dropped earlier tokens, or the "
+                f"states depend on more than tokens ({', '.join(self.inputs) or 'no'}), so "
                 f"that rows of {self.host_lengths} tokens cannot be cut below {self._floor}. "
                 "Remove fewer, or start without a cache."
             )
@@ -331,7 +346,7 @@ class TreeCache(StatefulCache):
             self.recurrent.cut(kept)
         if self.shift is not None and 0 in kept:
             self.shift = self.shift * sent([n > 0 for n in kept], self.shift.device)
-        self.set_lengths(kept)
+        self.set_lengths(kept, [floor if n else 0 for n, floor in zip(kept, self._floor)])
 
     def reachable(self, lengths: Sequence[int]) -> list[int]:
         """The lengths that :meth:`truncate` makes of these.

@@ -1,7 +1,8 @@
 """Attention masks: that of a tree, and what else limits attention, to be joined by ``&``.
 
 Each is ``(batch, 1, query, key)`` bool, True = attend. Keys are slots of the cache, whose row ``r``
-holds ``lengths[r]`` accepted tokens followed by the nodes of the tree.
+holds ``lengths[r]`` accepted tokens followed by the nodes of the tree; that of a layer with a
+window holds the last of them, in a ring.
 """
 
 from __future__ import annotations
@@ -11,13 +12,29 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def tree(ancestors: Tensor, lengths: Tensor, keys: int) -> Tensor:
+def places(ends: Tensor, slots: int) -> Tensor:
+    """Which token is in each slot of a ring that holds a row's last ones, ``(batch, slots)``.
+
+    Token ``i`` is written to slot ``i % slots``. Where a ring has not come round yet, and in one
+    that never does, slot ``i`` is token ``i``'s, written or not.
+
+    Args:
+        ends: ``(batch,)`` tokens, and nodes behind them, that have a slot.
+        slots: of each row.
+    """
+    own = torch.arange(slots, device=ends.device)
+    rounds = (ends[:, None] - 1 - own).div(slots, rounding_mode="floor")
+    return own + rounds.clamp(min=0) * slots
+
+
+def tree(ancestors: Tensor, lengths: Tensor, keys: int | Tensor) -> Tensor:
     """The mask of a tree's nodes: each sees its row's prefix, itself and its ancestors.
 
     Args:
         ancestors: ``(batch, query, nodes)`` bool.
-        lengths: ``(batch,)`` tokens of the prefix; node ``i`` is in slot ``lengths[row] + i``.
-        keys: number of slots.
+        lengths: ``(batch,)`` tokens of the prefix; node ``i`` is token ``lengths[row] + i``.
+        keys: ``(batch, keys)`` the token in each slot; or the number of slots, each of which
+            holds the token of its own number.
 
     Returns:
         ``(batch, 1, query, keys)`` bool, True = attend.
@@ -25,8 +42,8 @@ def tree(ancestors: Tensor, lengths: Tensor, keys: int) -> Tensor:
     count, nodes = ancestors.shape[1:]
     # A column for the prefix, one for each node and one for what is behind them.
     seen = pad(pad(ancestors, (1, 0), value=True), (0, 1))
-    slots = torch.arange(1, keys + 1, device=lengths.device) - lengths[:, None]
-    column = slots.clamp(0, nodes + 1)[:, None].expand(-1, count, -1)
+    held = torch.arange(keys, device=lengths.device) if isinstance(keys, int) else keys
+    column = (held + 1 - lengths[:, None]).clamp(0, nodes + 1)[:, None].expand(-1, count, -1)
     return seen.gather(2, column)[:, None]
 
 

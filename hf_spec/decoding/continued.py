@@ -56,6 +56,12 @@ def new_tokens(
                 f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
                 "ones, or the whole conversation as input_ids."
             )
+        if 0 in cache.host_lengths:
+            raise ValueError(
+                f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, "
+                "a sliding window had dropped what comes before. Give the whole conversation as "
+                "input_ids."
+            )
         handover.cache = cache
         if cache.tokens is not None and list(map(len, cache.tokens)) == cache.host_lengths:
             handover.history = cache.tokens

@@ -80,7 +80,9 @@ class Handover:
         self.cache, self._mask, self._before = cache, mask, None
         if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
-        take_over(cache, source, mask, more, front, self.sequences.width)
+        # Where rows of one cache for all get ahead of each other, an interrupt cuts them.
+        whole = self.filled is not None and cache.batch_size > 1
+        take_over(cache, source, mask, more, front, self.sequences.width, whole)
         if self.filled is None:  # nobody needs what is left, such as recurrent states
             source.layers.clear()
         return cache
@@ -145,15 +147,17 @@ class Handover:
         cached = [
             min(have - begin, end) for have, begin, end in zip(cache.host_lengths, start, most)
         ]
+        own = [begin + have for begin, have in zip(start, cached)]
         unfinished = [
             have for have, end, on in zip(cached, most, active)
             if on or have < end or self.filled is not None  # all whose rows are equally long
         ]  # fmt: skip
-        cached = [min(have, *unfinished) for have in cached] if unfinished else cached
-        lengths = [begin + have for begin, have in zip(start, cached)]
-        if cache.reachable(lengths) != lengths:
-            # A recurrent state in the middle of the tokens is not known: give back the prompt.
-            lengths, cached = start, [0] * len(start)
+        least = min(unfinished, default=max(cached))
+        together = [begin + min(have, least) for begin, have in zip(start, cached)]
+        # A recurrent state in the middle of the tokens is not known: give back the prompt. Nor is
+        # what a window dropped: give back what each row has of its own, if anything.
+        options = together, start, own
+        lengths = next((one for one in options if cache.reachable(one) == one), own)
         cache.truncate(lengths)
         if cache.recurrent is not None:
             cache.recurrent.settle()
@@ -164,7 +168,8 @@ class Handover:
         if self.filled is None:
             cache.states.allocate_by(None)
         else:
-            mask = None if self._mask is None else pad(self._mask, (0, cached[0]), value=True)
+            more, mask = lengths[0] - start[0], self._mask
+            mask = None if mask is None else pad(mask, (0, more), value=True)
             unpack_into(cache, self.filled, mask)
 
 

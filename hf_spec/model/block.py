@@ -37,18 +37,23 @@ class Block(NamedTuple):
 
 
 def slot_positions(
-    lengths: Tensor, depths: Tensor, keys: int, last: Tensor | None = None
+    lengths: Tensor, depths: Tensor, held: Tensor, last: Tensor | None = None
 ) -> Tensor:
-    """Position of every slot, counted from each row's first token: ``(batch, keys)``. Slots after
-    the tree continue counting; larger positions of nodes are clamped to ``last`` ``(batch, 1)``."""
+    """Position of every slot, counted from each row's first token: ``(batch, keys)``.
+
+    Args:
+        lengths, depths: ``(batch,)`` tokens before a tree, and ``(batch, nodes)`` its depths.
+        held: ``(batch, keys)`` or ``(keys,)`` the token that each slot holds. Those after the tree
+            continue counting.
+        last: ``(batch, 1)`` larger positions of nodes are clamped to this one.
+    """
     at_nodes = lengths[:, None] + depths
     if last is not None:
         at_nodes = torch.minimum(at_nodes, last)
-    slots = torch.arange(keys, device=lengths.device)
-    node = slots - lengths[:, None]
+    node = held - lengths[:, None]
     in_tree = (node >= 0) & (node < at_nodes.shape[1])
     at_node = at_nodes.gather(1, node.clamp(0, at_nodes.shape[1] - 1))
-    return torch.where(in_tree, at_node, slots)
+    return torch.where(in_tree, at_node, held)
 
 
 def near(local: Local, queries: Tensor, keys: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class CompiledTarget(Target):
             padded = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
             width = padded.num_nodes
         cache, graphs = self.cache, self.graphs
-        cache.states.reserve(cache.max_length + first + width)
+        cache.reserve(max(padded.num_nodes, first + width), first)
         buffers, parts = cache.tensors(), padded.tensors()
         before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
         named, others = self.variables()

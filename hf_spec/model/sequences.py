@@ -162,7 +162,8 @@ class _Run:
             seen = {local: torch.cat([learned, mask], dim=3) for local, mask in seen.items()}
             key_positions = pad(key_positions, (front, 0))
         if self.attention.positions is not None:
-            self.attention.positions.set(query_positions, key_positions)
+            keys = dict.fromkeys(self.attention.locals, key_positions)
+            self.attention.positions.set(query_positions, keys)
         by_layers = {kind: seen[local] for kind, local in self.attention.locals.items()}
         return self.attention.convert(by_layers, self.dtype)
 

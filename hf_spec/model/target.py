@@ -263,32 +263,41 @@ class Target:
         """The mask of nodes at these positions ``(batch, n)``, as the model's attention takes it;
         probes see the front slots, too, besides ``keys`` others."""
         attention, cache, lengths = self.attention, self.cache, self.cache.lengths
-        if block.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
-            full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
-        else:
-            full = masks.tree(block.visible, lengths, keys)
-        kinds = attention.locals
-        narrow = {local for local in kinds.values() if local is not None and local.size < keys}
-        made: dict[Local | None, Tensor] = {None: full}
+        # A window as wide as all that is there limits nothing.
+        kinds = {
+            kind: local if local is not None and local.size < keys else None
+            for kind, local in attention.locals.items()
+        }
         front = cache.states.front if cache.block and cache.block.front else 0
-        if narrow or attention.positions is not None:
-            # Counted from each row's first token, whatever positions the caller gave.
+        made: dict[Local | None, Tensor] = {}
+        at_keys: dict[Local | None, Tensor] = {}
+        by_position = attention.positions is not None or any(kinds.values())
+        if by_position:  # counted from each row's first token, whatever positions the caller gave
             at_queries = positions - self.position_shift
             last = self.last_position - self.position_shift
-            at_keys = slot_positions(lengths, block.tree.depths, keys, last)
-            for local in narrow:
-                made[local] = full & near(local, at_queries, at_keys)
-            if attention.positions is not None:
-                if front:  # they stand where the sequence begins, as in prefix tuning
-                    at_keys = pad(at_keys, (front, 0))
-                attention.positions.set(at_queries, at_keys, self.padding)
+        for local in dict.fromkeys(kinds.values()):
+            slots = min(keys, cache.states.slots(local and local.size))
+            held = torch.arange(keys, device=lengths.device)[None]
+            if slots < keys:
+                held = masks.places(lengths + block.visible.shape[2], slots)
+            if block.visible.shape[1:] == (1, 1):  # a plain step: its token is behind the prefix
+                made[local] = (held <= lengths[:, None])[:, None, None]
+            else:
+                made[local] = masks.tree(block.visible, lengths, held)
+            if by_position:
+                at_keys[local] = slot_positions(lengths, block.tree.depths, held, last)
+            if local is not None:
+                made[local] &= near(local, at_queries, at_keys[local])
+        if attention.positions is not None:
+            # Front slots stand where the sequence begins, as in prefix tuning.
+            by_kind = {kind: pad(at_keys[local], (front, 0)) for kind, local in kinds.items()}
+            attention.positions.set(at_queries, by_kind, self.padding)
         if front and self.front_seen is not None:
-            learned = full.new_zeros((*positions.shape, front))[:, None]
-            seen = self.front_seen[block.kinds.to(full.device)]
+            seen = self.front_seen[block.kinds.to(lengths.device)]
+            learned = seen.new_zeros((*positions.shape, front))[:, None]
             learned[:, 0, -block.tree.num_probes :, front - self.num_front :] = seen
             made = {local: torch.cat([learned, mask], dim=3) for local, mask in made.items()}
-        by_kind = {kind: made.get(local, made[None]) for kind, local in kinds.items()}
-        return attention.convert(by_kind, self.dtype)
+        return attention.convert({kind: made[one] for kind, one in kinds.items()}, self.dtype)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the former ``rows[i]``.

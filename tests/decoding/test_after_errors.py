@@ -106,8 +106,7 @@ class Turn:
             assert layer.get_seq_length() == seq
             for row, states in enumerate(self.states):
                 if isinstance(cache, TreeCache):
-                    # The first turn's prompt left no more of its tokens than a window shows.
-                    start = max(LENGTHS[row] - self.windows[index] + 1, 0)
+                    start = max(cache.host_lengths[row] - self.windows[index] + 1, 0)
                     held = [part[:, start:] for part in row_of(cache, row, index)]
                 elif seq == 0:
                     continue

@@ -35,7 +35,7 @@ def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(heads: int, dtype: torch.d
     want, left = model(ids, attention_mask=real).logits, []
     for _ in range(2):
         with added(tree_positions, model) as given:
-            given.set(positions, positions.masked_fill(real == 0, STALE))
+            given.set(positions, {"": positions.masked_fill(real == 0, STALE)})
             got = model(ids, attention_mask=mask).logits
             assert torch.equal(model(ids, attention_mask=real).logits, want)
         assert torch.equal(got[real.bool()], want[real.bool()]) and want.isfinite().all()

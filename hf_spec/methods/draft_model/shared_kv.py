@@ -80,18 +80,20 @@ class SharedKVDrafter(AssistantDrafter):
     def _see(self, cache: TreeCache, shift: Tensor) -> Seen:
         """The tokens before the roots, which a cache holds."""
         device, dtype = placement(self.assistant)
-        count = min(aligned(cache.max_length), cache.capacity)
-        lengths, slots = cache.lengths[:, None].to(device), torch.arange(count, device=device)
-        seen = (slots < lengths)[:, None, None]
+        lengths = cache.lengths[:, None].to(device)
         states, visible = {}, {}
         for kind, source in self._sources.items():
             layer = cache.layers[source.layer]
+            slots = cache.states.slots(layer.window)
+            count = min(aligned(cache.max_length), slots)
+            held = masks.places(lengths[:, 0], slots)[:, :count]
             parts = layer.keys[:, :, :count], layer.values[:, :, :count]
             states[kind] = tuple(part.to(device, dtype) for part in parts)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
             # which the cache of a longer prompt has nothing.
-            near = source.window and masks.window(source.window, lengths, slots[None])
-            visible[kind] = seen if near is None else seen & near
+            visible[kind] = (held < lengths)[:, None, None]
+            if source.window is not None:
+                visible[kind] &= masks.window(source.window, lengths, held)
         return Seen(states, visible, lengths + shift.to(device))
 
     def level(self, frontier: Frontier) -> Tensor:

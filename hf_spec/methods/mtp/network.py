@@ -80,11 +80,11 @@ class MtpNetwork(DraftNetwork):
         """Forward of one layer, which has no rows of the first ``index`` tokens."""
         if isinstance(cache, ChainCache):
             at_keys = cache.positions
-        elif self.layers.window(index) is None:  # drafted rows come behind all others
-            at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
         else:
-            assert cache.block is not None and cache.block.tree is not None
-            at_keys = slot_positions(cache.lengths, cache.block.tree.depths, mask.shape[-1])
+            at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
+            if self.layers.window(index) is not None:  # else drafted rows come behind all others
+                assert cache.block is not None and cache.block.tree is not None
+                at_keys = slot_positions(cache.lengths, cache.block.tree.depths, at_keys)
         seen = mask & (at_keys >= index)[:, None, None]
         # Rows that do not exist see something, since the softmax of nothing is no number.
         seen = torch.where(seen.any(-1, keepdim=True), seen, mask)

@@ -1,0 +1,185 @@
+"""Layers with a window, which keep the last tokens only, against lists of all tokens."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from naive_cache import Pair, chain, dynamic, pack, random_states
+
+from hf_spec.core import mask as masks
+
+SPECS = [(2, 4, 4), (1, 8, 8), (2, 4, 4), (3, 4, 2)]
+WINDOWS = {"some": [None, 3, 20, 3], "all": [9] * 4, "one token": [None, 1, None, 1]}
+LENGTHS = [[3], [50, 50], [1, 40, 18], [0, 2]]
+
+every_window = pytest.mark.parametrize("windows", WINDOWS)
+every_length = pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings that come round every few steps, and are soon too small for a block."""
+    for name, value in {"STEP": 1, "GROWTH": 1, "NODES": 1, "LARGE": 0, "SHARE": 0.5}.items():
+        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", value)
+
+
+@pytest.mark.parametrize("ends", [[0, 1, 5, 6, 7, 23]])
+@pytest.mark.parametrize("slots", [1, 6])
+def test_the_token_in_each_slot(ends: list[int], slots: int) -> None:
+    wanted = []
+    for end in ends:
+        row = list(range(slots))
+        for token in range(end):
+            row[token % slots] = token
+        wanted.append(row)
+    assert masks.places(torch.tensor(ends), slots).tolist() == wanted
+
+
+@every_window
+@every_length
+def test_rows_hold_what_their_next_token_sees(windows: str, lengths: list[int]) -> None:
+    pair = Pair(SPECS, lengths, 1, seed=len(lengths), windows=WINDOWS[windows])
+    for _ in range(30):
+        pair.step()
+    for layer, window in zip(pair.cache.layers, WINDOWS[windows]):
+        most = pair.cache.capacity if window is None else window - 1 + 8  # a block's nodes
+        assert layer.keys.shape[2] <= most
+    assert max(pair.naive.lengths) > 40
+
+
+@every_window
+def test_rows_of_one_length(windows: str) -> None:
+    """They are written as slices, but where a ring comes round."""
+    pair = Pair(SPECS, [30, 30], 1, seed=1, windows=WINDOWS[windows])
+    for _ in range(30):
+        pair.step(same_counts=True)
+        assert pair.cache.is_uniform
+
+
+@pytest.mark.parametrize("lengths", [[30], [30, 30], [2, 37]], ids=str)
+def test_a_block_in_parts_outgrows_a_ring(lengths: list[int]) -> None:
+    """What its first nodes wrote moves with the rest."""
+    pair, rows = Pair(SPECS, lengths, 1, seed=1, windows=WINDOWS["some"]), len(lengths)
+    for size in (1, 9):  # the room is 1 and 2, then 16 and 32
+        parts = [pair.forward(size), pair.forward(size * 2, offset=size)]
+        pair.cache.commit([3 * size] * rows)
+        states = [tuple(torch.cat(both, dim=2) for both in zip(*layer)) for layer in zip(*parts)]
+        pair.accept(states, [range(3 * size)] * rows)
+    assert pair.cache.states.room == 32
+
+
+@every_window
+def test_rows_leave_and_copies_go_on(windows: str) -> None:
+    pair = Pair(SPECS, [2, 57, 1, 33, 6, 4], 1, seed=0, windows=WINDOWS[windows])
+    rng = random.Random(0)
+    while pair.cache.batch_size > 1:
+        rows = rng.sample(range(pair.cache.batch_size), rng.randint(1, pair.cache.batch_size - 1))
+        pair.cache.select(rows)
+        pair.naive.map_rows(lambda layer, rows=rows: [layer[row] for row in rows])
+        for _ in range(3):
+            pair.step()
+        pair.cache = copy.deepcopy(pair.cache)
+        pair.check()
+    pair.cache.batch_select_indices(torch.tensor([0, 0]))
+    pair.naive.map_rows(lambda layer: [list(layer[0]), list(layer[0])])
+    for _ in range(10):
+        pair.step()
+
+
+@pytest.mark.parametrize("allocate", [True, False])
+def test_other_buffers_hold_the_same(allocate: bool) -> None:
+    """Those of compiled steps, and back; with front slots."""
+    pair = Pair(SPECS, [2, 57], 1, seed=0, windows=WINDOWS["some"])
+    pair.step()
+
+    def new(shape: Any, dtype: Any, device: Any) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    for one in (new, None):
+        pair.cache.states.rehouse(one)
+        for _ in range(20):
+            pair.step()
+    states = random_states(SPECS, 1, 3)
+    pair.cache.states.set_front([(keys[0], values[0]) for keys, values in states])
+    pair.check()
+    for _ in range(20):
+        pair.step()
+
+
+@every_window
+@every_length
+def test_rows_are_cut_as_far_as_their_windows_reach(windows: str, lengths: list[int]) -> None:
+    sizes = WINDOWS[windows]
+    pair = Pair(SPECS, lengths, 1, seed=3, windows=sizes)
+    for _ in range(20):
+        pair.step(idle=False)
+    cut = 0
+    for _ in range(10):
+        least = list(pair.naive.lengths)
+        for row, length in enumerate(pair.naive.lengths):
+            while least[row] > 1:
+                wanted = [*pair.naive.lengths]
+                wanted[row] = least[row] - 1
+                if pair.cache.reachable(wanted) != wanted:
+                    assert pair.cache.reachable(wanted)[row] == 0
+                    break
+                least[row] -= 1
+            cut = max(cut, length - least[row])
+        pair.cache.truncate(least)
+        pair.naive.map_rows(lambda rows, least=least: [x[:n] for x, n in zip(rows, least)])
+        pair.check()
+        with pytest.raises(ValueError, match="crop.-1.: a sliding window has dropped earlier"):
+            pair.cache.crop(-1)
+        for _ in range(3):
+            pair.step(idle=False)
+    assert cut
+    pair.cache.truncate([0] * len(lengths))
+    pair.naive.map_rows(lambda rows: [[] for _ in rows])
+    for _ in range(20):
+        pair.step()
+    pair.cache.reset()
+    assert pair.cache.reachable([1] * len(lengths)) == [0] * len(lengths)
+
+
+@pytest.mark.parametrize("windows", ["some", "all"])  # of one token stock keeps all
+def test_outside_blocks_it_is_a_stock_cache(windows: str) -> None:
+    """What attention gets, and how masks are made for it."""
+    sizes, rows = WINDOWS[windows], 2
+    prompt = random_states(SPECS, rows, 4)
+    stock, cache = dynamic(prompt, sizes), pack(dynamic(prompt, sizes), None, 1)
+    assert cache.is_sliding == stock.is_sliding
+    generator = torch.Generator().manual_seed(1)
+    for new in (1, 3, 40, 2, 1, 25):
+        states = random_states(SPECS, rows, new, generator)
+        for layer, both in enumerate(states):
+            assert cache.get_mask_sizes(new, layer) == stock.get_mask_sizes(new, layer)
+            for ours, theirs in zip(cache.update(*both, layer), stock.update(*both, layer)):
+                assert torch.equal(ours, theirs)
+        assert cache.get_seq_length() == stock.get_seq_length()
+        if new == 2:  # a step in between
+            cache.begin(chain(cache, 7))
+            for layer, both in enumerate(random_states(SPECS, rows, 7, generator)):
+                cache.update(*both, layer)
+            cache.rollback()
+
+
+def test_a_forward_that_failed_behind_some_layers() -> None:
+    """They have lost what the row's next token sees: the row begins anew."""
+    prompt = random_states(SPECS, 1, 30)
+    for count, length in ((1, 30), (12, 0)):
+        cache = pack(dynamic(prompt, WINDOWS["some"]), None, 1)
+        cache.states.reserve(40, 2, lambda cache=cache: cache.lengths)  # a room of 2
+        for layer, both in enumerate(random_states(SPECS, 1, count)[:2]):
+            cache.update(*both, layer)
+        cache.count_appended()
+        assert cache.host_lengths == [length]
+
+
+def test_gradients_of_what_is_appended() -> None:
+    cache = pack(dynamic(random_states(SPECS, 1, 30), WINDOWS["all"]), None, 1)
+    new = torch.randn(1, 2, 3, 4, requires_grad=True)
+    keys, _ = cache.update(new, new, 0)
+    keys[:, :, -2:].sum().backward()
+    assert new.grad is not None and new.grad.sum(-1).tolist() == [[[0, 4, 4]] * 2]
