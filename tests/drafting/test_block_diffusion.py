@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.block_diffusion.network import block_sequences
+from hf_spec.drafting.block_diffusion.network import block_sequences, visible
 from hf_spec.drafting.grow import grow
 from hf_spec.tools.hub.transfer import importable
 
@@ -220,3 +220,24 @@ def test_training_runs_the_blocks_of_the_reference(
     check(hidden[..., :64], io["train.hidden"][None, :, first:])
     if "dspine" in name:
         check(hidden[..., 64:], io["train.pre_injection"][None, :, first:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("start", ["anchor", "query"])
+def test_what_slots_see(start: str, both: bool, causal: bool) -> None:
+    """A block of 4 at position 6 behind 6 tokens of context, with a window of 3."""
+    config = SimpleNamespace(
+        causal=causal, sliding_layers=[0], sliding_window=3, sliding_window_from=start,
+        sliding_window_non_causal=both,
+    )  # fmt: skip
+    queries, keys = torch.arange(6, 10)[None], torch.arange(10)[None]
+    known = torch.ones(1, 1, 4, 10, dtype=torch.bool)
+    full, sliding = visible(config, known, torch.full((1, 4), 6), queries, keys)
+    for query in range(6, 10):
+        for key in range(10):
+            seen = not causal or key <= query
+            near = key >= 6 - 3 if start == "anchor" else abs(query - key) < 3
+            assert full[0, 0, query - 6, key] == seen
+            wanted = seen and near and (both or key <= query)
+            assert sliding[0, 0, query - 6, key] == wanted
