@@ -182,6 +182,36 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
     torch.testing.assert_close(found["logits"], expected)
 
 
+@pytest.mark.parametrize("kind", ["rnn", "causal", "domino", "dspine", "xpress"])
+def test_all_parameters_are_trained(fresh: Tiny, kind: str) -> None:
+    """With gradients that lower the loss; a new head changes nothing at first."""
+    model = fresh("llama")
+    name, fields = CONFIGS[kind]
+    method = methods()[name]
+    model.add_adapter(method.adapter_config(**{**fields, "draft_vocab_size": 0}))
+    active, ids = find_active(model, name.upper()), prompt(9)
+    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
+    network, anchors = BlockNetwork(model, active.module), batch.anchors
+    if network.head is not None:
+        states = block_sequences(network, ids, None, anchors)
+        logits, before = network.logits(states.flatten(1, 2)), ids[:, [3, 4, 5, 6]]
+        places = min(4, states.shape[2])
+        given = network.head.along(
+            logits.view(*states.shape[:3], -1)[:, :1, :places], before[:, None, :places],
+            states[:, :1, :places],
+        )  # fmt: skip
+        torch.testing.assert_close(given, logits.view(*states.shape[:3], -1)[:, :1, :places])
+    randomise(model, name.upper(), std=0.25)
+    weights = dict(active.module.named_parameters())
+    before_step = method.objective(model, active, batch)["loss"]
+    before_step.backward()
+    assert all(one.grad is not None and one.grad.any() for one in weights.values())
+    with torch.no_grad():
+        for one in weights.values():
+            one -= 1e-3 * one.grad
+    assert method.objective(model, active, batch)["loss"] < before_step
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -191,6 +221,7 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
         ({"sliding_layers": [0]}, "need a sliding_window"),
         ({"sliding_layers": [2], "sliding_window": 4}, "sliding_layers=2"),
         ({"confidence_head": "markov"}, "needs a Markov head"),
+        ({"markov_rank": 33, "markov_head": "dspine"}, "markov_rank=33.*hidden_size is the limit"),
         ({"draft_vocab_size": 62}, "draft_vocab_size=62"),
         ({"hidden_size": 16}, "hidden_size=16: LlamaForCausalLM has 32"),
         ({"architecture": "bert"}, "architecture='bert'.*llama, qwen3, gemma4_text"),
