@@ -212,6 +212,22 @@ def test_all_parameters_are_trained(fresh: Tiny, kind: str) -> None:
     assert method.objective(model, active, batch)["loss"] < before_step
 
 
+@pytest.mark.parametrize("kind", ["anchor", "rnn", "domino", "dspine", "xpress"])
+def test_parameters_are_trained_in_float32(fresh: Tiny, kind: str) -> None:
+    """On a base of 16 bits, whose adapter's buffers have 16 bits, too."""
+    model = fresh("llama").bfloat16()
+    name, fields = CONFIGS[kind]
+    method = methods()[name]
+    model.add_adapter(method.adapter_config(**fields))
+    active, ids = find_active(model, name.upper()), prompt(9)
+    for one in active.module.parameters():
+        one.data = one.data.float()
+    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
+    assert method.objective(model, active, batch)["loss"].isfinite()
+    model.generate(prompt(), **GREEDY, **drafting(name))
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

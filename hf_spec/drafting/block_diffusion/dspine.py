@@ -112,8 +112,8 @@ class DSpine(BlockHead):
         return updated or shaped or not is_plain(weight) or output_bias(model) is not None
 
     def _code(self, tokens: Tensor) -> Tensor:
-        codes = self.weights[CODES]
-        return codes.shape[1] ** 0.5 * look_up(codes, tokens)
+        found = look_up(self.weights[CODES], tokens)
+        return (found.shape[-1] ** 0.5 * found).to(self.weights[_MESSAGE])
 
     def _feature(self, hidden: Tensor, index: int) -> Tensor:
         found = functional.linear(hidden, self.weights[_readout(index)])
