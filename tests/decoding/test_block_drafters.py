@@ -104,9 +104,7 @@ def test_a_block_stands_behind_all_committed_tokens(
     assert len(seen) > 10 and len({*seen}) > 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "sampled"), [("causal", True), ("domino", True), ("dspine", False), ("xpress", False)]
-)
+@pytest.mark.parametrize(("kind", "sampled"), [("dspine", True), ("xpress", False)])
 def test_recorded_batches(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, sampled: bool
 ) -> None:
@@ -237,6 +235,7 @@ def test_parameters_are_trained_in_float32(fresh: Tiny, kind: str) -> None:
         ({"sliding_layers": [0]}, "need a sliding_window"),
         ({"sliding_layers": [2], "sliding_window": 4}, "sliding_layers=2"),
         ({"confidence_head": "markov"}, "needs a Markov head"),
+        ({**DSPINE, "sample_from_anchor": True}, "sample_from_anchor=True with markov_head='dspine'"),
         ({"markov_rank": 33, "markov_head": "dspine"}, "markov_rank=33.*hidden_size is the limit"),
         ({"draft_vocab_size": 62}, "draft_vocab_size=62"),
         ({"hidden_size": 16}, "hidden_size=16: LlamaForCausalLM has 32"),

@@ -128,6 +128,11 @@ class BlockConfig(DecoderConfig):
             )
         if self.markov_rank and HEADS[self.markov_head].causal:
             self.causal = True
+            if self.sample_from_anchor:
+                raise ValueError(
+                    f"sample_from_anchor=True with markov_head={self.markov_head!r}: its masks' "
+                    "slots predict their own tokens. Set it to False."
+                )
         if self.confidence_head == "markov" and not self.markov_rank:
             raise ValueError("confidence_head='markov' needs a Markov head: set markov_rank.")
         if self.conv_kernel_size and self.architecture != CONVOLVED:
