@@ -51,6 +51,9 @@ DFLASH_2 = {
     "markov_rank": 4, "markov_head": "selector", "selector_top_k": 9, "conv_kernel_size": 2,
     "conv_group_size": 4,
 }  # fmt: skip
+DOMINO = {"markov_rank": 4, "markov_head": "domino", "markov_width": 6}
+DSPINE = {"markov_rank": 8, "markov_head": "dspine", "markov_width": 6, "selector_top_k": 9}
+XPRESS = {"markov_rank": 4, "markov_head": "xpress", "markov_width": 6, "block_size": 4}
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
 MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "lookup": True}
 
@@ -108,11 +111,16 @@ VARIANTS: dict[str, Variants] = {
         {
             "adaptive": {},
             "chain": {"tree": "chain", "max_depth": 2, "lookup": True},
+            "domino": {},
+            "dspine": {},
+            "xpress": {},
             "wide": WIDE,
         },
         hitting="wide",
         adapters={
-            "adaptive": {"draft_vocab_size": 40, **SLIDING}, "chain": {"head": "own"},
+            "adaptive": {"draft_vocab_size": 40, **SLIDING},
+            "chain": {"head": "own", "causal": True}, "domino": DOMINO, "dspine": DSPINE,
+            "xpress": XPRESS,
             "wide": DFLASH_2,
         },
         configs={
@@ -123,6 +131,9 @@ VARIANTS: dict[str, Variants] = {
             },
             "sliding": {"block_size": 4, "loss": "distillation", **SLIDING},
             "second": {"block_size": 4, "num_layers": 1, **DFLASH_2},
+            "domino": {"num_layers": 1, "sample_from_anchor": True, **DOMINO},
+            "dspine": {"block_size": 4, "draft_vocab_size": 40, **DSPINE},
+            "xpress": {"num_layers": 1, "draft_vocab_size": 40, **XPRESS},
         },
     ),
     "dspark": Variants(

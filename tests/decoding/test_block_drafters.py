@@ -7,6 +7,8 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt
+from method_variants import DOMINO, DSPINE, XPRESS
+from replay import RECORDED, Replay
 from running import as_if, drafting
 from test_shrinking import staggered
 
@@ -15,6 +17,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
+from hf_spec.model import captures
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
@@ -47,6 +50,16 @@ CONFIGS = {
         },
     ),
     "gemma4": ("dspark", {"num_layers": 2, "markov_rank": 4, **GEMMA4}),
+    "causal": ("dflash", {"block_size": 4, "causal": True}),
+    "causal window": (
+        "dflash", {
+            "block_size": 4, "causal": True, "sliding_layers": [0], "sliding_window": 6,
+            "sliding_window_from": "query",
+        },
+    ),
+    "domino": ("dflash", {"num_layers": 1, "sample_from_anchor": True, **DOMINO}),
+    "dspine": ("dflash", {"num_layers": 2, "block_size": 5, "draft_vocab_size": 40, **DSPINE}),
+    "xpress": ("dflash", {"num_layers": 1, **XPRESS}),
 }  # fmt: skip
 
 
@@ -91,6 +104,23 @@ def test_a_block_stands_behind_all_committed_tokens(
     assert len(seen) > 10 and len({*seen}) > 1
 
 
+@pytest.mark.parametrize(("kind", "sampled"), [("dspine", True), ("xpress", False)])
+def test_recorded_batches(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, sampled: bool
+) -> None:
+    """Rows of different lengths, which stop one after the other; or a row that is sampled."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    model, given, settings = fresh("llama_tied"), staggered(5), GREEDY
+    if sampled:
+        given, settings = {"inputs": prompt()}, {**GREEDY, "do_sample": True, "temperature": 0.7}
+    name, found = adapt(model, kind), []
+    for way in ({}, drafting(name), {**drafting(name), **RECORDED}):
+        torch.manual_seed(0)
+        found.append(model.generate(**given, **settings, **way).tolist())
+    assert found[0] == found[1] == found[2]
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
 def test_a_prefix_without_features(fresh: Tiny) -> None:
     """A cache that a plain call has filled: the block's context begins with the new tokens."""
     model = fresh("llama")
@@ -105,7 +135,7 @@ def test_a_prefix_without_features(fresh: Tiny) -> None:
 
 def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Tiny) -> None:
     model = fresh("llama")
-    for kind in ("plain", "rnn"):
+    for kind in ("plain", "rnn", "causal", "domino", "dspine", "xpress"):
         name = adapt(model, kind)
         method = methods()[name]
         drafter = method.make_drafter(model, method.parse_options({"tree": "chain"}))
@@ -113,7 +143,7 @@ def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Tiny) ->
             root, *chain = drafter.chain(prompt())
             full = torch.cat([prompt(), torch.tensor([[root, *chain]])], dim=1)
             (logits,) = drafter.future_logits(full, torch.tensor([prompt().shape[1] - 1]))
-        assert logits[0].argmax(-1).tolist() == chain
+        assert logits[0].argmax(-1).tolist() == chain, kind
         model.delete_adapter("default")
 
 
@@ -150,6 +180,52 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
     torch.testing.assert_close(found["logits"], expected)
 
 
+@pytest.mark.parametrize("kind", ["rnn", "causal", "domino", "dspine", "xpress"])
+def test_all_parameters_are_trained(fresh: Tiny, kind: str) -> None:
+    """With gradients that lower the loss; a new head changes nothing at first."""
+    model = fresh("llama")
+    name, fields = CONFIGS[kind]
+    method = methods()[name]
+    model.add_adapter(method.adapter_config(**{**fields, "draft_vocab_size": 0}))
+    active, ids = find_active(model, name.upper()), prompt(9)
+    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
+    network, anchors = BlockNetwork(model, active.module), batch.anchors
+    if network.head is not None:
+        states = block_sequences(network, ids, None, anchors)
+        logits, before = network.logits(states.flatten(1, 2)), ids[:, [3, 4, 5, 6]]
+        places = min(4, states.shape[2])
+        given = network.head.along(
+            logits.view(*states.shape[:3], -1)[:, :1, :places], before[:, None, :places],
+            states[:, :1, :places],
+        )  # fmt: skip
+        torch.testing.assert_close(given, logits.view(*states.shape[:3], -1)[:, :1, :places])
+    randomise(model, name.upper(), std=0.25)
+    weights = dict(active.module.named_parameters())
+    before_step = method.objective(model, active, batch)["loss"]
+    before_step.backward()
+    assert all(one.grad is not None and one.grad.any() for one in weights.values())
+    with torch.no_grad():
+        for one in weights.values():
+            one -= 1e-3 * one.grad
+    assert method.objective(model, active, batch)["loss"] < before_step
+
+
+@pytest.mark.parametrize("kind", ["anchor", "rnn", "domino", "dspine", "xpress"])
+def test_parameters_are_trained_in_float32(fresh: Tiny, kind: str) -> None:
+    """On a base of 16 bits, whose adapter's buffers have 16 bits, too."""
+    model = fresh("llama").bfloat16()
+    name, fields = CONFIGS[kind]
+    method = methods()[name]
+    model.add_adapter(method.adapter_config(**fields))
+    active, ids = find_active(model, name.upper()), prompt(9)
+    for one in active.module.parameters():
+        one.data = one.data.float()
+    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
+    assert method.objective(model, active, batch)["loss"].isfinite()
+    model.generate(prompt(), **GREEDY, **drafting(name))
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -159,6 +235,8 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
         ({"sliding_layers": [0]}, "need a sliding_window"),
         ({"sliding_layers": [2], "sliding_window": 4}, "sliding_layers=2"),
         ({"confidence_head": "markov"}, "needs a Markov head"),
+        ({**DSPINE, "sample_from_anchor": True}, "sample_from_anchor=True with markov_head='dspine'"),
+        ({"markov_rank": 33, "markov_head": "dspine"}, "markov_rank=33.*hidden_size is the limit"),
         ({"draft_vocab_size": 62}, "draft_vocab_size=62"),
         ({"hidden_size": 16}, "hidden_size=16: LlamaForCausalLM has 32"),
         ({"architecture": "bert"}, "architecture='bert'.*llama, qwen3, gemma4_text"),

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.block_diffusion.network import block_sequences
+from hf_spec.drafting.block_diffusion.network import block_sequences, visible
+from hf_spec.drafting.grow import grow
 from hf_spec.tools.hub.transfer import importable
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
@@ -22,11 +24,14 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "drafters"
 #: Variants that are copied, and others.
 SMALL = [
     "dflash/tiny-llama-draft-vocab", "dflash/tiny-qwen3-window", "dspark/tiny-llama-gated",
-    "dspark/tiny-qwen3-rnn", "dflash2/tiny-llama",
+    "dspark/tiny-qwen3-rnn", "dflash2/tiny-llama", "jetspec/tiny-llama", "domino/tiny-llama-shift",
+    "dspine/tiny-qwen3", "xpress2/tiny-qwen3-fill",
 ]  # fmt: skip
 LARGE = [
     "dflash/tiny-llama", "dflash/tiny-llama-one-layer", "dspark/tiny-llama-vanilla",
-    "dspark/tiny-llama-fill",
+    "dspark/tiny-llama-fill", "jetspec/tiny-qwen3-default-ids", "jetspec/tiny-llama-bidirectional",
+    "domino/tiny-qwen3", "domino/tiny-llama-prefix2", "dspine/tiny-llama",
+    "xpress2/tiny-llama-anchor-draft-vocab",
 ]  # fmt: skip
 #: Rounding of float32: the programs agree to 2e-6.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
@@ -57,7 +62,7 @@ def base_of(name: str) -> Any:
 
 def drafter_of(name: str, layout: str = "drafter") -> Any:
     """A drafter of chains with an imported checkpoint."""
-    kind = name.partition("/")[0].removesuffix("2")
+    kind = "dspark" if name.startswith("dspark") else "dflash"
     (method, reader), folder = importable(kind), folder_of(name) / layout
     tensors, model = load_file(folder / "model.safetensors"), base_of(name)
     tensors = {key: value for key, value in tensors.items() if reader.wants(key)}
@@ -79,64 +84,115 @@ def drafter_of(name: str, layout: str = "drafter") -> Any:
 @torch.no_grad()
 def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
     """Context of several steps, each with some accepted tokens; the block's states and logits; and
-    the chain of a Markov head."""
+    what a head makes of these."""
     drafter = drafter_of(name, layout)
     io, done = load_file(folder_of(name) / "io.safetensors"), 0
     log = json.loads((folder_of(name) / "meta.json").read_text())["log"]
+    ids, width, distances = io["ids"], 64, drafter.network.config.distances
     state = SimpleNamespace(
         batch_size=2, max_depth=99, noise=None, active=[True] * 2, cache=TreeCache(1, 2, "cpu"),
-        target=SimpleNamespace(graphs=None),
+        target=SimpleNamespace(graphs=None), root=ids[:, 0].expand(2),
     )  # fmt: skip
     drafter.start(state)
     for step, entry in enumerate(log):
         committed = entry["committed"]
-        count, root = committed - 1 - done, io["ids"][:, committed - 1].expand(2)
-        # The second row gets its first context in two parts.
-        counts = torch.tensor([count, count])
-        features = io[f"step{step}.features"].float().expand(2, -1, -1)
-        if not step:
-            half = torch.tensor([count, 3])
-            drafter.advance(result(features, half), features)
-            rest = features.clone()
-            rest[1, : count - 3] = features[1, 3:]
-            features, counts = rest, torch.tensor([0, count - 3])
-        drafter.advance(result(features, counts), features)
+        count, root = committed - 1 - done, ids[:, committed - 1].expand(2)
+        features = io[f"step{step}.features"].float()[0]
+        # The first context comes in two parts, which are not those of the other row.
+        for parts in [
+            (slice(0, count - 1), slice(0, 3)),
+            (slice(count - 1, count), slice(3, count)),
+        ]:
+            if step:
+                parts = slice(0, count), slice(0, count)
+            drafter.advance(*taken(features, ids[0, done + 1 : committed], parts))
+            if step:
+                break
         state.root = root
         tree = drafter.propose(state)
-        first = io[f"step{step}.hidden"].shape[1] - drafter.network.config.distances
-        for row in range(2):
-            expected = io[f"step{step}.hidden"][0, first:].float()
-            torch.testing.assert_close(drafter.hidden[row], expected, **CLOSE)
-            logits = drafter.logits(drafter.hidden)[row]
-            torch.testing.assert_close(logits, io[f"step{step}.logits"][0, first:].float(), **CLOSE)
-            keys = io[f"step{step}.cache_keys"][0, :, : committed - 1].float()
-            own = drafter.cache.layers[0].keys[row, :, : committed - 1]
-            torch.testing.assert_close(own, keys, **CLOSE)
-        assert tree.tokens[:, 1:].tolist() == io[f"step{step}.draft_tokens"].tolist() * 2
-        if f"step{step}.candidate_ids" in io:
-            ids, scores = (
-                io[f"step{step}.candidate_{x}"].expand(2, -1, -1) for x in ("ids", "scores")
-            )
-            previous = torch.cat([root[:, None], tree.tokens[:, 1:-1]], 1)
-            given = drafter.given(drafter.hidden, previous)
-            torch.testing.assert_close(given.gather(-1, ids), scores.float(), **CLOSE)
-            assert given.isfinite().sum(-1).unique().tolist() == [ids.shape[-1]]
-        if f"step{step}.biased_logits" in io:
-            previous = io[f"step{step}.previous_tokens"].expand(2, -1)
-            sure = drafter.markov_head.confidence(previous, drafter.hidden)
-            expected = (
-                io[f"step{step}.confidence_logits"].float().sigmoid().reshape(1, -1).expand(2, -1)
-            )
-            torch.testing.assert_close(sure, expected, **CLOSE)
-            given = drafter.given(drafter.hidden, previous)
-            expected = io[f"step{step}.biased_logits"].float().expand(2, -1, -1)
-            torch.testing.assert_close(given, expected, **CLOSE)
+        first = io[f"step{step}.hidden"].shape[1] - distances
+        found = {"hidden": drafter.hidden[..., :width], "logits": drafter.logits(drafter.hidden)}
+        if "dspine" in name:
+            found["pre_injection"] = drafter.hidden[..., width:]
+        for key, value in found.items():
+            check(value, io[f"step{step}.{key}"][:, first:])
+        keys = io[f"step{step}.cache_keys"][:, :, : committed - 1]
+        check(drafter.cache.layers[0].keys[:, :, : committed - 1], keys)
+        drafted, expected = tree.tokens[:, 1:], io[f"step{step}.draft_tokens"]
+        if "xpress" in name:  # what its passes over the block end at
+            expected = io[f"step{step}.tokens_after_pass"][-1:]
+        assert drafted[:, : expected.shape[1]].tolist() == expected.tolist() * 2
+        check_head(drafter, io, f"step{step}.", root, drafted, first)
         done = committed - 1
 
 
-def result(features: Tensor, counts: Tensor) -> StepResult:
-    path = torch.arange(features.shape[1]).expand(len(features), -1)
-    return StepResult(path, counts, torch.zeros_like(path), *[torch.zeros_like(counts)] * 3)
+def check(found: Tensor, expected: Tensor) -> None:
+    """Both rows are equal to the only one."""
+    torch.testing.assert_close(found, expected.float().expand(2, *expected.shape[1:]), **CLOSE)
+
+
+def check_head(
+    drafter: Any, io: dict[str, Tensor], step: str, root: Tensor, drafted: Tensor, first: int
+) -> None:
+    """Logits given the tokens drafted before, and given others."""
+    hidden, distances = drafter.hidden, drafter.network.config.distances
+    before = torch.cat([root[:, None], drafted[:, :-1]], 1)
+    if step + "candidate_scores" in io:
+        ids = io[step + "candidate_ids"].expand(2, -1, -1)
+        given = drafter.given(hidden, before)
+        check(given.gather(-1, ids), io[step + "candidate_scores"])
+        assert given.isfinite().sum(-1).unique().tolist() == [ids.shape[-1]]
+    if step + "transition_scores" in io:
+        ids = io[step + "candidate_ids"].expand(2, -1, -1)
+        ahead = torch.cat([root[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]], 1)
+        for place in range(ids.shape[-1]):
+            given = drafter.given(hidden, ahead[..., place])
+            check(given.gather(-1, ids), io[step + "transition_scores"][:, :, place])
+            assert given.isfinite().sum(-1).unique().tolist() == [ids.shape[-1]]
+    if step + "biased_logits" in io:
+        previous = io[step + "previous_tokens"].expand(2, -1)
+        sure = drafter.markov_head.confidence(previous, hidden)
+        check(sure, io[step + "confidence_logits"].sigmoid().flatten(1))
+        check(drafter.given(hidden, previous), io[step + "biased_logits"])
+    if step + "corrected_logits" in io:
+        check(drafter.given(hidden, before), io[step + "corrected_logits"][:, first:])
+    if step + "forced_logits" in io:
+        names = [name for name in ("forced_previous", "forced_tokens") if step + name in io]
+        tokens = io[step + names[0]].expand(2, -1)
+        tokens = tokens[:, first:] if "previous" in names[0] else tokens[:, :distances]
+        chosen, drafter.markov_head.top_k = drafter.markov_head.top_k, None
+        given = drafter.given(hidden, tokens)
+        drafter.markov_head.top_k = chosen
+        check(given, io[step + "forced_logits"][:, -distances:])
+    if step + "accum_logp.tokens" in io:
+        check_trees(drafter, io, step, root)
+
+
+def check_trees(drafter: Any, io: dict[str, Tensor], step: str, root: Tensor) -> None:
+    """JetSpec's trees have the probabilities that ours have; ours are as likely or likelier."""
+    log_probs = drafter.logits(drafter.hidden)[0].log_softmax(-1)
+    for rule in ("accum_logp", "top2gap_fanout"):
+        tokens, parents, depths, scores = (
+            io[f"{step}{rule}.{name}"] for name in ("tokens", "parents", "depth", "cum_logprob")
+        )
+        for node in range(1, len(tokens)):
+            own = scores[parents[node]] + log_probs[depths[node] - 1, tokens[node]]
+            torch.testing.assert_close(own, scores[node], **CLOSE)
+        state, depth = SimpleNamespace(root=root), drafter.distances
+        predictions = drafter.predict(state, depth, 20)
+        tree = Tree.unpacked(grow(predictions, root, len(tokens) - 1, depth))
+        assert tree.host.probs[0].sum() > scores.exp().sum() - 1e-5
+
+
+def taken(features: Tensor, tokens: Tensor, parts: tuple[slice, ...]) -> tuple[StepResult, Tensor]:
+    """A result of rows that accept some tokens each, and their features, padded."""
+    counts = torch.tensor([part.stop - part.start for part in parts])
+    size = int(counts.max())
+    given = torch.stack([features.roll(-part.start, 0)[:size] for part in parts])
+    after = torch.stack([tokens.roll(-part.start)[:size] for part in parts])
+    bonus = torch.stack([tokens[part.stop - 1] for part in parts])
+    path = torch.arange(size).expand(len(parts), -1)
+    return StepResult(path, counts, after, counts * 0, counts - 1, bonus), given
 
 
 @pytest.mark.parametrize("name", SMALL + LARGE)
@@ -161,6 +217,27 @@ def test_training_runs_the_blocks_of_the_reference(
     both = torch.stack([anchors, anchors + 3])
     hidden = block_sequences(network, padded, mask, both)
     first = io["train.hidden"].shape[1] - hidden.shape[2]
-    expected = io["train.hidden"][:, first:].float()
-    for row in range(2):
-        torch.testing.assert_close(hidden[row], expected, **CLOSE)
+    check(hidden[..., :64], io["train.hidden"][None, :, first:])
+    if "dspine" in name:
+        check(hidden[..., 64:], io["train.pre_injection"][None, :, first:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("start", ["anchor", "query"])
+def test_what_slots_see(start: str, both: bool, causal: bool) -> None:
+    """A block of 4 at position 6 behind 6 tokens of context, with a window of 3."""
+    config = SimpleNamespace(
+        causal=causal, sliding_layers=[0], sliding_window=3, sliding_window_from=start,
+        sliding_window_non_causal=both,
+    )  # fmt: skip
+    queries, keys = torch.arange(6, 10)[None], torch.arange(10)[None]
+    known = torch.ones(1, 1, 4, 10, dtype=torch.bool)
+    full, sliding = visible(config, known, torch.full((1, 4), 6), queries, keys)
+    for query in range(6, 10):
+        for key in range(10):
+            seen = not causal or key <= query
+            near = key >= 6 - 3 if start == "anchor" else abs(query - key) < 3
+            assert full[0, 0, query - 6, key] == seen
+            wanted = seen and near and (both or key <= query)
+            assert sliding[0, 0, query - 6, key] == wanted

@@ -28,18 +28,23 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 NAMES = {
     "dflash": "dflash/tiny-llama-draft-vocab", "dflash2": "dflash2/tiny-llama",
-    "dspark": "dspark/tiny-llama-gated",
+    "dspark": "dspark/tiny-llama-gated", "xpress": "xpress2/tiny-qwen3-fill",
+}  # fmt: skip
+#: Those in SpecForge's layout.
+SPECFORGE = {
+    "jetspec": "jetspec/tiny-llama", "domino": "domino/tiny-llama-shift",
+    "dspine": "dspine/tiny-qwen3",
 }  # fmt: skip
 #: What the convolutions and the selector of DFlash 2 are called in all layouts.
 OF_DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 
 
 def strategy_of(kind: str) -> str:
-    return kind.removesuffix("2")
+    return "dspark" if kind == "dspark" else "dflash"
 
 
 def released(kind: str) -> Files:
-    return read(OURS / NAMES[kind] / "drafter")
+    return read(OURS / (NAMES | SPECFORGE)[kind] / "drafter")
 
 
 def of_zlab(method: str, part: bool = True) -> Files:
@@ -214,6 +219,12 @@ def test_layers_that_no_config_names(tmp_path: Path) -> None:
 
 LAYERS = "transformer_layer_config"
 BAD: list[tuple[Any, str, Any, str]] = [
+    (released, "dspine", put("transfer_ready", torch.tensor(False)), "'transfer_ready' is false"),
+    (released, "dspine", without("transfer_codes"), "no tensor 'transfer_codes'"),
+    (released, "jetspec", changed(is_causal=False), "does not say whether blocks are causal: .*"),
+    (released, "domino", changed("dflash_config", emb_dim=9), "embed_proj.0.weight' has shape"),
+    (released, "xpress", changed(xpress_mlp_ratio="2"), "xpress_mlp_ratio in config.json"),
+    (released, "xpress", changed(block_size=6), "refiner_head.mix_l' has shape"),
     (released, "dflash", changed(new_flag=True), "new_flag=True in config.json: it is not known"),
     (released, "dflash", changed(target_hidden_size=32), "target_hidden_size=32 in config.*None"),
     (released, "dflash2", without("conv_kernel_size"), "unknown tensor 'layers.0.attention_conv"),
@@ -243,10 +254,11 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dflash", changed(LAYERS, hidden_size=32), "made for a model with hidden_size=32"),
     (released, "dflash", changed(LAYERS, head_dim="x"), "head_dim='x'"),
     (released, "dflash", changed(LAYERS, num_hidden_layers=3), "layers.2"),
-    (of_zlab, "dflash", changed(is_causal=True), "is_causal=True in config.*False is read"),
+    (of_zlab, "dflash", changed(is_causal=1), "does not say whether blocks are causal: .*1"),
     (of_zlab, "dflash", changed(num_target_layers=9), "num_hidden_layers=9"),
     (of_zlab, "dflash", changed("dflash_config", new=1), "new=1 in config.json: it is not known"),
-    (of_zlab, "dflash", changed("dflash_config", projector_type="domino"), "Domino"),
+    (of_zlab, "dflash", changed("dflash_config", projector_type="domino"), "has no emb_dim"),
+    (of_zlab, "dflash", changed("dflash_config", projector_type="lstm"), "of no known layout"),
     (of_zlab, "dflash", changed(dflash_config=[1]), r"dflash_config=\[1\] in config.json"),
     (of_zlab, "dspark", changed("dflash_config", attention_mode="mla"), "attention_mode='mla'"),
     (of_deepspec, "dspark", changed(new_switch=True), "new_switch=True in config.json: it is"),
@@ -262,11 +274,20 @@ def test_what_cannot_be_read(
     check_refused(tmp_path, strategy_of(method), files, base_model(), message)
 
 
-def test_kinds_that_are_not_run_are_recognized(tmp_path: Path) -> None:
-    config, tensors = released("dflash")
-    path = write(tmp_path, ({**config, "speculators_model_type": "xpress"}, tensors))
-    with pytest.raises(ValueError, match="config.json is of type 'xpress', with a refiner"):
-        recognized(str(path))
+def test_the_users_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file without the flag is bidirectional, unless who knows says otherwise."""
+    config, tensors = released("jetspec")
+    del config["dflash_config"]["causal_head"]
+    path = write(tmp_path / "released", (config, tensors))
+    base_model().save_pretrained(tmp_path / "base")
+    command = ["import", str(path), "--model", str(tmp_path / "base"), "--output"]
+    for word, causal in (([], False), (["--config", '{"causal": true}'], True)):
+        output = tmp_path / f"{causal}"
+        assert cli.main([*command, str(output), *word]) == 0
+        written = json.loads((output / "adapter_config.json").read_text())
+        assert written["causal"] is causal
+    assert cli.main([*command, str(tmp_path / "c"), "--config", '{"casual": true}']) == 2
+    assert "field='casual'" in capsys.readouterr().err
 
 
 def test_the_wrong_type_and_no_config(tmp_path: Path) -> None:
@@ -291,6 +312,7 @@ def test_exported_as_speculators_writes_it(tmp_path: Path, kind: str) -> None:
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], one.to(found[name])) for name, one in tensors.items())
     left_out = {"auto_map", "transformers_version", "target_hidden_size", "dtype"}
+    left_out |= {"num_jacobi_passes"}  # here the chain that these end at is drafted
     assert config.keys() - written.keys() <= left_out and not written.keys() - config.keys()
     assert written["sliding_window_non_causal"], "vLLM would run full attention causally"
     changed = {"speculators_config", "sliding_window_non_causal", "transformer_layer_config"}
@@ -307,6 +329,54 @@ def test_exported_as_speculators_writes_it(tmp_path: Path, kind: str) -> None:
     assert again[0] == before[0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("jetspec", "sglang"), ("jetspec", "speculators"), ("domino", "sglang"), ("dspine", "sglang"),
+     ("xpress", "speculators"), ("dspark", "sglang"), ("dflash2", "sglang")],
+)  # fmt: skip
+def test_exported_and_imported_again(tmp_path: Path, kind: str, form: str) -> None:
+    """The same adapter, and in the layout it came in the same fields and tensors."""
+    method, (config, tensors) = strategy_of(kind), released(kind)
+    model = imported(tmp_path, method, (config, tensors), base_model())
+    written, found = exported(tmp_path, base_model(), form)
+    if kind in SPECFORGE and form == "sglang":
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], one.to(found[name])) for name, one in tensors.items())
+        for part in {"dflash_config", "dspine_config", "is_causal"} & written.keys():
+            theirs = config.get(part)
+            if isinstance(theirs, dict):
+                same = {name: theirs[name] for name in theirs.keys() & written[part].keys()}
+                assert same.items() <= written[part].items() and len(same) > 1
+    if kind in ("jetspec", "dspine"):
+        flags = written["dflash_config"]["causal_head"], written["dflash_config"]["causal"]
+        assert written["is_causal"] and flags == (True, True)
+        assert not written.get("sliding_window_non_causal"), "vLLM would run it bidirectionally"
+    again = imported(tmp_path / "again", method, (written, found), base_model())
+    adapters = [find_active(one, method.upper()) for one in (model, again)]
+    ours, theirs = (one.weights() for one in adapters)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[x], theirs[x]) for x in ours)
+    before, after = (vars(one.config) | {"base_facts": None} for one in adapters)
+    assert before == after
+
+
+def test_what_the_config_does_not_say(tmp_path: Path) -> None:
+    """DSpine's config may look like DFlash's, and Domino's tensors may have a prefix."""
+    config, tensors = released("dspine")
+    del config["is_causal"], config["architectures"]
+    found = find_active(
+        imported(tmp_path / "a", "dflash", (config, tensors), base_model()), "DFLASH"
+    )
+    assert found.config.markov_head == "dspine" and found.config.causal
+    config, tensors = released("domino")
+    tensors = {
+        f"logit_head.{name}" if name.startswith(("prefix_gru", "embed_proj")) else name: one
+        for name, one in tensors.items()
+    }
+    del config["dflash_config"]["projector_type"], config["architectures"]
+    model = imported(tmp_path / "b", "dflash", (config, tensors), base_model())
+    assert find_active(model, "DFLASH").config.markov_head == "domino"
+
+
 def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) -> None:
     model = copy.deepcopy(base_model())
     model.add_adapter(hf_spec.DFlashConfig(draft_vocab_size=20, num_layers=1))
@@ -316,6 +386,22 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path: Path) ->
     assert torch.equal(found["lm_head.weight"], head) and not found["d2t"].any()
     assert found["t2d"].tolist() == [True] * 20 + [False] * 108
     assert config["draft_vocab_size"] == 20 and config["sliding_window_non_causal"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "message"),
+    [
+        ("domino", "speculators", "markov_head='domino': .*Give --format sglang"),
+        ("xpress", "sglang", "markov_head='xpress': .*Give --format speculators"),
+        ("dflash", "sglang", "draft_vocab_size=48: SGLang's block drafters draft all"),
+    ],
+)
+def test_formats_that_do_not_know_a_head(
+    tmp_path: Path, kind: str, form: str, message: str
+) -> None:
+    imported(tmp_path, "dflash", released(kind), base_model())
+    with pytest.raises(ValueError, match=message):
+        exported(tmp_path, base_model(), form)
 
 
 @pytest.mark.parametrize(

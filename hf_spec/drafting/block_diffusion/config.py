@@ -61,11 +61,21 @@ class BlockConfig(DecoderConfig):
         "vanilla",
         "vanilla: the token before changes the predictions. gated: by more or less, as the slot's "
         "state says. rnn: all drafted tokens before do. selector: as gated, among each slot's "
-        "likeliest tokens only (DFlash 2).",
+        "likeliest tokens only (DFlash 2). domino: a recurrent state of all drafted tokens does. "
+        "dspine: slots pass on what they would draft, layer by layer; causal. xpress: a mixer over "
+        "the slots and the tokens before them.",
         choice(*HEADS),
     )
+    markov_width: int = setting(
+        512,
+        "Width inside a head: of domino's recurrent state, dspine's messages, xpress' MLP.",
+        count(1, MAX_SHAPE),
+    )
+    markov_skips: int = setting(
+        1, "Distances at first that domino leaves as they are.", count(0, MAX_FUTURE)
+    )
     selector_top_k: int = setting(
-        16, "Tokens of a slot among which a selector chooses.", count(1, MAX_SHAPE)
+        16, "Tokens of a slot among which a selector, or dspine, chooses.", count(1, MAX_SHAPE)
     )
     conv_kernel_size: int = setting(
         0, "Slots that convolutions around attention and MLPs see (DFlash 2); 0: none."
@@ -116,6 +126,13 @@ class BlockConfig(DecoderConfig):
             raise ValueError(
                 f"sliding_layers={self.sliding_layers!r}: these need a sliding_window."
             )
+        if self.markov_rank and HEADS[self.markov_head].causal:
+            self.causal = True
+            if self.sample_from_anchor:
+                raise ValueError(
+                    f"sample_from_anchor=True with markov_head={self.markov_head!r}: its masks' "
+                    "slots predict their own tokens. Set it to False."
+                )
         if self.confidence_head == "markov" and not self.markov_rank:
             raise ValueError("confidence_head='markov' needs a Markov head: set markov_rank.")
         if self.conv_kernel_size and self.architecture != CONVOLVED:
@@ -155,6 +172,9 @@ class BlockConfig(DecoderConfig):
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)
         self._check_groups()
+        if self.markov_head == "dspine":
+            why = "It has no more directions: hidden_size is the limit of dspine's rank."
+            check_count("markov_rank", self.markov_rank, 0, self.hidden_size, why)
         width, out = input_features(model)[1], output_features(model)[0]
         hidden = facts_of(model).get("hidden_size", width)
         if not width == out == hidden:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.buckets import bucket
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences, visible
@@ -52,9 +53,15 @@ class BlockDrafter(TreeDrafter):
         )  # fmt: skip
         self.cache.states.limit = state.cache.states.limit
         self.cache.states.reserve(state.cache.capacity)
+        head = self.network.head
+        follows = head is not None and head.reads_ahead
+        #: The root, and the token ahead of it, where the head reads that.
+        self._last: Tensor | None = state.root if follows else None
+        self._ahead = self._last
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = None
+        self._follow(result)
         if hidden is None:
             return
         tree = Tree.chain(committed(result, hidden))
@@ -65,6 +72,15 @@ class BlockDrafter(TreeDrafter):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.cache.select(rows)
+        if self._last is not None and self._ahead is not None:
+            kept = sent(rows, self._last.device)
+            self._last, self._ahead = self._last[kept], self._ahead[kept]
+
+    def _follow(self, result: StepResult) -> None:
+        if self._last is not None:
+            tokens = torch.cat([self._last[:, None], result.tokens], 1)
+            self._ahead = tokens.gather(1, result.counts[:, None] - 1)[:, 0]
+            self._last = result.bonus
 
     def hidden_after(self, root: Tensor) -> Tensor:
         if self.hidden is None:
@@ -74,16 +90,20 @@ class BlockDrafter(TreeDrafter):
     def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
         cache, nodes = self.cache, bucket(tree.num_tokens) + self.network.config.block_size
         cache.states.reserve(cache.max_length + nodes)
-        return [*self.tensors(), *cache.tensors()], [cache.lengths], cache.layout
+        changing = [cache.lengths, *([] if self._last is None else [self._last])]
+        return [*self.tensors(), *cache.tensors()], changing, cache.layout
 
     def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        held = len(self.tensors())
+        held, end = len(self.tensors()), len(tensors) - (self._last is not None)
         own = self.using(tensors[:held])
-        own.cache = TracedDraftCache(self.cache, tensors[held:], in_place)
+        if own._last is not None:
+            own._last = tensors[end]
+        own.cache = TracedDraftCache(self.cache, tensors[held:end], in_place)
         return own
 
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:
         assert result.host is not None
+        self._follow(result)
         self.cache.commit(result.host.counts)
 
     def release(self) -> list[Tensor]:
@@ -98,7 +118,8 @@ class BlockDrafter(TreeDrafter):
         keys = torch.arange(slots, device=lengths.device)[None]
         known = (keys < (lengths + count)[:, None])[:, None, None].expand(-1, -1, count, -1)
         masks = visible(network.config, known, lengths[:, None], positions, keys)
-        states = network.run(anchors, positions, masks, cache)
+        ahead = None if self._ahead is None else self._ahead.to(network.device)[:, None]
+        states = network.run(anchors, positions, masks, cache, ahead)
         cache.rollback()
         return states[:, 0]
 

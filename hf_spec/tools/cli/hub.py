@@ -75,6 +75,10 @@ def import_(
     kind: Annotated[
         str | None, Option("--type", help="What it holds, such as medusa.  [default: by its files]")
     ] = None,
+    config: Annotated[
+        str | None,
+        Option(help="Fields of its config that the files do not say, or wrongly: a JSON object."),
+    ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
 ) -> None:
     """Turn a published checkpoint into an adapter.
@@ -84,19 +88,22 @@ def import_(
     a checkpoint in several files give its .index.json. Layouts of 'eagle3': those of SafeAILab,
     AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of 'medusa': heads with
     their own projections or a shared one, alone or among the weights of a model; those of vLLM,
-    TensorRT-LLM, ModelOpt and LMDeploy.
+    TensorRT-LLM, ModelOpt and LMDeploy. Of 'dflash' and 'dspark': DFlash, DFlash 2, JetSpec,
+    Domino, DSpine, xPress and DSpark, as z-lab, SpecForge, DeepSpec and speculators write them.
 
     \b
     Examples:
       hf-spec import RedHatAI/Qwen3-8B-speculator.eagle3 --model Qwen/Qwen3-8B --output ./eagle3
       hf-spec import FasterDecoding/medusa-vicuna-7b-v1.3 --type medusa \\
           --model lmsys/vicuna-7b-v1.3 --output ./medusa
+      hf-spec import ./drafter --config '{"causal": true}' --model Qwen/Qwen3-8B --output ./jetspec
       hf-spec import ./model/pytorch_model.bin.index.json --type medusa --model ./model \\
           --output ./medusa
     """
     from hf_spec.tools.hub import transfer as work
 
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    given = opt.json_object("--config", config)
     if kind is None:
         kind, path = work.recognized(file)
         chosen, _ = work.importable(kind)
@@ -104,10 +111,10 @@ def import_(
         chosen, reader = work.importable(kind)
         path = work.find_published(file, reader.wants)
     chosen.parse_options(options)
-    _, tensors = work.convert(path, kind)
+    _, tensors = work.convert(path, kind, given)
     check_writable(output)
     base = work.base_outline(model, tensors)
-    echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")
+    echo(f"adapter: {work.import_adapter(path, kind, base, output, options, given)}")
 
 
 def export(
@@ -120,7 +127,8 @@ def export(
 ) -> None:
     """Write an adapter as another program reads it.
 
-    'eagle3', 'dflash' and 'dspark' as 'speculators', which vLLM reads, too; 'eagle3' as 'sglang'.
+    'eagle3', 'dflash' and 'dspark' as 'speculators', which vLLM reads, too, or as 'sglang', in
+    SpecForge's layout. Neither knows all heads of blocks.
 
     \b
     Examples:

@@ -1,10 +1,11 @@
-"""Released block drafters: DFlash, DFlash 2 and DSpark.
+"""Released block drafters: DFlash, DFlash 2, JetSpec, DSpark, Domino, DSpine and xPress.
 
 Formats name most tensors as :class:`BlockAdapter` does; by their ``config.json`` they are:
 
 * speculators': ``speculators_model_type``, with the layers described by a part of it.
-* z-lab's and SpecForge's: the config of Qwen3 layers with ``dflash_config``. ``target_layer_ids``
-  number layers by their *outputs*, one less; without them, they are evenly spaced.
+* z-lab's and SpecForge's, which SGLang reads: the config of Qwen3 layers with ``dflash_config``.
+  ``target_layer_ids`` number layers by their *outputs*, one less; without them, they are evenly
+  spaced.
 * DeepSpec's: the same fields without ``dflash_config``, beside ``num_anchors``; -1 is the
   embeddings, of which it has a frozen copy. Layers may be those of Gemma 4.
 * Transformers' ``muse_glimmer_assistant``: likewise; two tensors have other names, and slots of
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,18 +34,20 @@ from hf_spec.tools.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, 
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import output_bias
 
-SELECTOR = "selector"
 #: Types of layers that formats have; the first one where a config names another.
 TYPES = ("qwen3", "gemma4_text")
 #: Fields that choose what is drafted, in a part of the config of their own.
 GROUP = "dflash_config"
-#: The type that Transformers has as a model of its own, and prefixes of its names.
+#: The type that Transformers has as a model of its own, and prefixes of its names; of Domino's in
+#: early files.
 MUSE = "muse_glimmer_assistant"
-NAMES = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
+NAMES = (
+    ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("logit_head.", "")
+)  # fmt: skip
 #: Ends of tensors that files may have besides: the base's embeddings, and what is computed.
 UNUSED = ("embed_tokens.weight", "rotary_emb.inv_freq", tables.MASK)
-#: Drafters of other kinds, by ``speculators_model_type``, ``projector_type`` or architecture.
-OTHERS = {"xpress": "a refiner", "domino": "Domino's head"}
+#: Of DSpine: whether its codes have been made.
+READY = "transfer_ready"
 #: Our fields and theirs: those of all, of DFlash 2 and of DSpark.
 FIELDS = {name: name for name in ("block_size", "mask_token_id", "sample_from_anchor")}
 SCALES = {
@@ -52,24 +55,75 @@ SCALES = {
     "logit_softcap": "final_logit_softcapping",
 }  # fmt: skip
 SIZE = {"draft_vocab_size": "draft_vocab_size"}
-OF_DFLASH_2 = {
-    "markov_rank": "selector_rank",
-    **{name: name for name in ("selector_top_k", "conv_kernel_size", "conv_group_size")},
-}
-OF_DSPARK = {"markov_rank": "markov_rank", "markov_head": "markov_head_type"}
 CONFIDENCE_HEAD = ("enable_confidence_head", "confidence_head_with_markov")
+#: xPress' rank, and the width of its MLP as a multiple of that.
+RANK, RATIO = "xpress_rank", "xpress_mlp_ratio"
 IDS, CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
+
+
+class Kind(NamedTuple):
+    """A kind of block drafters.
+
+    Attributes:
+        strategy: ours.
+        name: in architectures.
+        fields: our fields and theirs, besides those of all.
+        head: its ``markov_head``; None if there is none, or a field says.
+        tensors: what names of tensors begin with that it alone has.
+        group: of its fields in flat configs.
+    """
+
+    strategy: str
+    name: str
+    fields: Mapping[str, str] = {}
+    head: str | None = None
+    tensors: str = ""
+    group: str = GROUP
+
+
+#: By ``speculators_model_type`` or ``projector_type``.
+KINDS = {
+    "dflash": Kind("dflash", "DFlash"),
+    "dflash2": Kind(
+        "dflash", "DFlash2", {
+            "markov_rank": "selector_rank",
+            **{name: name for name in ("selector_top_k", "conv_kernel_size", "conv_group_size")},
+        }, "selector", "candidate_selector.",
+    ),
+    "dspark": Kind(
+        "dspark", "DSpark", {"markov_rank": "markov_rank", "markov_head": "markov_head_type"}
+    ),
+    "domino": Kind(
+        "dflash", "Domino", {
+            "markov_rank": "emb_dim", "markov_width": "gru_hidden_dim",
+            "markov_skips": "pure_draft_prefix_len", "sample_from_anchor": "shift_label",
+        }, "domino", "prefix_gru.",
+    ),
+    "dspine": Kind(
+        "dflash", "DSpine", {
+            "markov_rank": "transfer_rank", "markov_width": "message_size",
+            "selector_top_k": "top_k",
+        }, "dspine", "injection.", "dspine_config",
+    ),
+    "xpress": Kind("dflash", "XPress", {"markov_rank": RANK}, "xpress", "refiner_head."),
+}  # fmt: skip
+#: Names of the flag of causal blocks: JetSpec's, NeMo's and vLLM's, SpecForge's. vLLM 0.32 reads
+#: the last one first, and not the first one.
+CAUSAL_BLOCK = ("causal_head", "causal", "is_causal")
 #: Fields with the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
-    "is_causal": False, "use_swa": False, "attention_sink_bias": False, "target_hidden_size": None,
+    "use_swa": False, "attention_sink_bias": False, "target_hidden_size": None,
     "attention_mode": "gqa",
 }  # fmt: skip
 #: Fields that are read, or say how a drafter was trained.
 KNOWN = NEUTRAL | dict.fromkeys(
     (
-        *FIELDS.values(), *OF_DFLASH_2.values(), *OF_DSPARK.values(), *SCALES.values(),
-        *CONFIDENCE_HEAD, IDS, CAUSAL, OF_DEEPSPEC, *SIZE, "projector_type",
-        "confidence_head_alpha", "num_anchors", "loss_decay_gamma",
+        *FIELDS.values(), *(name for kind in KINDS.values() for name in kind.fields.values()),
+        *SCALES.values(), *CONFIDENCE_HEAD, IDS, CAUSAL, OF_DEEPSPEC, *SIZE, *CAUSAL_BLOCK, RATIO,
+        "num_jacobi_passes", "projector_type", "confidence_head_alpha", "num_anchors",
+        "loss_decay_gamma", "ce_weight", "alignment_weight", "alignment_warmup_steps",
+        "replacement_layers", "replacement_probability", "replacement_hold_ratio",
+        "replacement_end_ratio", "candidate_mass_threshold",
     ),
     ANY,
 )  # fmt: skip
@@ -78,57 +132,58 @@ OF_SPECULATORS = dict.fromkeys(
     (
         "architectures", "auto_map", "dtype", "torch_dtype", "model_type", "speculators_config",
         KIND, "speculators_version", "tie_word_embeddings", LAYERS, "transformers_version",
-        "has_no_defaults_at_init",
+        "has_no_defaults_at_init", GROUP,
     ),
     ANY,
 )  # fmt: skip
 
 
-def kind_of(config: Mapping[str, Any]) -> str | None:
-    """``dflash`` or ``dspark``, by a checkpoint's config; None if it is neither.
-
-    Raises:
-        ValueError: it is a drafter of a kind like these that is not run.
-    """
+def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """One of :data:`KINDS`, by a checkpoint's config and, where that says no more than DFlash, the
+    names of its tensors; None if it is none of them."""
     part = tables.group(config, GROUP)
     named = config.get(KIND) or part.get("projector_type")
-    architectures = [str(name) for name in config.get("architectures") or ()]
-    for name in (named, *architectures):
-        if name in OTHERS:
-            raise ValueError(
-                f"its config.json is of type {name!r}, with {OTHERS[name]}: such drafters are not "
-                "run here"
-            )
-    if config.get("model_type") == MUSE:
-        return "dflash"
+    architectures = " ".join(map(str, config.get("architectures") or ()))
     if named is not None:
-        return {"dflash2": "dflash", "dflash": "dflash", "dspark": "dspark"}.get(str(named))
-    if any("DSpark" in name for name in architectures):
-        return "dspark"
-    return "dflash" if part or any("DFlash" in name for name in architectures) else None
+        found = named if named in KINDS else None
+    else:
+        likely = [name for name, kind in KINDS.items() if kind.name in architectures]
+        found = "dflash" if part or config.get("model_type") == MUSE else None
+        found = likely[-1] if likely else found
+    if found == "dflash":
+        own = [
+            name for name, kind in KINDS.items()
+            if kind.tensors and any(one.startswith(kind.tensors) for one in names)
+        ]  # fmt: skip
+        found = own[0] if own else found
+    return found
 
 
-def recognizes(kind: str, config: Mapping[str, Any], _: Collection[str]) -> bool:
-    return kind_of(config) == kind
+def recognizes(strategy: str, config: Mapping[str, Any], names: Collection[str]) -> bool:
+    kind = kind_of(config, {tables.own_name(name, NAMES) for name in names})
+    return kind is not None and KINDS[kind].strategy == strategy
 
 
-def convert(kind: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
+def convert(strategy: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     """Fields of ``BlockConfig`` and the adapter's parameters, from a released checkpoint.
 
     Args:
-        kind: ``dflash`` or ``dspark``.
+        strategy: ``dflash`` or ``dspark``.
 
     Raises:
         ValueError: naming the field or tensor that is missing, unknown, or does not fit.
     """
-    layers, found = tables.described(config), kind_of(config)
-    if found is None:
+    layers, weights = tables.described(config), tables.renamed(tensors, NAMES)
+    kind = kind_of(config, weights)
+    if kind is None:
         raise ValueError(
             f"config.json is that of no known layout: it has neither {KIND} nor {GROUP}"
         )
-    if found != kind:
-        raise ValueError(f"it is of type {found!r}: give --type {found}")
-    fields, weights = _fields(kind, config, layers), tables.renamed(tensors, NAMES)
+    if KINDS[kind].strategy != strategy:
+        raise ValueError(f"it is of type {kind!r}: give --type {KINDS[kind].strategy}")
+    if not bool(weights.pop(READY, torch.tensor(True))):
+        raise ValueError(f"{READY!r} is false: its codes have not been made, and cannot be now")
+    fields = _fields(kind, config, layers)
     known, stated = fields["base_facts"].get("vocab_size", 0), fields.get("draft_vocab_size")
     drafted = fields["draft_vocab_size"] = tables.take_vocabulary(weights, known, stated)
     fields["head"] = "own" if drafted or HEAD in weights else "base"
@@ -137,17 +192,17 @@ def convert(kind: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
     return fields, weights
 
 
-def _fields(kind: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
-    ours, part = KIND in config, tables.group(config, GROUP)
+def _fields(name: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
+    ours, part, kind = KIND in config, tables.group(config, GROUP), KINDS[name]
     type_ = tables.layer_type(layers, TYPES, TYPES[0], not (ours or part))
-    flags = config if ours else part
+    flags = config if ours else {**part, **tables.group(config, kind.group)}
     if not flags:  # fields that are on, and none of the model that the layers are of
         of_model = type_.config_class()().to_dict()
         flags = {n: one for n, one in config.items() if one is True and n not in of_model}
     tables.check_known(flags, KNOWN | OF_SPECULATORS if ours else KNOWN)
     tables.check_known({name: config[name] for name in NEUTRAL if name in config}, NEUTRAL)
 
-    muse, dspark = config.get("model_type") == MUSE, kind == "dspark"
+    muse, dspark = config.get("model_type") == MUSE, name == "dspark"
     count = layers.get("num_hidden_layers")
     check_count("num_hidden_layers in config.json", count, high=MAX_SIZE)
     facts: dict[str, Any] = {
@@ -155,22 +210,28 @@ def _fields(kind: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> 
     }
     if config.get("num_target_layers"):
         facts["num_hidden_layers"] = config["num_target_layers"]
-    for name, value in facts.items():
-        check_count(f"{name} in config.json", value, high=MAX_SIZE)
-    table = FIELDS | SCALES | SIZE | (OF_DSPARK if dspark else OF_DFLASH_2)
+    for fact, value in facts.items():
+        check_count(f"{fact} in config.json", value, high=MAX_SIZE)
     fields: dict[str, Any] = {
         "sample_from_anchor": dspark,
-        "markov_rank": 0,
         **tables.layer_fields(layers, type_),
         "attention_bias": layers.get("attention_bias", False),
         "base_facts": facts,
-        **tables.fields_of(config, table, (GROUP, "")),
+        "causal": _causal(config, part),
+        **tables.fields_of(
+            config, FIELDS | SCALES | SIZE | dict(kind.fields), (kind.group, GROUP, "")
+        ),
     }
-    for name in ("block_size", "mask_token_id"):
-        if name not in fields:
-            raise ValueError(f"config.json has no {name}")
-    if fields["markov_rank"] and not dspark:
-        fields["markov_head"] = SELECTOR
+    needed = [("block_size", "block_size"), ("mask_token_id", "mask_token_id")]
+    needed += kind.fields.items() if kind.head not in (None, "selector") else ()
+    for field, theirs in needed:
+        if field not in fields:
+            raise ValueError(f"config.json has no {theirs}")
+    if fields.setdefault("markov_rank", 0) and kind.head is not None:
+        fields["markov_head"] = kind.head
+    if RATIO in config:
+        check_count(f"{RATIO} in config.json", config[RATIO], high=MAX_SIZE)
+        fields["markov_width"] = config[RATIO] * fields["markov_rank"]
     rest = tables.fields_of(config, {x: x for x in (*CONFIDENCE_HEAD, OF_DEEPSPEC)}, (GROUP, ""))
     if dspark and rest.get(CONFIDENCE_HEAD[0]):
         fields["confidence_head"] = "markov" if rest.get(CONFIDENCE_HEAD[1], True) else "state"
@@ -191,11 +252,73 @@ def _fields(kind: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> 
     return fields
 
 
+def _causal(config: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+    """Whether blocks are causal: none of the flags means that they are not."""
+    places = {GROUP: part, "config.json": config}
+    said = {
+        f"{name} of {place}": fields[name]
+        for place, fields in places.items() for name in CAUSAL_BLOCK
+        if fields.get(name) is not None
+    }  # fmt: skip
+    if any(type(value) is not bool for value in said.values()) or len({*said.values()}) > 1:
+        raise ValueError(
+            f"config.json does not say whether blocks are causal: {said}. Ask whoever made it, and "
+            "let all say the same, true or false"
+        )
+    return any(said.values())
+
+
 def _spaced(base: int | None, count: Any) -> list[int] | None:
     """The layers of a base that so many layers read, by their outputs, where none are named."""
     if base is None or count == 1:
         return None if base is None else [base // 2]
     return [round(1 + (base - 4) * place / (count - 1)) for place in range(count)]
+
+
+def _kind_to_write(config: Any) -> str:
+    """Which of :data:`KINDS` an adapter is; a ValueError if it is none.
+
+    Convolutions are those of DFlash 2, and only beside its selector."""
+    head = config.markov_head if config.markov_rank else None
+    if bool(config.conv_kernel_size) != (head == "selector"):
+        raise ValueError(
+            f"conv_kernel_size={config.conv_kernel_size} with "
+            f"markov_head={config.markov_head!r}, markov_rank={config.markov_rank}: other programs "
+            "know convolutions and a selector only together."
+        )
+    own = (name for name, kind in KINDS.items() if kind.head is not None and kind.head == head)
+    return next(own, "dspark" if head else "dflash")
+
+
+def _written(
+    model: Any, config: Any, name: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Theirs of our fields, scales that are on, and the config of the layers, of a kind.
+
+    Raises:
+        ValueError: no format has this.
+    """
+    kinds = ["sliding_attention" if layer in (config.sliding_layers or []) else "full_attention"
+             for layer in range(config.num_layers)]  # fmt: skip
+    scales = {theirs: getattr(config, ours) for ours, theirs in SCALES.items()}
+    tables.refuse({
+        f"its layers are those of {config.architecture}: others know block drafters with "
+        f"layers of {TYPES[0]} only.": config.architecture != TYPES[0],
+        f"layers={config.layers}: the last is the final state, which others give "
+        "before the final norm. Train without it.":
+        max(config.layers) == num_layers(model),
+    })  # fmt: skip
+    table = FIELDS | dict(KINDS[name].fields)
+    fields = {theirs: getattr(config, ours) for ours, theirs in table.items()}
+    if name == "dspark":
+        head = config.confidence_head
+        fields |= dict(zip(CONFIDENCE_HEAD, (head != "none", head == "markov")))
+    layers = {
+        **tables.written_layers(config, vocab_size(model)),
+        "layer_types": kinds, "sliding_window": config.sliding_window,
+        "use_sliding_window": bool(config.sliding_layers), "attention_dropout": 0.0,
+    }  # fmt: skip
+    return fields, {one: x for one, x in scales.items() if x not in (1.0, None)}, layers
 
 
 def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
@@ -205,59 +328,101 @@ def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
         ValueError: the adapter has what speculators does not know.
     """
     config: Any = adapter.config
-    tensors, known = dict(adapter.weights()), vocab_size(model)
-    rank, sliding = config.markov_rank, config.sliding_layers or []
-    convolves = bool(config.conv_kernel_size)
-    scales = {theirs: getattr(config, name) for name, theirs in SCALES.items()}
-    scales = {name: one for name, one in scales.items() if one not in (1.0, None)}
+    name, tensors, known = _kind_to_write(config), dict(adapter.weights()), vocab_size(model)
+    fields, scales, layers = _written(model, config, name)
     vocabulary = DraftVocabulary.of(tensors, model) if VOCABULARY in tensors else None
+    rank, width = config.markov_rank, config.markov_width
     tables.refuse({
-        f"its layers are those of {config.architecture}: speculators knows block drafters with "
-        f"layers of {TYPES[0]} only.": config.architecture != TYPES[0],
+        f"markov_head={config.markov_head!r}: speculators does not know such drafters. Give "
+        "--format sglang.": name in ("domino", "dspine"),
         f"sliding_window_from={config.sliding_window_from!r}: speculators counts windows from the "
-        "anchor, so that drafts would differ.": sliding and config.sliding_window_from != "anchor",
-        f"layers={config.layers}: the last is the final state, which others give "
-        "before the final norm. Train without it.":
-        max(config.layers) == num_layers(model),
+        "anchor, so that drafts would differ.":
+        config.sliding_layers and config.sliding_window_from != "anchor",
         f"draft_vocab_size={config.draft_vocab_size}: {type(model).__name__} has a bias of its "
         "output embeddings, which speculators does not know. Train with --draft-vocab-size 0.":
         vocabulary and not vocabulary.is_own and output_bias(model) is not None,
-        f"conv_kernel_size={config.conv_kernel_size} with markov_head={config.markov_head!r}, "
-        f"markov_rank={rank}: speculators knows convolutions and a selector only together.":
-        convolves != (config.markov_head == SELECTOR and bool(rank)),
         f"{scales}: speculators knows such scales only of drafters with convolutions and a "
-        "selector.": scales and not convolves,
+        "selector.": scales and name != "dflash2",
+        f"markov_width={width}: speculators knows multiples of markov_rank={rank}.":
+        name == "xpress" and width % max(rank, 1),
     })  # fmt: skip
     if vocabulary is not None:
         tensors[HEAD] = vocabulary.weight
         tables.put_vocabulary(tensors, known)
-    kinds = ["sliding_attention" if layer in sliding else "full_attention"
-             for layer in range(config.num_layers)]  # fmt: skip
-    layers = {
-        **tables.written_layers(config, known),
-        "layer_types": kinds, "sliding_window": config.sliding_window,
-        "use_sliding_window": bool(sliding), "attention_dropout": 0.0,
-    }  # fmt: skip
-    kind, name, table = "dflash", "DFlash", {}
-    if convolves:
-        kind, name, table = "dflash2", "DFlash2", OF_DFLASH_2
-    elif rank:
-        kind, name, table = "dspark", "DSpark", OF_DSPARK
-    written = tables.speculators_config(
-        model, config, kind, f"{name}DraftModel", config.distances, layers
-    )
-    written |= {theirs: getattr(config, ours) for ours, theirs in (FIELDS | table).items()} | scales
-    written |= {
-        IDS: config.layers,
-        # Without windows it has no effect in speculators; if False, vLLM runs all layers causally.
-        CAUSAL: config.sliding_window_non_causal or not sliding,
-        "draft_vocab_size": config.draft_vocab_size or known,
-        "dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+    architecture = f"{KINDS[name].name}DraftModel"
+    written = tables.speculators_config(model, config, name, architecture, config.distances, layers)
+    written |= fields | scales
+    if name == "xpress":
+        written |= {RATIO: width // rank, "num_jacobi_passes": config.distances}
+    if config.causal:
+        *of_group, alone = CAUSAL_BLOCK
+        written |= {GROUP: dict.fromkeys(of_group, True), alone: True}
+    return {
+        tables.CONFIG: {
+            **written,
+            IDS: config.layers,
+            # Without windows it has no effect in speculators; if False, vLLM runs all layers
+            # causally.
+            CAUSAL: not config.causal
+            and (config.sliding_window_non_causal or not config.sliding_layers),
+            "draft_vocab_size": config.draft_vocab_size or known,
+            "dtype": _dtype(tensors),
+        },
+        tables.WEIGHTS: tensors,
     }
-    if kind == "dspark":
-        head = config.confidence_head
-        written |= dict(zip(CONFIDENCE_HEAD, (head != "none", head == "markov")))
+
+
+def specforge(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
+    """``config.json`` and tensors as SpecForge writes them, and SGLang reads.
+
+    Raises:
+        ValueError: the adapter has what they do not know.
+    """
+    config: Any = adapter.config
+    name, tensors = _kind_to_write(config), dict(adapter.weights())
+    fields, scales, layers = _written(model, config, name)
+    sliding, kind = bool(config.sliding_layers), KINDS[name]
+    tables.refuse({
+        f"markov_head={config.markov_head!r}: SGLang does not know such drafters. Give --format "
+        "speculators.": name == "xpress",
+        f"draft_vocab_size={config.draft_vocab_size}: SGLang's block drafters draft all tokens. "
+        "Train with --draft-vocab-size 0.": VOCABULARY in tensors,
+        f"sliding_window_from={config.sliding_window_from!r}: SGLang counts windows from each "
+        "slot, so that drafts would differ.": sliding and config.sliding_window_from != "query",
+    })  # fmt: skip
+    if name != "domino":  # whose field of another name says so
+        del fields["sample_from_anchor"]
+        tables.refuse({
+            f"sample_from_anchor={config.sample_from_anchor}: of {kind.name} SGLang takes "
+            f"{not config.sample_from_anchor} only.":
+            config.sample_from_anchor != (name == "dspark"),
+        })  # fmt: skip
+    own = {field: fields.pop(field) for field in kind.fields.values()}
+    groups = {GROUP: {**fields, **scales, OF_DEEPSPEC: [one - 1 for one in config.layers]}}
+    groups[kind.group] = groups.get(kind.group, {}) | own
+    if name not in ("dflash", "dflash2", "dspine"):
+        groups[GROUP]["projector_type"] = name
+    written: dict[str, Any] = {
+        **layers, "architectures": [f"{kind.name}DraftModel"], **groups,
+        "rope_theta": layers["rope_parameters"].get("rope_theta"),
+        "block_size": config.block_size, "num_target_layers": num_layers(model),
+        "dtype": _dtype(tensors),
+    }  # fmt: skip
+    if config.causal:
+        *of_group, alone = CAUSAL_BLOCK
+        groups[GROUP] |= dict.fromkeys(of_group, True)
+        written[alone] = True
+    elif sliding and config.sliding_window_non_causal:
+        written["is_causal"] = False
+    if name == "domino":
+        written["emb_dim"] = config.markov_rank
+    if name == "dspine":
+        tensors[READY] = torch.tensor(True)
     return {tables.CONFIG: written, tables.WEIGHTS: tensors}
+
+
+def _dtype(tensors: Mapping[str, Tensor]) -> str:
+    return str(tensors["fc.weight"].dtype).removeprefix("torch.")
 
 
 READERS = {
@@ -268,4 +433,4 @@ READERS = {
     )
     for kind in ("dflash", "dspark")
 }  # fmt: skip
-WRITERS = {"speculators": speculators}
+WRITERS = {"speculators": speculators, "sglang": specforge}

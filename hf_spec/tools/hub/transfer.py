@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,15 @@ def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
     return sorted({file for name, file in shards(path).items() if wants(name)})
 
 
-def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
-    """An adapter's config and its parameters by name, from a published checkpoint."""
+def convert(
+    path: Path, method_name: str, given: Mapping[str, Any] | None = None
+) -> tuple[Any, dict[str, Tensor]]:
+    """An adapter's config and its parameters by name, from a published checkpoint. Fields that are
+    given stand in place of what the checkpoint says, or does not say."""
     method, reader = importable(method_name)
     assert method.adapter_config is not None
+    for name in given or ():
+        check_choice("field", name, [one.name for one in fields_of(method.adapter_config)])
     with explained(f"cannot import {str(path)!r}", ValueError):
         # With the scales of those that are stored as 8-bit floats.
         tensors = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
@@ -184,7 +190,7 @@ def convert(path: Path, method_name: str) -> tuple[Any, dict[str, Tensor]]:
         fields, tensors = reader.convert(
             tensors, read_json(path.with_name(MODEL_CONFIG), optional=True)
         )
-        return method.adapter_config(**fields, inference_mode=True), tensors
+        return method.adapter_config(**{**fields, **(given or {})}, inference_mode=True), tensors
 
 
 def _dequantize(tensors: dict[str, Tensor]) -> None:
@@ -223,13 +229,14 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def import_adapter(
-    path: Path, method_name: str, model: Any, output: Path, options: dict[str, Any] | None = None
-) -> Path:
-    """Write a published checkpoint (:func:`read_published`) for a base model, or its
+    path: Path, method_name: str, model: Any, output: Path,
+    options: dict[str, Any] | None = None, given: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Write a published checkpoint (:func:`convert`) for a base model, or its
     :func:`base_outline`, as an adapter folder with a card and options; returns ``output``."""
     method, reader = importable(method_name)
     method.parse_options(options)
-    config, tensors = convert(path, method_name)
+    config, tensors = convert(path, method_name, given)
     if reader.share is not None:
         config, tensors = reader.share(model, config, tensors)
     with attached(model, config, on_meta=True) as peft_model:

@@ -1,0 +1,152 @@
+"""DSpine's head: slots of a causal block pass on what they would draft, layer by layer.
+
+"DSpine" (Tencent), as SpecForge trains it. Every token has a fixed *code* of length sqrt(rank), its
+row of the output embeddings in a few directions. After each layer, a slot's feature f is its state
+h in the space of the codes, and it gets a message of the slot before, p being that slot's feature,
+or the code of the root::
+
+    f = sqrt(rank) * unit(R_i h)
+    h += rms(h) * W_i (sigmoid(G f + P p + b) * M p)
+
+Where tokens are drafted, the last layer's message is written once more, with the code of the
+drafted token as p, and among the slot's likeliest tokens the logits of that state count.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_spec.drafting.block_diffusion.head import BlockHead, look_up
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits
+from hf_spec.drafting.made_once import is_plain
+from hf_spec.model.hidden_states import shapes_logits
+from modeling_patches.weights import is_updated, output_bias, output_weight
+
+#: Name of the codes, one for each token.
+CODES = "transfer_codes"
+_MESSAGE, _OF_RECEIVER, _OF_SENDER = (
+    f"injection.{name}.weight" for name in ("message", "receiver_gate", "predecessor_gate")
+)
+_BIAS = "injection.bias"
+
+
+class DSpine(BlockHead):
+    """Codes ``(known, rank)``; for each layer R ``(rank, hidden)``, ``injection.readouts.i``, and W
+    ``(hidden, width)``, ``injection.writes.i``; of all, M, G and P ``(width, rank)`` and b."""
+
+    held = ("vocabulary",)
+    buffers = (CODES,)
+    causal = True
+    plain_share = 1.0
+
+    def __init__(self, network: Any):
+        super().__init__(network)
+        self.vocabulary = DraftVocabulary.of(self.weights, network.model)
+
+    @classmethod
+    def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
+        hidden, rank, width = config.hidden_size, config.markov_rank, config.markov_width
+        codes, directions = codes_of(model, known, hidden, rank)
+        made = {CODES: codes, _BIAS: torch.zeros(width)}
+        for name in (_MESSAGE, _OF_RECEIVER, _OF_SENDER):
+            made[name] = torch.randn(width, rank) / rank**0.5
+        for index in range(config.num_layers):
+            made[_readout(index)] = directions.clone()
+            made[_write(index)] = torch.zeros(hidden, width)
+        return made
+
+    def after_layer(self, index: int, hidden: Tensor, anchors: Tensor) -> Tensor:
+        root = self._code(anchors)[:, :, None]
+        features = self._feature(hidden[:, :, 1:], index)
+        before = torch.cat([root, features[:, :, :-1]], 2)
+        changed = self._written(hidden[:, :, 1:], features, before, index)
+        return torch.cat([hidden[:, :, :1], changed], 2)
+
+    def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
+        """With the states before the last message."""
+        return torch.cat([states, last], -1)
+
+    def given(
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        last = states[..., states.shape[-1] // 2 :].to(self.weights[_MESSAGE])
+        index = self.config.num_layers - 1
+        written = self._written(last, self._feature(last, index), self._code(previous), index)
+        states = self.network.adapter.norm(written)
+        if self.top_k is None:
+            return self._all_logits(states).to(logits), None
+        among = logits.topk(min(self.top_k, logits.shape[-1])).indices
+        among = among.expand(*states.shape[:-1], -1)
+        if self._shapes_logits:
+            found = self._all_logits(states).gather(-1, among)
+        else:
+            weight = self._output_weight()
+            assert weight is not None
+            rows = weight[among[..., :1, :] if logits.shape[-2] == 1 else among]
+            found = torch.einsum("...kh,...h->...k", rows, states.to(rows))
+        others = logits.new_full((*states.shape[:-1], logits.shape[-1]), -torch.inf)
+        return others.scatter(-1, among, found.to(logits)), None
+
+    def _all_logits(self, states: Tensor) -> Tensor:
+        flat, predict = states.flatten(0, -2)[None], self.network.logits
+        logits = drafted_logits(self.vocabulary, lambda head: predict(flat, head))
+        return logits.view(*states.shape[:-1], -1)
+
+    def _output_weight(self) -> Tensor | None:
+        """``(tokens, hidden)`` output embeddings of the drafted tokens."""
+        if self.vocabulary is not None:
+            return self.vocabulary.weight
+        return output_weight(self.network.model)
+
+    @cached_property
+    def _shapes_logits(self) -> bool:
+        """Whether logits are more than products of states and output embeddings."""
+        model, weight = self.network.model, self._output_weight()
+        updated = self.vocabulary is None and is_updated(model.get_output_embeddings())
+        shaped = self.config.shapes_logits or shapes_logits(model)
+        return updated or shaped or not is_plain(weight) or output_bias(model) is not None
+
+    def _code(self, tokens: Tensor) -> Tensor:
+        found = look_up(self.weights[CODES], tokens)
+        return (found.shape[-1] ** 0.5 * found).to(self.weights[_MESSAGE])
+
+    def _feature(self, hidden: Tensor, index: int) -> Tensor:
+        found = functional.linear(hidden, self.weights[_readout(index)])
+        return found.shape[-1] ** 0.5 * functional.normalize(found, dim=-1)
+
+    def _written(self, hidden: Tensor, features: Tensor, before: Tensor, index: int) -> Tensor:
+        """States with a message: all ``(..., features)``, broadcast."""
+        of_receiver = functional.linear(features, self.weights[_OF_RECEIVER], self.weights[_BIAS])
+        gate = of_receiver + functional.linear(before, self.weights[_OF_SENDER])
+        message = gate.sigmoid() * functional.linear(before, self.weights[_MESSAGE])
+        size = hidden.pow(2).mean(-1, keepdim=True).sqrt()
+        return hidden + size * functional.linear(message, self.weights[_write(index)])
+
+
+def _readout(index: int) -> str:
+    return f"injection.readouts.{index}.weight"
+
+
+def _write(index: int) -> str:
+    return f"injection.writes.{index}.weight"
+
+
+@torch.no_grad()
+def codes_of(model: Any, known: int, hidden: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Codes ``(known, rank)`` of tokens and the directions ``(rank, hidden)`` that they are read
+    in: unit rows of the output embeddings, centered, in their widest directions, whitened, of
+    length 1. Random ones where the rows are not there."""
+    rows = output_weight(model)
+    if rows is None or rows.is_meta or not rows.is_floating_point() or len(rows) < known:
+        codes, directions = torch.randn(known, rank), torch.randn(rank, hidden) / hidden**0.5
+        return functional.normalize(codes, dim=-1), directions
+    rows = functional.normalize(rows[:known].float(), dim=-1)
+    rows = rows - rows.mean(0)
+    values, vectors = torch.linalg.eigh(rows.T @ rows)
+    values, vectors = values[-rank:].clamp(min=1e-12), vectors[:, -rank:]
+    return functional.normalize(rows @ vectors / values.sqrt(), dim=-1), vectors.T
