@@ -200,8 +200,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     useful = (ahead.wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
     noise = None
     if config.masks == "noise":
-        shape = (anchors.shape[1], len(group))
         seeds = [_draw(*row) for row in zip(input_ids, labels, anchors, useful)]
+        shape = (anchors.shape[1], len(group))
         noise = torch.stack([random_tokens(model, seed, *shape) for seed in seeds])
     inputs = mask_tokens(adapter, model, noise)
     share = _sar_share(config, model.training, input_ids, labels, anchors, useful)
@@ -221,15 +221,11 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
         sums, counts = losses.sum(-1), (wanted >= 0).sum(-1)
     ar_loss = sums.new_zeros(len(useful))
     if not frozen:
-        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(device)
-        real = following != IGNORED  # (batch, seq)
-        predicted = model_logits(model, states[real][None])[0]
-        losses = sums.new_zeros(real.shape)
-        losses = losses.masked_scatter(real, prediction_losses(predicted, following[real]))
+        losses, following = _next_token_losses(model, states, labels)
         ar_loss = wanted_mean(losses, following, 1)
         # The first sum of eq. (3): the tokens up to y_m, which the anchor itself predicts.
         sums = sums + losses.cumsum(-1).gather(1, anchors)
-        counts = counts + real.cumsum(-1).gather(1, anchors)
+        counts = counts + (following != IGNORED).cumsum(-1).gather(1, anchors)
     sar_losses = torch.where(useful, sums / counts.clamp(min=1), 0.0)
     sar_loss = sar_losses.sum(-1) / useful.sum(-1).clamp(min=1)
     share = torch.where(useful.any(-1), share, 0.0)  # an answer too short for a mask token
@@ -239,6 +235,14 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
         trained = [one for one in adapter.weights().values() if one.requires_grad]
         mean = mean + 0.0 * torch.stack([one.sum().to(mean) for one in trained]).sum()
     return {"loss": mean, **output}
+
+
+def _next_token_losses(model: Any, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of the token after each one, and these tokens, both ``(batch, seq)``."""
+    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(states.device)
+    real = following != IGNORED
+    found = prediction_losses(model_logits(model, states[real][None])[0], following[real])
+    return found.new_zeros(real.shape).masked_scatter(real, found), following
 
 
 def _sar_share(
