@@ -232,8 +232,8 @@ def doors(base_path, folder, config):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp .* 0 to 3 \(the model has 4 layers\), got 4"),
-        (LayerSkipConfig(skip_attention=[7]), r"skip_attention must .* got 7"),
+        (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp=.* 4 layers, from 0 to 3\. .* correct 4"),
+        (LayerSkipConfig(skip_attention=[7]), r"skip_attention=.* correct 7"),
         (
             LayerSkipConfig(base_facts={"num_hidden_layers": 6}),
             r"made for a model with num_hidden_layers=6.* has num_hidden_layers=4\. Load it",

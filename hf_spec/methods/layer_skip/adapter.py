@@ -56,6 +56,7 @@ class LayerSkipConfig(SpecPeftConfig):
         None,
         "Linear modules with updates: names, or a regular expression. Default: all that drafting "
         "runs.",
+        check_targets,
     )
 
     def __post_init__(self) -> None:
@@ -67,7 +68,6 @@ class LayerSkipConfig(SpecPeftConfig):
         last, why = layers and layers - 1, "By base_facts, these are the base's. Correct one."
         for name in ("skip_attention", "skip_mlp"):
             setattr(self, name, sorted(distinct_layers(name, getattr(self, name), last, why)))
-        check_targets("draft_target_modules", self.draft_target_modules)
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)

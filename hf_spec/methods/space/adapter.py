@@ -74,6 +74,7 @@ class SpaceConfig(PredictingConfig):
         None,
         "Linear modules that get low-rank updates: names, or a regular expression. Default: all in "
         "the decoder layers; for gated updates the last one of each layer.",
+        check_targets,
     )
 
     def __post_init__(self) -> None:
@@ -84,7 +85,6 @@ class SpaceConfig(PredictingConfig):
                 "random tokens are told from text by gated updates alone, and have no embedding to "
                 "share. Take update='gated' and shared_mask=False, or masks='learned'."
             )
-        check_targets("target_modules", self.target_modules)
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             self.target_modules = sorted(self.target_modules)
 
