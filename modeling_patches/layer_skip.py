@@ -11,8 +11,6 @@ layer, so callers that skip the attention of layer 0 must pass `position_ids` an
 depend on it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -9,8 +9,6 @@ Updates can also be merged into the weights of plain modules, and unmerged bit f
 knows no adapters or files; the caller provides the factors.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ Each rank runs the same calls on its share of the weights. Choices by time or ra
 those of the first rank; otherwise the shapes of their forwards would differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
