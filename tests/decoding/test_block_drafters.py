@@ -126,7 +126,7 @@ def test_embeddings_are_those_of_the_weights(
     scale them by a factor of their own."""
     model, seen = fresh(architecture), []
     adapt(model, kind)
-    network = BlockNetwork(model, find_active(model, "DFLASH").module)
+    network = BlockNetwork(model, find_active(model, "DFLASH"))
     network.adapter.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     block_sequences(network, prompt(), None, torch.tensor([[5]]))
     rows = network.blocks(prompt()[:, 6])

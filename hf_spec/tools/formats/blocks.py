@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
@@ -198,14 +198,14 @@ def _spaced(base: int | None, count: Any) -> list[int] | None:
     return [round(1 + (base - 4) * place / (count - 1)) for place in range(count)]
 
 
-def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
+def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
     """``config.json`` and tensors as speculators writes them.
 
     Raises:
         ValueError: the adapter has what speculators does not know.
     """
     config: Any = adapter.config
-    tensors, known = dict(adapter.weights()), vocab_size(model)
+    tensors, known = dict(adapter.tensors()), vocab_size(model)
     rank, sliding = config.markov_rank, config.sliding_layers or []
     convolves = bool(config.conv_kernel_size)
     scales = {theirs: getattr(config, name) for name, theirs in SCALES.items()}
