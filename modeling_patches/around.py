@@ -1,7 +1,5 @@
 """Wraps methods of other libraries where these have no hooks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

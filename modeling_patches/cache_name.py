@@ -4,8 +4,6 @@ The name is that of the argument of ``generate`` and of models' forwards, of the
 outputs, and of the entry of ``model_kwargs``.
 """
 
-from __future__ import annotations
-
 from transformers.generation import GenerateDecoderOnlyOutput
 
 #: The newest name that this Transformers knows; older ones are deprecated there.

@@ -5,8 +5,6 @@ Plain generation has one new token per sequence in it; here the caller says how 
 sequence is in the plain step that a forward stands for.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

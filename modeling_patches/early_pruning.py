@@ -6,8 +6,6 @@ tokens, since some models (GPT-2's family) require the original number. The call
 tokens stay, and makes the cache take fewer keys from then on. This module knows no trees or caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

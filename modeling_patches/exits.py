@@ -3,8 +3,6 @@
 Everything after the layers, such as the final norm, is unchanged and runs on the average.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Weights of checkpoints that are stored as 8-bit floats with a scale for each block of them, as
 DeepSeek-V3 is published ("DeepSeek-V3 Technical Report", 2024, section 3.3)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

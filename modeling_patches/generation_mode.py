@@ -5,8 +5,6 @@ to that table, a method to ``GenerationMixin`` and attributes to ``GenerationCon
 attributes at None, ``generate`` is unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

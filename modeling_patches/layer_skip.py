@@ -11,8 +11,6 @@ layer, so callers that skip the attention of layer 0 must pass `position_ids` an
 depend on it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,15 +41,14 @@ class LayerSkipper:
 
     Args:
         model: a decoder-only model of Transformers, or a `PeftModel` around one.
-        skip_attention, skip_mlp: indices of the layers in which these are skipped.
+        skip_attention, skip_mlp: distinct indices of the layers in which these are skipped.
 
     Attributes:
         changes: the changes for forwards without these sublayers.
         replaced: the sublayers' modules, which do not run.
 
     Raises:
-        ValueError: an index is duplicate or not an integer in `0 .. num_layers - 1`, or the layers
-            or sublayers cannot be found.
+        ValueError: there is no such layer, or the layers or sublayers cannot be found.
     """
 
     def __init__(
@@ -59,14 +56,12 @@ class LayerSkipper:
     ) -> None:
         layers = decoder_layers(model)
         for name, indices in (("skip_attention", skip_attention), ("skip_mlp", skip_mlp)):
-            for place, index in enumerate(indices):
-                known = type(index) is int and 0 <= index < len(layers)
-                if not known or index in indices[:place]:
-                    raise ValueError(
-                        f"{name} must list distinct layer indices from 0 to {len(layers) - 1} (the "
-                        f"model has {len(layers)} layers), got {index!r} in {list(indices)}. "
-                        "Remove or correct it."
-                    )
+            unknown = [index for index in indices if not 0 <= index < len(layers)]
+            if unknown:
+                raise ValueError(
+                    f"{name}={list(indices)}: the model has {len(layers)} layers, from 0 to "
+                    f"{len(layers) - 1}. Remove or correct {unknown[0]}."
+                )
         base = unwrapped(model)
         shared = getattr(base.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
         if skip_attention and shared:  # layers that read another one's KV (gemma3n)

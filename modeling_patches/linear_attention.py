@@ -9,8 +9,6 @@ found, too. Those that update a state without these functions have a forward of 
 (:data:`INLINE`), or are refused by name.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

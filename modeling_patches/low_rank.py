@@ -9,8 +9,6 @@ Updates can also be merged into the weights of plain modules, and unmerged bit f
 knows no adapters or files; the caller provides the factors.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -84,7 +82,9 @@ class LowRank:
         """
         for name, module in self.modules.items():
             hook = _Hook(self, name)
-            changes.after(module, partial(hook, module) if gate is None else _Gated(hook, gate))
+            changes.after(
+                module, partial(hook, module) if gate is None else partial(hook.gated, gate)
+            )
 
     @property
     def merged(self) -> bool:
@@ -153,6 +153,7 @@ class _Hook:
     def __init__(self, owner: LowRank, name: str) -> None:
         self.owner = owner
         self.name = name
+        self._factors: Factors | None = None  # where gated, for all steps of a call
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: Any, output: Tensor
@@ -174,46 +175,34 @@ class _Hook:
         update = nn.functional.linear(inner, up)  # (..., out_features)
         return torch.add(output, update, alpha=factors.scale).to(output.dtype)
 
-
-class _Gated:
-    """A module's hook that updates the last tokens of a forward; the others stay bit for bit."""
-
-    def __init__(self, hook: _Hook, gate: Gate) -> None:
-        self.hook, self.gate = hook, gate
-        self._factors: Factors | None = None  # for all steps of a call
-
-    def __call__(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
-        tokens, last = self.gate()
-        if not last:
-            return None
-        if last == tokens:
-            return self.hook(None, args, kwargs, output)
+    def gated(
+        self, gate: Gate, args: tuple[Any, ...], kwargs: Any, output: Tensor
+    ) -> Tensor | None:
+        """The same for the last tokens of a forward; the others stay bit for bit."""
+        tokens, last = gate()
+        if not last or last == tokens:
+            return self(None, args, kwargs, output) if last else None
         inputs, whole = args[0], output
         if output.ndim == 2:  # some models flatten (batch, tokens, features) before a module
             inputs, whole = (x.unflatten(0, (-1, tokens)) for x in (inputs, output))
         if whole.shape[1] != tokens:
             raise ValueError(
-                f"{self.hook.name} sees {whole.shape[1]} tokens of a forward over {tokens}: only "
+                f"{self.name} sees {whole.shape[1]} tokens of a forward over {tokens}: only "
                 "modules that see all tokens in order can be updated in some of them. Leave it out "
                 "of target_modules."
             )
         if self._factors is None or torch.is_grad_enabled():
-            self._factors = self._read(output)
+            self._factors = self.owner.factors(self.name)
+            if self._factors is not None:
+                # On CPUs, products of so few tokens take two to three times as long in bfloat16.
+                wide = torch.promote_types(output.dtype, torch.float32)
+                place = output.device, wide if output.device.type == "cpu" else output.dtype
+                down, up, scale = self._factors
+                self._factors = Factors(down.to(*place), up.to(*place), scale)
         if self._factors is not None:
             tail = whole[:, -last:]
-            tail.copy_(self.hook.updated(inputs[:, -last:], tail, self._factors))
+            tail.copy_(self.updated(inputs[:, -last:], tail, self._factors))
         return output
-
-    def _read(self, output: Tensor) -> Factors | None:
-        factors = self.hook.owner.factors(self.hook.name)
-        if factors is None:
-            return None
-        dtype = output.dtype
-        if output.device.type == "cpu":
-            # Products of so few tokens take two to three times as long in bfloat16 as in float32.
-            dtype = torch.promote_types(dtype, torch.float32)
-        down, up = (part.to(output.device, dtype) for part in factors[:2])
-        return Factors(down, up, factors.scale)
 
 
 # -- weights -------------------------------------------------------------------------------------

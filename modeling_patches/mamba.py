@@ -1,7 +1,5 @@
 """The recurrences of Mamba models over the tokens of a tree; see :mod:`.recurrences`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

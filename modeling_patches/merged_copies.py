@@ -1,7 +1,5 @@
 """Lets linear modules compute with copies of their weights, in the forwards of some calls."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Hashable
 from functools import cached_property, partial

@@ -3,8 +3,6 @@
 A module that PEFT has wrapped is found inside the wrapper, under its original name.
 """
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ norms and a projection before it and a norm after it (DeepSeek-AI, "DeepSeek-V3 
 last one.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

@@ -4,8 +4,6 @@ A recipe makes it of the model's own classes. Of most types it is a decoder laye
 names those whose block is none.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any, ClassVar

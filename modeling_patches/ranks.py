@@ -4,15 +4,12 @@ Each rank runs the same calls on its share of the weights. Choices by time or ra
 those of the first rank; otherwise the shapes of their forwards would differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from modeling_patches.random_state import random_state, set_random_state
 from modeling_patches.weights import placement
 
 
@@ -82,3 +79,27 @@ def _mesh(module: nn.Module) -> Any:
     weight: Any = module.weight
     mesh = weight.device_mesh
     return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+# -- the state of a device's default random generator ----------------------------------------------
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state, as bytes on the host."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(*_index(device))
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set the state to what :func:`random_state` gave."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, *_index(device))
+
+
+def _index(device: torch.device) -> tuple[Any, ...]:
+    """How the device's module is told the device: Apple's knows only one, and takes none."""
+    return () if device.type == "mps" else (device,)

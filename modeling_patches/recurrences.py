@@ -20,8 +20,6 @@ where j is i or above it, else 0; S is the state before the step; e is the accep
 products are in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple

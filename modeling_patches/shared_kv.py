@@ -5,8 +5,6 @@ Transformers gives their forward ``shared_kv_states``: of each layer type, the k
 the model's last layer of this type that has some of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Checks whether a model can be decoded with trees, before any work is done."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

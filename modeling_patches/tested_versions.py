@@ -4,8 +4,6 @@ This is the only place that looks at a version: whatever differs between version
 is there. A newer one may well work, so it is warned of and not refused.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

@@ -10,8 +10,6 @@ the device that the module computes on, and drops it afterwards. So modules are 
 and what needs a weight itself gets it from here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain

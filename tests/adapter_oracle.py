@@ -42,7 +42,7 @@ def _loaded(path: str) -> Any:
 def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:
     """Fill the active adapter of a type, so that it changes something; gives its weights."""
     generator = torch.Generator().manual_seed(seed)
-    weights = find_active(model, peft_type).weights()
+    weights = find_active(model, peft_type).tensors()
     for tensor in weights.values():
         if not tensor.is_floating_point():
             continue
@@ -71,7 +71,7 @@ def with_updates(model: PreTrainedModel, adapter: Any, scale: float) -> PreTrain
     """A copy without the adapter, its low-rank updates added to the weights one by one."""
     oracle = copy.deepcopy(model)
     oracle.delete_adapter(adapter.name)
-    weights = adapter.weights()
+    weights = adapter.tensors()
     for name, module in oracle.named_modules():
         key = name.replace(".", "__")
         if f"up__{key}" in weights:

@@ -122,7 +122,7 @@ def test_saved_and_loaded_every_way(base_path: str, tmp_path: Path, name: str, k
     # By which way weights come has to do with the method, not with its config.
     for way in ways if kind == first_kind(name) else ways[-1:]:
         loaded = way()
-        found = active(loaded, name).weights()
+        found = active(loaded, name).tensors()
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], value) for key, value in weights.items())
     assert tokens(loaded) == expected
@@ -142,7 +142,7 @@ def test_in_bfloat16(fresh: Tiny, tmp_path: Path, name: str) -> None:
     loaded = fresh("llama", dtype=torch.bfloat16)
     loaded.load_adapter(str(tmp_path))
     for one, dtype in ((wrapped, "float32"), (model, "bfloat16"), (loaded, "bfloat16")):
-        kinds = {w.dtype for w in active(one, name).weights().values() if w.is_floating_point()}
+        kinds = {w.dtype for w in active(one, name).tensors().values() if w.is_floating_point()}
         assert kinds == {getattr(torch, dtype)}
         assert one.generate(**ragged(), **GREEDY, **drafting(name)).shape == (3, 12 + 8)
     loss = wrapped(**batch())["loss"]
@@ -185,7 +185,7 @@ def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> N
     ids = torch.tensor([[4, 5, 6, 7, 4, 5]])
     plain = model.generate(ids, **GREEDY).tolist()
     model.load_adapter(str(folder))
-    assert all(weight.isfinite().all() for weight in active(model, name).weights().values())
+    assert all(weight.isfinite().all() for weight in active(model, name).tensors().values())
     config = hf_spec.SpecConfig.from_pretrained(folder, **GREEDY)
     out = model.generate(ids, **configured(config))
     assert out.tolist() == plain
@@ -207,7 +207,7 @@ def test_switched_copied_disabled_and_deleted(fresh: Tiny, name: str) -> None:
         model.set_adapter(kind)
         weights, expected = held[kind]
         assert active(model, name).name == kind
-        assert all(torch.equal(active(model, name).weights()[k], w) for k, w in weights.items())
+        assert all(torch.equal(active(model, name).tensors()[k], w) for k, w in weights.items())
         assert tokens(model, name) == expected
     *others, last = kinds
     for kind in others:

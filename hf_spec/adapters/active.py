@@ -1,42 +1,13 @@
 """Finds the active adapter of a type on a model, for drafters and training."""
 
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
 from torch import nn
 
-from hf_spec.adapters.checkpoint import Origin
-from hf_spec.adapters.layer import SpecAdapterLayer, layer_of, layers_of
+from hf_spec.adapters.layer import layer_of, layers_of
+from hf_spec.adapters.module import Adapter
 from modeling_patches.modules import unwrapped
 
 
-class ActiveAdapter(NamedTuple):
-    """An active adapter: its name, and the layer that holds it."""
-
-    name: str
-    layer: SpecAdapterLayer
-
-    @property
-    def module(self) -> Any:
-        """What it has learned: an `Adapter` of its method's class."""
-        return self.layer.adapters[self.name]
-
-    @property
-    def config(self) -> Any:
-        return self.module.config
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Its parameters and buffers by name."""
-        return self.module.tensors()
-
-    def file_beside(self, name: str) -> Path | None:
-        """A file in the folder or repository that it was loaded from; see `Origin.file`."""
-        origin: Origin | None = self.module.origin
-        return None if origin is None else origin.file(name)
-
-
-def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
+def find_active(model: nn.Module, peft_type: str) -> Adapter | None:
     """The active adapter of a type such as "LAYER_SKIP"; None if there is none, or adapters are
     disabled. The model may be a `PeftModel` or the base model, compiled or not.
 
@@ -56,8 +27,8 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
         )
     if not active:
         return None
-    found = ActiveAdapter(active[0], layer)
-    unloaded = [name for name, weight in found.weights().items() if weight.is_meta]
+    found: Adapter = layer.adapters[active[0]]
+    unloaded = [name for name, weight in found.tensors().items() if weight.is_meta]
     if unloaded:
         raise ValueError(
             f"the {peft_type} adapter {found.name!r} was attached without its weights "
@@ -67,7 +38,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
     return found
 
 
-def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAdapter:
+def require_active(model: nn.Module, peft_type: str, strategy: str) -> Adapter:
     """The active adapter of `peft_type`, as `find_active` says; a ValueError if there is none."""
     active = find_active(model, peft_type)
     if active is not None:

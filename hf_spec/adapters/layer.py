@@ -14,7 +14,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from modeling_patches.low_rank import LowRank
-from modeling_patches.support import check_unquantized
 from modeling_patches.weights import placement
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
@@ -100,7 +99,6 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
                 f"of the base model, got {names} with {', '.join(active) or 'none'} active. "
                 "Activate it with set_adapter, or use unload() to take adapters off."
             )
-        check_unquantized(model, "merging", "to leave the adapter unmerged")
         self.adapters[active[0]].base_update.merge(model, check_finite=safe_merge)
 
     def unmerge_from_base(self) -> None:

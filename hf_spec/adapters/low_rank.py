@@ -25,9 +25,9 @@ ALPHA = number(0.0, MAX_ALPHA, open_low=True)
 
 
 def check_targets(name: str, names: Any) -> None:
-    """Raise a ValueError unless a config's field of this name names modules, or is None."""
+    """The rule of fields that name modules: raises a ValueError unless they do."""
     listed = isinstance(names, Sequence) and all(isinstance(one, str) and one for one in names)
-    if names is not None and not (listed and names):
+    if not (listed and names):
         raise ValueError(
             f"{name}={names!r}: give a list of names of linear modules, a regular "
             "expression, or None for all linear modules of the decoder layers."

@@ -31,6 +31,7 @@ class Adapter(nn.Module):
 
     Attributes:
         config: its config.
+        name: its name on the model.
         origin: where it was loaded from; None for a new one.
         update: its low-rank updates of the base's modules; None if it has none.
     """
@@ -38,6 +39,7 @@ class Adapter(nn.Module):
     def __init__(self, config: Any, model: Any) -> None:
         super().__init__()
         self.config = config
+        self.name = "default"
         self.origin: Origin | None = None
         self.update: LowRank | None = None
 

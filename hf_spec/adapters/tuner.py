@@ -25,7 +25,7 @@ from transformers.integrations import peft as peft_integration
 from transformers.utils import ModelOutput
 
 import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
-from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import (
@@ -75,7 +75,7 @@ class TrainingOutput(ModelOutput):
 
 
 #: Returns the training loss of an adapter on the base model: the fields of `TrainingOutput`.
-Objective = Callable[[Any, ActiveAdapter, TrainingBatch], dict[str, torch.Tensor]]
+Objective = Callable[[Any, Adapter, TrainingBatch], dict[str, torch.Tensor]]
 
 
 class SpecTuner(BaseTuner):
@@ -119,7 +119,7 @@ class SpecTuner(BaseTuner):
         if layer is None:
             layer = SpecAdapterLayer(self.type_name)
             layer.add_to(model)
-        layer.adapters[adapter_name] = adapter
+        layer.adapters[adapter_name], adapter.name = adapter, adapter_name
         config.attached_as = adapter_name
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         # As with PEFT's types, later adapters leave the trainability of others alone.

@@ -1,7 +1,5 @@
 """Recurring sizes: code is compiled for each shape."""
 
-from __future__ import annotations
-
 
 def bucket(count: int) -> int:
     """The smallest power of two that is at least ``count``; 0 for 0."""

@@ -1,7 +1,5 @@
 """Checks of user input (ranges, counts, choices) and short texts of errors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Calls in several threads share it: functions that read or change it are wrapped by :func:`locked`.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref

@@ -5,8 +5,6 @@ they run in one forward, so that no row is padded for the fullest one. The subtr
 dropped nodes are dropped with them. This module knows only trees.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Transfer of small tensors to a device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

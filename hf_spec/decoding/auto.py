@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
@@ -49,7 +49,7 @@ def choose(model: Any, assistant: Any = None) -> Choice:
         name = next(name for name, method in methods().items() if method.needs_assistant)
         return Choice(name, "the call has an assistant model")
     passed: dict[str, str] = {}
-    active: dict[str, ActiveAdapter] = {}
+    active: dict[str, Adapter] = {}
     for name, method in sorted(methods().items(), key=lambda item: item[1].included is None):
         own = method.active_adapter(model)
         if own is not None:
@@ -96,11 +96,12 @@ def _obstacle(model: Any, name: str, included: Any) -> str | None:
     return obstacle
 
 
-def _stored(adapter: ActiveAdapter, strategy: str) -> StoredOptions:
+def _stored(adapter: Adapter, strategy: str) -> StoredOptions:
     """The options stored beside an adapter's weights; empty if there are none."""
     with suppress(OSError, ValueError, AttributeError):
-        path = adapter.file_beside(GENERATION)
-        data = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-        if data.get("assistant_strategy") == strategy:
-            return StoredOptions(data.get("assistant_kwargs") or {}, adapter.module.origin.place)
+        origin = adapter.origin
+        path = None if origin is None else origin.file(GENERATION)
+        data = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        if origin is not None and data.get("assistant_strategy") == strategy:
+            return StoredOptions(data.get("assistant_kwargs") or {}, origin.place)
     return StoredOptions()

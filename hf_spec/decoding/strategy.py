@@ -82,7 +82,8 @@ class Strategy:
         copies, packed = packed_weights(model, *drafter.beside), Changes()
         for one in copies:
             one.add_to(packed)
-        kind = method.name, key_of(options), adapter and adapter.name, len(copies)
+        name = None if adapter is None else adapter.name
+        kind = method.name, key_of(options), name, len(copies)
         graphs = graphs_for(model, config, drafter, kind)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import of_tokens
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
@@ -175,7 +175,7 @@ def own_logits(
 
 
 def heads_loss(
-    model: Any, adapter: ActiveAdapter, batch: TrainingBatch, hidden: Tensor | None = None
+    model: Any, adapter: Adapter, batch: TrainingBatch, hidden: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The losses of heads, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)); see
     :func:`mean_loss`.
@@ -186,7 +186,7 @@ def heads_loss(
     Args:
         hidden: ``(batch, seq, hidden)`` final states, if they are known.
     """
-    config, weights = adapter.config, adapter.weights()
+    config, weights = adapter.config, adapter.tensors()
     if hidden is None:
         hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
     ahead, own = Ahead.of(batch, config.num_heads, hidden.device), None
@@ -210,11 +210,11 @@ def heads_loss(
     return mean_loss(*losses, config.decay, first=1)
 
 
-def block_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def block_loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """The losses of all distances of blocks, weighted by decay ** d (DFlash, section 3.2); see
     :func:`mean_loss`."""
-    config, weights = adapter.config, adapter.weights()
-    network = BlockNetwork(model, adapter.module)
+    config, weights = adapter.config, adapter.tensors()
+    network = BlockNetwork(model, adapter)
     states = block_sequences(network, batch.input_ids, batch.attention_mask, batch.anchors)
     ahead, own = Ahead.of(batch, config.distances, states.device), None
     if config.loss == "distillation":

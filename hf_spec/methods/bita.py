@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED, FrontConfig
 from hf_spec.adapters.tuner import TrainingBatch
@@ -116,9 +115,9 @@ def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
     return ProbeInputs(weights["masks"], front)
 
 
-def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """Cross-entropy of the future tokens, averaged per sequence and then over sequences."""
-    weights = adapter.weights()
+    weights = adapter.tensors()
     inputs = probe_inputs(model, weights)
     group = ProbeGroup.causal(inputs.embeddings.shape[0])
     hidden = probe_sequences(
@@ -183,8 +182,8 @@ class BitaDrafter(ProbeDrafter):
     }  # fmt: skip
     options: BitaOptions
 
-    def __init__(self, model: Any, options: BitaOptions, adapter: ActiveAdapter):
-        weights: Mapping[str, Tensor] = adapter.weights()
+    def __init__(self, model: Any, options: BitaOptions, adapter: Adapter):
+        weights: Mapping[str, Tensor] = adapter.tensors()
         source = tree_source(options, self.trees, model, adapter, len(weights["masks"]), probes=1)
         used = {**weights, "masks": weights["masks"][: source.max_depth]}
         super().__init__(model, options, probe_inputs(model, used), source, weights)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core import mask as masks
@@ -167,9 +166,9 @@ class Eagle3Network(DecoderNetwork, DraftNetwork):
         return torch.full((batch, count), token, device=hidden.device), hidden
 
 
-def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def loss(model: Any, adapter: Any, batch: TrainingBatch) -> dict[str, Tensor]:
     """See :func:`chain_loss`."""
-    network = Eagle3Network(model, adapter.module)
+    network = Eagle3Network(model, adapter)
     return chain_loss(model, network, batch, adapter.config, adapter.config.layers)
 
 
@@ -195,8 +194,8 @@ class Eagle3Drafter(AutoregressiveDrafter):
     options: Eagle3Options
     network: Eagle3Network
 
-    def __init__(self, model: Any, options: Eagle3Options, adapter: ActiveAdapter):
-        network = Eagle3Network(model, adapter.module)
+    def __init__(self, model: Any, options: Eagle3Options, adapter: Any):
+        network = Eagle3Network(model, adapter)
         self.forward_per_level = network.masks is None
         self._all: Tensor | None = None  # (batch, depth, tokens) logits of all distances
         super().__init__(

@@ -7,7 +7,7 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.drafting.heads import (
     WEIGHTS,
@@ -44,8 +44,8 @@ class MedusaDrafter(HeadDrafter):
 
     options: MedusaOptions
 
-    def __init__(self, model: Any, options: MedusaOptions, adapter: ActiveAdapter):
-        weights = adapter.weights()
+    def __init__(self, model: Any, options: MedusaOptions, adapter: Adapter):
+        weights = adapter.tensors()
         source = tree_source(options, self.trees, model, adapter, len(weights[WEIGHTS]))
         super().__init__(model, options, weights, source)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.active import ActiveAdapter, find_active, require_active
+from hf_spec.adapters.active import find_active, require_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
@@ -44,7 +44,7 @@ class Method:
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter, which is then the third
-            argument of ``drafter``, an :class:`ActiveAdapter`.
+            argument of ``drafter``, an :class:`Adapter`.
         included: given a model, loads what its own checkpoint has for the method, without which it
             does not work; raises a ValueError, which says why, if there is nothing. None if it
             needs no such thing.
@@ -82,7 +82,7 @@ class Method:
         """Type of its PEFT adapter; None if it has none."""
         return getattr(self.adapter_config, "type_name", None)
 
-    def active_adapter(self, model: PreTrainedModel) -> ActiveAdapter | None:
+    def active_adapter(self, model: PreTrainedModel) -> Adapter | None:
         """Its active adapter on a model, as :func:`find_active` says."""
         return None if self.peft_type is None else find_active(model, self.peft_type)
 

@@ -1,7 +1,5 @@
 """Tokens appended to a ``TreeCache`` by chunks; their number may differ between rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

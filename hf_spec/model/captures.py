@@ -5,8 +5,6 @@ it was recorded with; Python code does not run again. So a function may read not
 and all that changes from run to run must be among its inputs.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

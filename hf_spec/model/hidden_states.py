@@ -1,7 +1,5 @@
 """Final hidden states of a causal language model, and the logits that it computes from them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

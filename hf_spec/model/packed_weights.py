@@ -7,8 +7,6 @@ A model's memory says that it is packed. Each call of a strategy computes with t
 look at the weights (:mod:`modeling_patches.contents`); nothing on the model changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain

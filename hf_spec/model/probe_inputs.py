@@ -1,7 +1,5 @@
 """What a method has learned for its probes, as inputs of a forward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

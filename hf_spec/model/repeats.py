@@ -5,8 +5,6 @@ again. Its graph is cut into what comes before the layers, each layer, and what 
 of the same operations on tensors of the same layouts share their code.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter, defaultdict

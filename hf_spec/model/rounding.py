@@ -1,7 +1,5 @@
 """How far two computations of the same numbers may be apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

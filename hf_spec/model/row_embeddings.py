@@ -1,7 +1,5 @@
 """A model's input embeddings as the rows of their matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.checks import check_count
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
@@ -19,7 +19,7 @@ from hf_spec.policy.adaptive_trees import AdaptiveTrees
 
 def tree_source(
     options: DraftOptions, trees: Mapping[str, MakeTree | None], model: Any,
-    adapter: ActiveAdapter, distances: int, probes: int = 0,
+    adapter: Adapter, distances: int, probes: int = 0,
 ) -> TreeSource:  # fmt: skip
     """The tree source that the option ``tree`` names, unless the drafter makes it.
 

@@ -30,6 +30,7 @@ from hf_spec.adapters.active import find_active, require_active
 from hf_spec.adapters.base_model import FACTS
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import layer_of
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.registry import methods
@@ -236,7 +237,7 @@ def test_accepted(adapter: Path, base_path: str, door: str) -> None:
     active = find_active(onto(door, adapter, load(base_path)), "SAMPLE")
     stored = load_file(adapter / "adapter_model.safetensors")
     assert active is not None and len(stored) == 2
-    for name, weight in active.weights().items():
+    for name, weight in active.tensors().items():
         assert torch.equal(weight.float(), stored[PREFIX + name].float())
 
 
@@ -258,14 +259,14 @@ def test_a_refusal_leaves_earlier_adapters_alone(
 ) -> None:
     base = load(base_path)
     base.load_adapter(str(good), adapter_name="good")
-    before = {name: w.clone() for name, w in find_active(base, "SAMPLE").weights().items()}
+    before = {name: w.clone() for name, w in find_active(base, "SAMPLE").tensors().items()}
     DEFECTS[defect][0](adapter)
     with pytest.raises(ValueError, match=f"(?s){DEFECTS[defect][1]}"):
         base.load_adapter(str(adapter), adapter_name="bad")
     assert list(base.peft_config) == ["good"]
     active = find_active(base, "SAMPLE")
-    assert active.name == "good" and active.layer._get_available_adapters() == {"good"}
-    assert all(torch.equal(weight, before[name]) for name, weight in active.weights().items())
+    assert active.name == "good" and layer_of(base, "SAMPLE")._get_available_adapters() == {"good"}
+    assert all(torch.equal(weight, before[name]) for name, weight in active.tensors().items())
     base.load_adapter(str(good), adapter_name="bad")  # the name is free
 
 
@@ -279,7 +280,7 @@ def test_a_config_alone_serves_for_a_fresh_adapter(base_path: str, tmp_path: Pat
     SampleConfig(num_masks=6).save_pretrained(tmp_path)
     config = PeftConfig.from_pretrained(str(tmp_path))
     model = get_peft_model(load(base_path), config)
-    assert find_active(model, "SAMPLE").weights()["masks"].shape == (6, 5)
+    assert find_active(model, "SAMPLE").tensors()["masks"].shape == (6, 5)
     with pytest.raises(ValueError, match="holds no adapter_model.safetensors"):
         load(base_path).load_adapter(str(tmp_path))
 
@@ -305,10 +306,10 @@ def test_tensors_given_by_hand(good: Path, base_path: str) -> None:
     tensors = load_file(good / "adapter_model.safetensors")
     base = load(base_path)
     base.load_adapter(peft_config=SampleConfig(), adapter_state_dict=dict(tensors))
-    assert torch.equal(find_active(base, "SAMPLE").weights()["masks"], tensors[f"{PREFIX}masks"])
+    assert torch.equal(find_active(base, "SAMPLE").tensors()["masks"], tensors[f"{PREFIX}masks"])
     wrapped = get_peft_model(load(base_path), SampleConfig())
     set_peft_model_state_dict(wrapped, dict(tensors))
-    assert torch.equal(find_active(wrapped, "SAMPLE").weights()["masks"], tensors[f"{PREFIX}masks"])
+    assert torch.equal(find_active(wrapped, "SAMPLE").tensors()["masks"], tensors[f"{PREFIX}masks"])
     infinite = torch.full_like(tensors[f"{PREFIX}masks"], torch.inf)
     for changed, message in (
         ({k: v for k, v in tensors.items() if k != f"{PREFIX}masks"}, "no tensor .*masks"),

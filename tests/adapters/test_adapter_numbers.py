@@ -41,7 +41,7 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
 def spoilt(model: Any, config: Any, change: Callable[[torch.Tensor], Any], only: str = "") -> Any:
     """The model with an adapter whose tensors have been changed; returns the model."""
     model.add_adapter(config)
-    weights = find_active(model, config.type_name).weights()
+    weights = find_active(model, config.type_name).tensors()
     changed = [weight for name, weight in weights.items() if only in name]
     assert changed
     with torch.no_grad():

@@ -131,7 +131,7 @@ def test_drafts_follow_the_fine_tunes_embeddings(fresh: Tiny, architecture: str,
     tuned = get_peft_model(model, lora(**LORAS[kind])).eval()
     adapter = find_active(tuned, "MEDUSA")
     assert adapter is not None
-    weights = adapter.weights()
+    weights = adapter.tensors()
     vocabulary = DraftVocabulary.of(weights, model)
     markov_head = MarkovHead.of(weights, model)
     assert vocabulary is not None and markov_head is not None
@@ -167,7 +167,7 @@ def test_a_peft_model_of_a_lora_loads_ours(fresh: Tiny, tmp_path: Path, name: st
     tuned.load_adapter(folder, adapter_name="ours")
     assert tuned.active_adapter == "default" and find_active(tuned, kind).name == "ours"
     assert tokens(tuned, name) == tokens(tuned) == expected
-    frozen = find_active(tuned, kind).weights().values()
+    frozen = find_active(tuned, kind).tensors().values()
     assert not any(weight.requires_grad for weight in frozen)
     assert any(p.requires_grad for n, p in tuned.named_parameters() if "lora_" in n)
     with tuned.disable_adapter():
@@ -418,7 +418,7 @@ def test_own_heads_draft_what_they_know(fresh: Tiny, tmp_path: Path) -> None:
         logits = drafter.logits(drafter.states(torch.randn(2, 32), 2))
         assert logits.shape == (2, 2, size)
         assert (logits.softmax(-1)[..., 61:] == 0).all()
-        assert adapter.weights()["projections"].shape[1] == 61
+        assert adapter.tensors()["projections"].shape[1] == 61
         inputs = {"input_ids": prompt(9).clamp(max=49)}
         assert tokens(model, "own heads", **inputs) == tokens(model, **inputs)
 

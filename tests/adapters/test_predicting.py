@@ -44,7 +44,7 @@ def tokens(model: Any, name: str | None = None) -> tuple[list[list[int]], int]:
 
 def weights(model: Any, name: str) -> dict[str, Tensor]:
     config_class: Any = methods()[name].adapter_config
-    return dict(find_active(model, config_class.type_name).weights())
+    return dict(find_active(model, config_class.type_name).tensors())
 
 
 @every_method
@@ -84,9 +84,9 @@ def test_decoding_predicts_what_training_judges(
     model.add_adapter(config_of(name, markov_rank=3, draft_vocab_size=size))
     randomise(model, method.adapter_config.type_name, std=0.3)
     adapter = find_active(model, method.adapter_config.type_name)
-    assert (VOCABULARY in adapter.weights()) == bool(size)
+    assert (VOCABULARY in adapter.tensors()) == bool(size)
     if size:
-        adapter.weights()[VOCABULARY].copy_(torch.arange(1, 60, 3))
+        adapter.tensors()[VOCABULARY].copy_(torch.arange(1, 60, 3))
     ids = prompt(12)
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[5]])}
     with torch.no_grad():

@@ -65,13 +65,13 @@ def test_full_fine_tuning_beside_a_drafter(
     model: Any = fresh("llama")
     model.load_adapter(adapter)
     before = state(model)
-    heads = {name: one.clone() for name, one in find_active(model, "MEDUSA").weights().items()}
+    heads = {name: one.clone() for name, one in find_active(model, "MEDUSA").tensors().items()}
     training = trainer(model, tmp_path / "run", gradient_checkpointing=checkpointing)
     training.add_callback(Rollout())
     training.train()
     after = state(model)
     assert not any(torch.equal(before[name], after[name]) for name in before)
-    assert same(find_active(model, "MEDUSA").weights(), heads)
+    assert same(find_active(model, "MEDUSA").tensors(), heads)
     training.save_model(tmp_path / "saved")
     model.save_pretrained(tmp_path / "by itself")
     for folder in ("saved", "by itself", "run/checkpoint-2"):

@@ -81,7 +81,7 @@ def logits(model):
 
 
 def weights(model, kind):
-    return {name: w.detach().clone() for name, w in find_active(model, kind).weights().items()}
+    return {name: w.detach().clone() for name, w in find_active(model, kind).tensors().items()}
 
 
 def same(ours, theirs):
@@ -94,7 +94,7 @@ def saved(base_path, path, config, adapter_name="default"):
     """A saved adapter with random weights; returns its folder, its weights and its config."""
     model = get_peft_model(load(base_path), config, adapter_name)
     found = find_active(model, config.type_name)
-    for weight in found.weights().values():
+    for weight in found.tensors().values():
         weight.data.normal_()
     model.save_pretrained(str(path))
     folder = path if adapter_name == "default" else path / adapter_name
@@ -143,7 +143,7 @@ def test_a_base_that_is_dispatched(base, base_path, kind, tmp_path):
     accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
     assert offloaded.get_input_embeddings().weight.device.type == "meta"
     offloaded.add_adapter(CONFIGS[kind]())
-    assert all(w.device.type == "cpu" for w in find_active(offloaded, kind).weights().values())
+    assert all(w.device.type == "cpu" for w in find_active(offloaded, kind).tensors().values())
 
 
 @pytest.mark.filterwarnings("error:Adapter name")
@@ -232,8 +232,8 @@ def doors(base_path, folder, config):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp .* 0 to 3 \(the model has 4 layers\), got 4"),
-        (LayerSkipConfig(skip_attention=[7]), r"skip_attention must .* got 7"),
+        (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp=.* 4 layers, from 0 to 3\. .* correct 4"),
+        (LayerSkipConfig(skip_attention=[7]), r"skip_attention=.* correct 7"),
         (
             LayerSkipConfig(base_facts={"num_hidden_layers": 6}),
             r"made for a model with num_hidden_layers=6.* has num_hidden_layers=4\. Load it",

@@ -135,15 +135,15 @@ def test_steps_are_not_compiled(shallow: Tiny) -> None:
 def test_weights_have_data_within_a_block(shallow: Tiny) -> None:
     model = adapt(shallow(), "medusa")
     adapter = find_active(model, "MEDUSA")
-    kept = model.lm_head.weight.clone(), adapter.weights()["weights"].clone()
-    with loaded(model.lm_head), loaded(adapter.module):  # nothing to do
+    kept = model.lm_head.weight.clone(), adapter.tensors()["weights"].clone()
+    with loaded(model.lm_head), loaded(adapter):  # nothing to do
         pass
     accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(ZeroDivisionError), loaded(model.lm_head):
         assert torch.equal(model.lm_head.weight, kept[0])
         raise ZeroDivisionError
-    assert model.lm_head.weight.is_meta and adapter.module.biases.is_meta
-    assert torch.equal(adapter.weights()["weights"], kept[1])
+    assert model.lm_head.weight.is_meta and adapter.biases.is_meta
+    assert torch.equal(adapter.tensors()["weights"], kept[1])
     assert device_of(model.lm_head) == torch.device("cpu")
     bare = shallow().to("meta")
     assert placement(bare).device.type == device_of(bare.lm_head).type == "meta"

@@ -107,7 +107,7 @@ def test_only_these_are_drafted(
     model.add_adapter(get_method(name).adapter_config(markov_rank=2, draft_vocab_size=len(TOKENS)))
     type_name = get_method(name).adapter_config.type_name
     randomise(model, type_name)
-    find_active(model, type_name).weights()[VOCABULARY].copy_(TOKENS)
+    find_active(model, type_name).tensors()[VOCABULARY].copy_(TOKENS)
     drafted, init = set(), Predictions.__init__
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +127,7 @@ def test_only_these_are_drafted(
 def test_a_vocabulary_of_another_model(fresh: Tiny) -> None:
     model: Any = fresh("llama")
     model.add_adapter(hf_spec.MedusaConfig(draft_vocab_size=3))
-    tokens = find_active(model, "MEDUSA").weights()[VOCABULARY]
+    tokens = find_active(model, "MEDUSA").tensors()[VOCABULARY]
     tokens.copy_(torch.tensor([1, 2, VOCAB]))
     with pytest.raises(ValueError, match=f"predicts tokens 1 to {VOCAB}; the model has {VOCAB}"):
         model.generate(

@@ -108,7 +108,7 @@ def test_layouts(tmp_path: Path, kind: str, layout: Any) -> None:
     method = strategy_of(kind)
     model = imported(tmp_path, method, layout(kind), base_model())
     adapter = find_active(model, method.upper())
-    weights, tensors = adapter.weights(), released(kind)[1]
+    weights, tensors = adapter.tensors(), released(kind)[1]
     for name, tensor in tensors.items():
         if layout is of_deepspec and name == "confidence_head.proj.bias":
             assert not weights[name].any()
@@ -190,7 +190,7 @@ def test_heads_of_ones_own_are_kept(tmp_path: Path) -> None:
     config, tensors = of_deepspec("dspark")
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
     model = imported(tmp_path, "dspark", (config, tensors), base_model())
-    weights = find_active(model, "DSPARK").weights()
+    weights = find_active(model, "DSPARK").tensors()
     assert torch.equal(weights["lm_head.weight"], tensors["lm_head.weight"])
 
 

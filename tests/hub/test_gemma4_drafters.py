@@ -185,7 +185,7 @@ def test_a_block(tmp_path: Path, kind: str, equal: bool) -> None:
     model = imported(tmp_path, "dspark", files, base())
     method, tensors = methods()["dspark"], files[1]
     adapter = find_active(model, "DSPARK")
-    assert "lm_head.weight" not in adapter.weights() and adapter.config.sample_from_anchor
+    assert "lm_head.weight" not in adapter.tensors() and adapter.config.sample_from_anchor
     drafter = method.make_drafter(model, method.parse_options({"tree": "chain"}))
     ids, place = prompt(9), 6
     found = block_sequences(drafter.network, ids, None, torch.tensor([[place]]))[0, 0]
@@ -228,8 +228,8 @@ def test_a_chain(tmp_path: Path, equal: bool, own: bool) -> None:
         tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].flip(0).contiguous()
     model = imported(tmp_path, "eagle3", (config, tensors), base())
     adapter, ids = find_active(model, "EAGLE3"), prompt(9)
-    assert ("embed_tokens.weight" in adapter.weights()) == own
-    network, count = Eagle3Network(model, adapter.module), 6
+    assert ("embed_tokens.weight" in adapter.tensors()) == own
+    network, count = Eagle3Network(model, adapter), 6
     states = token_hidden(model, ids, None, (READ[0] + 1, READ[1] + 1))
     logits = unrolled(network, ids, states, torch.tensor([[count - 1]]), 3)[0, 0]
     # Rows of tokens 1 to 6 have features, those of tokens 7 and 8 have none.
@@ -260,10 +260,10 @@ def test_they_can_be_trained_further(tmp_path: Path, kind: str) -> None:
     model, ids = imported(tmp_path, kind, released(kind), base()), prompt(12)
     model.set_adapter("default")
     adapter = find_active(model, kind.upper())
-    adapter.module.requires_grad_(True)
+    adapter.requires_grad_(True)
     batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
     methods()[kind].objective(model, adapter, batch)["loss"].backward()
-    for name, parameter in adapter.module.named_parameters():
+    for name, parameter in adapter.named_parameters():
         assert "layer_scalar" not in name
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 

@@ -102,7 +102,7 @@ def test_published_layouts(
     adapter = find_active(model, "MEDUSA")
     assert (adapter.config.num_heads, adapter.config.num_layers) == (HEADS, layers)
     assert adapter.config.projection == ("own" if own else "shared")
-    found = adapter.weights()
+    found = adapter.tensors()
     for name, tensor in stacked(medusa_heads(layers, own), layers, own).items():
         assert torch.equal(found[name], tensor.half().float())
     ids = torch.tensor([[5, 9, 17, 40]])

@@ -26,7 +26,7 @@ def test_loss_against_one_anchor_at_a_time(fresh: Tiny, depth: str) -> None:
     peft_model = get_peft_model(
         model, hf_spec.BitaConfig(num_prompt_tokens=4, prompt_depth=depth, num_mask_tokens=2)
     )
-    weights = find_active(model, "BITA").weights()
+    weights = find_active(model, "BITA").tensors()
     with torch.no_grad():
         for value in weights.values():
             value.mul_(20)  # so that they matter
@@ -84,7 +84,7 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
     model.lm_head.weight.data[3:] *= 0.01  # three tokens, so that one guess in three is right
     torch.manual_seed(5)
     model.add_adapter(hf_spec.BitaConfig())
-    weights = find_active(model, "BITA").weights()
+    weights = find_active(model, "BITA").tensors()
     with torch.no_grad():
         for value in weights.values():
             value.mul_(30)

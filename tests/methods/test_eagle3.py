@@ -57,7 +57,7 @@ class Fixture:
         self.model = base()
         self.model.add_adapter(config, name)
         self.adapter = find_active(self.model, "EAGLE3")
-        for key, weight in self.adapter.weights().items():
+        for key, weight in self.adapter.tensors().items():
             weight.data.copy_(tensors[key])
         self.ids, self.features = self.io["ids"], self.io["base.features"]
 
@@ -187,7 +187,7 @@ def test_a_chain_for_stock_decoding(fixture: Any, name: str) -> None:
 def test_training_time_test(fixture: Any, name: str) -> None:
     """speculators' logits and losses, whose chains begin everywhere, with decay 1."""
     io, steps, seq = fixture.io, 3, fixture.ids.shape[1]
-    network = Eagle3Network(fixture.model, fixture.adapter.module)
+    network = Eagle3Network(fixture.model, fixture.adapter)
     anchors = torch.arange(seq - 1)[None]
     logits = unrolled(network, fixture.ids, fixture.features, anchors, steps)
     sums = dict.fromkeys(LOSSES, 0.0)

@@ -76,7 +76,7 @@ def test_rows_of_a_matrix_that_the_base_scales(fresh: Tiny, tmp_path: Path, own:
     randomise(model, "EAGLE3")
     model.save_pretrained(tmp_path / "adapter")
     ids, embed = torch.arange(7), model.get_input_embeddings()
-    ours = Eagle3Network(model, find_active(model, "EAGLE3").module)
+    ours = Eagle3Network(model, find_active(model, "EAGLE3"))
     assert torch.equal(ours.embedded(ids), embed(ids))
     written = export_adapter(tmp_path / "adapter", "speculators", fresh("gemma3"), tmp_path / "out")
     file = written / "model.safetensors"
@@ -91,7 +91,7 @@ def test_rows_of_a_matrix_that_the_base_scales(fresh: Tiny, tmp_path: Path, own:
     model.load_adapter(str(import_adapter(file, "eagle3", model, tmp_path / "again")))
     adapter = find_active(model, "EAGLE3")
     assert adapter.config.own_embeddings == own
-    theirs = Eagle3Network(model, adapter.module)
+    theirs = Eagle3Network(model, adapter)
     torch.testing.assert_close(theirs.embedded(ids), embed.weight[ids] * (3 if own else 1))
     check_same(model, drafting("eagle3"), ids[None, 1:], max_new_tokens=12, do_sample=False)
 

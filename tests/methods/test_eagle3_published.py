@@ -179,7 +179,7 @@ def test_deepspec(tmp_path: Path) -> None:
     import_adapter(path, "eagle3", model, tmp_path / "adapter")
     model.load_adapter(str(tmp_path / "adapter"))
     adapter = find_active(model, "EAGLE3")
-    config, found = adapter.config, adapter.weights()
+    config, found = adapter.config, adapter.tensors()
     assert config.layers == [1, 2, 4, 5, 6] and config.architecture == "qwen3"
     assert config.own_embeddings and not config.draft_vocab_size and config.logit_softcap is None
     assert not any(getattr(config, name) for name in FLAGS)

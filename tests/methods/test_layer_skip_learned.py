@@ -54,7 +54,7 @@ def updated(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
 
 def test_updates_are_of_what_drafting_runs(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
-    names = set(added(model).weights())
+    names = set(added(model).tensors())
     kinds = {0: ["mlp"], 2: ["mlp", "self_attn"]}  # layer 1 is left out, layer 0 half
     modules = {
         f"model.layers.{index}.{kind}.{name}_proj"
@@ -110,7 +110,7 @@ def drafter_of(model: Any, **options: Any) -> Any:
 def by_hooks(model: Any) -> Any:
     """The drafting model whose updates are added to outputs."""
     changes = LayerSkipper(model, **SKIP).changes
-    find_active(model, "LAYER_SKIP").module.update.add_to(changes)
+    find_active(model, "LAYER_SKIP").update.add_to(changes)
     return changes
 
 
@@ -141,7 +141,7 @@ def test_calls_share_copies_until_a_number_changes(tiny: Tiny) -> None:
     adapter = added(model)
     name = next(iter(adapter.config.draft_modules(model)))
     weight = model.get_submodule(name).weight
-    down = next(w for key, w in adapter.weights().items() if key.startswith("down__"))
+    down = next(w for key, w in adapter.tensors().items() if key.startswith("down__"))
 
     def copies() -> dict[str, Tensor]:
         return drafter_of(model).learned.weights
@@ -149,7 +149,7 @@ def test_calls_share_copies_until_a_number_changes(tiny: Tiny) -> None:
     def check_changed(before: dict[str, Tensor]) -> dict[str, Tensor]:
         found = copies()
         assert found[name] is not before[name] and copies() is found
-        update = adapter.module.update.factors(name)
+        update = adapter.update.factors(name)
         wanted = weight + update.scale * update.up @ update.down
         torch.testing.assert_close(found[name], wanted)
         return found
@@ -233,7 +233,7 @@ def test_other_threads_see_the_models_own_weights(tiny: Tiny) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, [True, False] * 2))
-    assert sum(update is find_active(model, "LAYER_SKIP").module.update
+    assert sum(update is find_active(model, "LAYER_SKIP").update
                for update in _COPIES) == 1  # fmt: skip
 
 
@@ -255,7 +255,7 @@ def test_compiled_steps_have_merged_weights(tiny: Tiny) -> None:
     again = call()
     assert again.details["compiled"]["made"] == 0 and again.accepted == first.accepted
     with torch.no_grad():  # draft what the model says, updates being gone
-        for tensor in adapter.weights().values():
+        for tensor in adapter.tensors().values():
             tensor.zero_()
     other = call()
     assert other.details["compiled"]["made"] and not other.details["compiled"]["refused"]
@@ -330,9 +330,9 @@ def test_the_loss_is_that_of_pieces_behind_the_full_models_cache(
     assert output["logits"].shape == (3, anchors, 4, 61)
     assert output["labels"].shape == (3, anchors, 4)
     output["loss"].backward()
-    for name, weight in adapter.weights().items():
+    for name, weight in adapter.tensors().items():
         assert weight.grad.abs().sum() > 0, name
-    trained = {id(weight) for weight in adapter.weights().values()}
+    trained = {id(weight) for weight in adapter.tensors().values()}
     assert all(p.grad is None for p in model.parameters() if id(p) not in trained)
 
 

@@ -30,7 +30,7 @@ def run(model: Any, **kwargs: Any) -> list:
 def trained_like(model: Any, seed: int = 5, **config: Any) -> dict[str, torch.Tensor]:
     """Add an adapter with weights that matter; returns them."""
     model.add_adapter(hf_spec.MedusaConfig(**config))
-    weights = find_active(model, "MEDUSA").weights()
+    weights = find_active(model, "MEDUSA").tensors()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in weights.values():
@@ -65,7 +65,7 @@ def test_fresh_heads_predict_as_the_lm_head(
     model = fresh(architecture)
     expected = model(prompt()).logits[:, -1]
     model.add_adapter(hf_spec.MedusaConfig(num_layers=2, projection=projection))
-    weights = find_active(model, "MEDUSA").weights()
+    weights = find_active(model, "MEDUSA").tensors()
     states = head_states(weights, token_hidden(model, prompt())[:, -1])
     if projection == "own":
         logits = projected(model, weights[PROJECTION], states)
@@ -89,7 +89,7 @@ def test_loss_against_one_place_at_a_time(
     model.config.logit_scale = model.logit_scale = 0.5
     config = hf_spec.MedusaConfig(num_heads=2, decay=0.7, loss=loss, projection=projection)
     peft_model = get_peft_model(model, config)
-    weights = find_active(model, "MEDUSA").weights()
+    weights = find_active(model, "MEDUSA").tensors()
     with torch.no_grad():
         for value in weights.values():
             value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3))

@@ -337,7 +337,7 @@ def test_layers_that_speculators_has_trained(tmp_path: Path, name: str) -> None:
     base = copy.deepcopy(model_of(name))
     base.config.name_or_path = base.name_or_path = ""
     model = imported(tmp_path, "mtp", speculators(own), base)
-    found = find_active(model, "MTP").module.layers.state_dict()
+    found = find_active(model, "MTP").layers.state_dict()
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], 2 * one) for key, one in own.items())
     greedy: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}

@@ -51,7 +51,7 @@ def fresh(name: str) -> Any:
 
 def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int) -> Tensor:
     """``(steps, vocab)`` of one chain, each row of which all rows are computed for anew."""
-    made = adapter.module.placed()
+    made = adapter.placed()
     final = model.model(ids[None]).last_hidden_state[0]
     tokens = model.get_input_embeddings()(ids)
 
@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
     batch: Any = collate(rows)
     batch["anchors"][1] = torch.tensor([4, 9, 14, 15])[: batch["anchors"].shape[1]]
     own = loss(base, adapter, TrainingBatch(**batch))["loss"]
-    trained = [one for one in adapter.module.parameters() if one.requires_grad]
+    trained = [one for one in adapter.parameters() if one.requires_grad]
     gradients = torch.autograd.grad(own, trained, allow_unused=True)
 
     total = torch.zeros(())

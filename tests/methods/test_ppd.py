@@ -45,7 +45,7 @@ def with_adapter(model: Any, fields: dict[str, Any], seed: int = 1) -> Any:
     torch.manual_seed(seed)
     model.add_adapter(hf_spec.PPDConfig(**fields))
     with torch.no_grad():
-        for value in find_active(model, "PPD").weights().values():
+        for value in find_active(model, "PPD").tensors().values():
             value.add_(torch.randn_like(value) * 0.5)
     return model
 
@@ -87,7 +87,7 @@ def sees(mask: str, query: int, key: int, num_ept: int) -> bool:
 def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits (m, vocab) of the prompt tokens behind ``ids`` (seq,) of a llama."""
     adapter = find_active(model, "PPD")
-    config, weights = adapter.config, adapter.weights()
+    config, weights = adapter.config, adapter.tensors()
     count, ept, prefix = config.num_prompt_tokens, config.num_ept, config.num_prefix_tokens
     seen = DynamicCache()
     model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
@@ -179,7 +179,7 @@ def test_prompts_start_from_text(fresh: Tiny) -> None:
     for architecture in ("llama", "gemma3"):  # the latter scales what it looks up
         model = fresh(architecture)
         model.add_adapter(hf_spec.PPDConfig(num_ept=2))
-        prompts = find_active(model, "PPD").weights()["prompts"]
+        prompts = find_active(model, "PPD").tensors()["prompts"]
         every = model.get_input_embeddings()(torch.arange(VOCAB))
         assert (prompts[:, None] == every).all(-1).any(-1).all()
 
@@ -279,11 +279,11 @@ class Watch(TrainerCallback):
         self.before: dict[str, torch.Tensor] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        found = find_active(kwargs["model"], "PPD").weights()
+        found = find_active(kwargs["model"], "PPD").tensors()
         self.before = {name: value.detach().clone() for name, value in found.items()}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        found = find_active(kwargs["model"], "PPD").weights()
+        found = find_active(kwargs["model"], "PPD").tensors()
         self.moved.append({k for k, v in found.items() if not torch.equal(v, self.before[k])})
 
 

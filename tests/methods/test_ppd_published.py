@@ -28,7 +28,7 @@ def test_prompt_embeddings(tmp_path: Path, suffix: str) -> None:
     model.load_adapter(str(output))
     adapter = find_active(model, "PPD")
     assert adapter.config.num_prompt_tokens == 3
-    assert torch.equal(adapter.weights()["prompts"], state["prompt_embeddings"])
+    assert torch.equal(adapter.tensors()["prompts"], state["prompt_embeddings"])
     ids = torch.tensor([[5, 9, 17, 40]])
     config = hf_spec.SpecConfig.from_pretrained(output)
     plain = make_model().generate(ids, max_new_tokens=12, do_sample=False)

@@ -38,7 +38,7 @@ def propd(**kwargs: Any) -> dict[str, Any]:
 def trained_like(model: Any, **config: Any) -> dict[str, torch.Tensor]:
     """Add an adapter with weights that matter; returns them."""
     model.add_adapter(hf_spec.ProPDConfig(**config), "propd")
-    weights = find_active(model, "PROPD").weights()
+    weights = find_active(model, "PROPD").tensors()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for value in weights.values():
@@ -66,7 +66,7 @@ def test_the_early_head_s_loss(fresh: Tiny, architecture: str, loss: str) -> Non
     model.config.logit_scale = model.logit_scale = 0.5
     config = hf_spec.ProPDConfig(num_heads=2, prune_layer=1, loss=loss)
     peft_model = get_peft_model(model, config)
-    weights = find_active(model, "PROPD").weights()
+    weights = find_active(model, "PROPD").tensors()
     with torch.no_grad():
         for value in weights.values():
             value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3))

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
@@ -31,13 +31,13 @@ class BlockDrafter(TreeDrafter):
     """
 
     def __init__(
-        self, model: Any, options: DraftOptions, adapter: ActiveAdapter,
+        self, model: Any, options: DraftOptions, adapter: Adapter,
         tree_source: Callable[..., TreeSource],
     ):  # fmt: skip
-        config, weights = adapter.config, adapter.weights()
+        config, weights = adapter.config, adapter.tensors()
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)
-        self.network = BlockNetwork(model, adapter.module)
+        self.network = BlockNetwork(model, adapter)
         self.markov_head = head = self.network.head
         if head is not None:
             self.make_predictions, head.top_k = PathPredictions, config.selector_top_k

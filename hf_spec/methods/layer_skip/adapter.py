@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.low_rank import ALPHA, LowRankAdapter, check_targets
 from hf_spec.adapters.tuner import TrainingBatch
@@ -56,6 +55,7 @@ class LayerSkipConfig(SpecPeftConfig):
         None,
         "Linear modules with updates: names, or a regular expression. Default: all that drafting "
         "runs.",
+        check_targets,
     )
 
     def __post_init__(self) -> None:
@@ -67,7 +67,6 @@ class LayerSkipConfig(SpecPeftConfig):
         last, why = layers and layers - 1, "By base_facts, these are the base's. Correct one."
         for name in ("skip_attention", "skip_mlp"):
             setattr(self, name, sorted(distinct_layers(name, getattr(self, name), last, why)))
-        check_targets("draft_target_modules", self.draft_target_modules)
 
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)
@@ -120,7 +119,7 @@ class LayerSkipAdapter(LowRankAdapter):
 PIECE = 4
 
 
-def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def loss(model: Any, adapter: Any, batch: TrainingBatch) -> dict[str, Tensor]:
     """KL divergence of the drafting model's next-token distribution from the full model's.
 
     Averaged over the drafted tokens of a sequence and then over sequences. A piece of
@@ -134,7 +133,7 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     if not config.draft_rank:
         raise ValueError("draft_rank=0: the adapter has no weights to train.")
     drafting = LayerSkipper(model, config.skip_attention, config.skip_mlp).changes
-    adapter.module.update.add_to(drafting)
+    adapter.update.add_to(drafting)
     # Like a group of probes, a piece attends causally to the tokens up to its anchor and to itself.
     group, ahead = ProbeGroup.causal(PIECE), Ahead.of(batch, PIECE, placement(model).device)
     with torch.no_grad():

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
@@ -50,7 +51,7 @@ class LayerSkipDrafter(Drafter):
         super().__init__(model, options)
         attention, mlp, adapter = _choice(model, options)
         self.drafting = LayerSkipper(model, attention, mlp).changes
-        update = None if adapter is None else adapter.module.update
+        update = None if adapter is None else adapter.update
         self.learned = None if update is None else MergedCopies(update, self.drafting)
         name = None if adapter is None else adapter.name
         self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
@@ -218,9 +219,7 @@ class _Followed:
             self._node = self._children.get((self._node, token))
 
 
-def _choice(
-    model: Any, options: LayerSkipOptions
-) -> tuple[list[int], list[int], ActiveAdapter | None]:
+def _choice(model: Any, options: LayerSkipOptions) -> tuple[list[int], list[int], Adapter | None]:
     """Layers whose attention and MLP are skipped, and the active adapter if they are its own."""
     attention, mlp = options.skip_attention, options.skip_mlp
     if attention is not None or mlp is not None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.active import find_active
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import count, setting
@@ -88,9 +88,9 @@ class MtpAdapter(Adapter):
         return made
 
 
-def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def loss(model: Any, adapter: Any, batch: TrainingBatch) -> dict[str, Tensor]:
     """See :func:`chain_loss`."""
-    layers = adapter.module.placed()
+    layers = adapter.placed()
     for module in layers.layers.modules():
         # Blocks that compute activations anew leave the cache out.
         if hasattr(module, "gradient_checkpointing"):
@@ -106,8 +106,8 @@ class MtpDrafter(AutoregressiveDrafter):
     options: GrowOptions
 
     def __init__(self, model: Any, options: GrowOptions):
-        adapter = find_active(model, "MTP")
-        layers = mtp_layers(model) if adapter is None else adapter.module.placed()
+        adapter: Any = find_active(model, "MTP")
+        layers = mtp_layers(model) if adapter is None else adapter.placed()
         key = "mtp", None if adapter is None else adapter.name, key_of(options)
         network = MtpNetwork(model, layers)
         super().__init__(model, options, network, Reads("committed"), key)

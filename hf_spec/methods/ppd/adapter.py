@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import FrontConfig, of_tokens, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
@@ -200,9 +199,9 @@ class PromptTokens:
         inputs: their inputs of a forward.
     """
 
-    def __init__(self, adapter: ActiveAdapter, distances: int | None = None):
+    def __init__(self, adapter: Adapter, distances: int | None = None):
         self.config: Any = adapter.config
-        self.weights: Mapping[str, Tensor] = adapter.weights()
+        self.weights: Mapping[str, Tensor] = adapter.tensors()
         self.distances: int = distances or self.config.num_prompt_tokens
         self.group = ept_group(self.distances, self.config.num_ept, self.config.ept_mask)
         prefix = self.config.num_prefix_tokens
@@ -251,7 +250,7 @@ class PromptTokens:
         return model_logits(model, states, head=head)
 
 
-def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """Divergence from the base's distributions, averaged per sequence and then over sequences.
 
     The loss of distance i has weight decay^(i-1). The base's distribution is that at the same

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
@@ -58,7 +58,7 @@ class PPDDrafter(ProbeDrafter):
     trees = {"static": static_tree, CHAIN: chain_tree, DYNAMIC: None}
     options: PPDOptions
 
-    def __init__(self, model: Any, options: PPDOptions, adapter: ActiveAdapter):
+    def __init__(self, model: Any, options: PPDOptions, adapter: Adapter):
         config: Any = adapter.config
         if options.tree == DYNAMIC:
             source = dynamic_source(model, adapter)
@@ -68,7 +68,7 @@ class PPDDrafter(ProbeDrafter):
             )
         self.prompts = PromptTokens(adapter, source.max_depth)
         super().__init__(
-            model, options, self.prompts.inputs, source, adapter.weights(), self.prompts.group
+            model, options, self.prompts.inputs, source, adapter.tensors(), self.prompts.group
         )
 
     def distance_states(self, hidden: Tensor) -> Tensor:

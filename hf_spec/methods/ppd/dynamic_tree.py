@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_spec.adapters.active import ActiveAdapter, require_active
+from hf_spec.adapters.active import require_active
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_ROWS
 from hf_spec.core.stats import synchronize
@@ -350,7 +351,7 @@ def states_of(saved: Any) -> TreeStates:
         ) from error
 
 
-def dynamic_source(model: Any, adapter: ActiveAdapter) -> TreeSource:
+def dynamic_source(model: Any, adapter: Adapter) -> TreeSource:
     """The dynamic tree of a PPD adapter; a ValueError if it has none, or one that does not fit the
     adapter or the model."""
     if (saved := adapter.config.dynamic_tree) is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count, count, setting
 from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
@@ -94,7 +94,7 @@ class ProPDAdapter(HeadsAdapter):
         self.hold({MATRIX: matrix, BIAS: bias, GAIN: gain})
 
 
-def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """The heads' loss plus that of the early head, which predicts token t + 1 at each anchor t.
 
     With ``loss="hard"``, the latter is the cross-entropy of the answer's token, with
@@ -107,7 +107,7 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     seen = layer_input(model, changes, config.prune_layer)
     hidden = changes.run(token_hidden, model, batch.input_ids, batch.attention_mask)
     found = heads_loss(model, adapter, batch, hidden)
-    states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), batch.anchors))
+    states = early_states(adapter.tensors(), states_at(seen[0].to(hidden.device), batch.anchors))
     logits = model_logits(model, states.to(hidden))[:, :, None]
     ahead = Ahead.of(batch, 1, hidden.device, first=0)
     own = own_logits(model, hidden, ahead.columns) if config.loss == "distillation" else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.checks import SHARE, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
@@ -152,9 +152,9 @@ class ProPDDrafter(HeadDrafter):
     trees = {**HeadDrafter.trees, ONLINE: None}
 
 
-def make_drafter(model: Any, options: ProPDOptions, adapter: ActiveAdapter) -> Drafter:
+def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter:
     """The drafter of the heads, or of another strategy; with early pruning if it is asked for."""
-    weights, config = adapter.weights(), adapter.config
+    weights, config = adapter.tensors(), adapter.config
     drafter: Drafter
     if options.drafter == HEADS:
         heads = len(weights[WEIGHTS])

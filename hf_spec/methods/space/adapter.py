@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.low_rank import ALPHA, DOWN, UP, LowRankAdapter, check_targets
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import PredictingConfig, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import SHARE, choice, count, number, setting
@@ -74,6 +74,7 @@ class SpaceConfig(PredictingConfig):
         None,
         "Linear modules that get low-rank updates: names, or a regular expression. Default: all in "
         "the decoder layers; for gated updates the last one of each layer.",
+        check_targets,
     )
 
     def __post_init__(self) -> None:
@@ -84,7 +85,6 @@ class SpaceConfig(PredictingConfig):
                 "random tokens are told from text by gated updates alone, and have no embedding to "
                 "share. Take update='gated' and shared_mask=False, or masks='learned'."
             )
-        check_targets("target_modules", self.target_modules)
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             self.target_modules = sorted(self.target_modules)
 
@@ -150,7 +150,7 @@ class SpaceAdapter(LowRankAdapter):
         self.hold(config.fresh_shared(model, config.num_mask_tokens))
 
 
-def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
+def mask_tokens(adapter: Adapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
     """The k mask tokens as probes, with the low-rank updates if these are gated.
 
     Gradients flow to the adapter's parameters.
@@ -159,7 +159,7 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
         noise: ``(..., k)`` random tokens, if mask tokens are noise; None for a fixed choice.
     """
     config: Any = adapter.config
-    update = adapter.module.update if config.update == "gated" else None
+    update = adapter.update if config.update == "gated" else None
     if config.masks == "noise":
         if noise is None:
             noise = random_tokens(model, 0, config.num_mask_tokens)
@@ -167,7 +167,7 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
         with torch.no_grad():
             embeddings = embed(noise.to(placement(model).device))
     else:
-        embeddings = adapter.weights()["masks"].expand(config.num_mask_tokens, -1)
+        embeddings = adapter.tensors()["masks"].expand(config.num_mask_tokens, -1)
     return ProbeInputs(embeddings, update=update)
 
 
@@ -178,7 +178,7 @@ def random_tokens(model: Any, seed: int, *shape: int) -> Tensor:
     return torch.randint(known, shape, generator=generator, device="cpu")
 
 
-def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """Eq. (4), averaged over sequences (semi-autoregressive supervised fine-tuning, section 3.1).
 
     In training, the loss of a sequence is the autoregressive L_AR with probability p_ar, otherwise
@@ -200,8 +200,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     useful = (ahead.wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
     noise = None
     if config.masks == "noise":
-        shape = (anchors.shape[1], len(group))
         seeds = [_draw(*row) for row in zip(input_ids, labels, anchors, useful)]
+        shape = (anchors.shape[1], len(group))
         noise = torch.stack([random_tokens(model, seed, *shape) for seed in seeds])
     inputs = mask_tokens(adapter, model, noise)
     share = _sar_share(config, model.training, input_ids, labels, anchors, useful)
@@ -216,29 +216,33 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     sums = states.new_zeros(useful.shape, dtype=torch.promote_types(states.dtype, torch.float32))
     counts = torch.zeros_like(useful, dtype=torch.long)  # both (batch, anchors)
     if useful.shape[1]:
-        losses, logits, wanted = future_losses(model, adapter.weights(), hidden.probe_hidden, ahead)
+        losses, logits, wanted = future_losses(model, adapter.tensors(), hidden.probe_hidden, ahead)
         output = {"logits": logits, "labels": wanted}
         sums, counts = losses.sum(-1), (wanted >= 0).sum(-1)
     ar_loss = sums.new_zeros(len(useful))
     if not frozen:
-        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(device)
-        real = following != IGNORED  # (batch, seq)
-        predicted = model_logits(model, states[real][None])[0]
-        losses = sums.new_zeros(real.shape)
-        losses = losses.masked_scatter(real, prediction_losses(predicted, following[real]))
+        losses, following = _next_token_losses(model, states, labels)
         ar_loss = wanted_mean(losses, following, 1)
         # The first sum of eq. (3): the tokens up to y_m, which the anchor itself predicts.
         sums = sums + losses.cumsum(-1).gather(1, anchors)
-        counts = counts + real.cumsum(-1).gather(1, anchors)
+        counts = counts + (following != IGNORED).cumsum(-1).gather(1, anchors)
     sar_losses = torch.where(useful, sums / counts.clamp(min=1), 0.0)
     sar_loss = sar_losses.sum(-1) / useful.sum(-1).clamp(min=1)
     share = torch.where(useful.any(-1), share, 0.0)  # an answer too short for a mask token
     mean = ((1 - share) * ar_loss + share * sar_loss).mean()
     if model.training and not useful.shape[1]:
         # Other processes have mask tokens: DDP waits for a gradient of every parameter in each.
-        trained = [one for one in adapter.weights().values() if one.requires_grad]
+        trained = [one for one in adapter.tensors().values() if one.requires_grad]
         mean = mean + 0.0 * torch.stack([one.sum().to(mean) for one in trained]).sum()
     return {"loss": mean, **output}
+
+
+def _next_token_losses(model: Any, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of the token after each one, and these tokens, both ``(batch, seq)``."""
+    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(states.device)
+    real = following != IGNORED
+    found = prediction_losses(model_logits(model, states[real][None])[0], following[real])
+    return found.new_zeros(real.shape).masked_scatter(real, found), following
 
 
 def _sar_share(

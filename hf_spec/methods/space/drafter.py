@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.verify import sample
 from hf_spec.drafting.markov_head import MarkovHead
@@ -52,7 +52,7 @@ class SpaceDrafter(ProbeDrafter):
     can_sample = True
     options: SpaceOptions
 
-    def __init__(self, model: Any, options: SpaceOptions, adapter: ActiveAdapter):
+    def __init__(self, model: Any, options: SpaceOptions, adapter: Adapter):
         if options.acceptance == "rejection":
             options = replace(options, tree=CHAIN)
         source = tree_source(
@@ -60,7 +60,7 @@ class SpaceDrafter(ProbeDrafter):
         )
         inputs = mask_tokens(adapter, model)
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
-        super().__init__(model, options, used, source, adapter.weights())
+        super().__init__(model, options, used, source, adapter.tensors())
 
     def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
@@ -321,14 +321,14 @@ def _written(
     return fields, {one: x for one, x in scales.items() if x not in (1.0, None)}, layers
 
 
-def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
+def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
     """``config.json`` and tensors as speculators writes them.
 
     Raises:
         ValueError: the adapter has what speculators does not know.
     """
     config: Any = adapter.config
-    name, tensors, known = _kind_to_write(config), dict(adapter.weights()), vocab_size(model)
+    name, tensors, known = _kind_to_write(config), dict(adapter.tensors()), vocab_size(model)
     fields, scales, layers = _written(model, config, name)
     vocabulary = DraftVocabulary.of(tensors, model) if VOCABULARY in tensors else None
     rank, width = config.markov_rank, config.markov_width
@@ -372,14 +372,14 @@ def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     }
 
 
-def specforge(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
+def specforge(model: Any, adapter: Adapter) -> dict[str, Any]:
     """``config.json`` and tensors as SpecForge writes them, and SGLang reads.
 
     Raises:
         ValueError: the adapter has what they do not know.
     """
     config: Any = adapter.config
-    name, tensors = _kind_to_write(config), dict(adapter.weights())
+    name, tensors = _kind_to_write(config), dict(adapter.tensors())
     fields, scales, layers = _written(model, config, name)
     sliding, kind = bool(config.sliding_layers), KINDS[name]
     tables.refuse({

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
@@ -120,7 +120,7 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     return fields, found
 
 
-def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
+def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
     """``config.json`` and tensors in speculators' format, with the base's embeddings, as
     speculators would leave them random.
 
@@ -154,7 +154,7 @@ def speculators(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     return {tables.CONFIG: written, tables.WEIGHTS: tensors}
 
 
-def sglang(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
+def sglang(model: Any, adapter: Adapter) -> dict[str, Any]:
     """``config.json`` and tensors as SGLang reads them.
 
     Raises:
@@ -185,7 +185,7 @@ def sglang(model: Any, adapter: ActiveAdapter) -> dict[str, Any]:
     return {tables.CONFIG: written, tables.WEIGHTS: tables.renamed(tensors, [OF_SGLANG[::-1]])}
 
 
-def _written(model: Any, adapter: ActiveAdapter) -> Files:
+def _written(model: Any, adapter: Adapter) -> Files:
     """The config of the decoder's layers, with all that engines ask for, and tensors."""
     config: Any = adapter.config
     count = num_layers(model)
@@ -195,7 +195,7 @@ def _written(model: Any, adapter: ActiveAdapter) -> Files:
         f"layers={config.layers}: engines give the states of the last layer, {count}, before the "
         "final norm, and it was trained with those after it.": max(config.layers) == count,
     })  # fmt: skip
-    tensors = {name: one.detach() for name, one in adapter.weights().items()}
+    tensors = {name: one.detach() for name, one in adapter.tensors().items()}
     tables.put_vocabulary(tensors, vocab_size(model))
     layers = tables.written_layers(config, vocab_size(model))
     return {**layers, "attention_bias": False, "mlp_bias": False}, tensors

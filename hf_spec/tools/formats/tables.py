@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.base_model import check_read_layers
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
@@ -51,7 +51,7 @@ class Reader:
 
 #: Given the base model and the active adapter, returns files by name, of JSON or of tensors, as
 #: another program reads them; raises a ValueError if it cannot read such an adapter.
-Writer = Callable[[Any, ActiveAdapter], dict[str, Any]]
+Writer = Callable[[Any, Adapter], dict[str, Any]]
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 

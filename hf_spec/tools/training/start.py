@@ -8,9 +8,9 @@ from typing import Any
 from peft import PeftConfig
 from safetensors.torch import load_file
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
 from hf_spec.adapters.layer import name_on_disk
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import (
     MARKOV_HEAD,
     VOCABULARY,
@@ -68,18 +68,18 @@ def continued(method: Method, folder: Path, fields: dict[str, Any]) -> tuple[Any
     return changed, rank != before
 
 
-def load_trained(adapter: ActiveAdapter, folder: Path) -> None:
+def load_trained(adapter: Adapter, folder: Path) -> None:
     """Load a trained adapter's weights into one that gets a Markov head, and freeze them."""
     stored = load_file(folder / WEIGHTS)
-    for name, weight in adapter.weights().items():
+    for name, weight in adapter.tensors().items():
         weight.requires_grad_(name in MARKOV_HEAD)
         if name not in MARKOV_HEAD:
             weight.data.copy_(stored[PEFT_PREFIX + name_on_disk(adapter.config.type_name, name)])
 
 
-def set_vocabulary(adapter: ActiveAdapter, model: Any, answers: Sequence[Sequence[int]]) -> None:
+def set_vocabulary(adapter: Adapter, model: Any, answers: Sequence[Sequence[int]]) -> None:
     """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
-    tokens = adapter.weights().get(VOCABULARY)
+    tokens = adapter.tensors().get(VOCABULARY)
     if tokens is not None:
         common = common_tokens(answers, len(tokens), vocab_size(model))
-        adapter.module.set_vocabulary(common, model)
+        adapter.set_vocabulary(common, model)

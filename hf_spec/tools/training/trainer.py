@@ -190,7 +190,7 @@ class SpecTrainer(Trainer):
         """Parameters of the adapter that are not trained yet, by name."""
         names = self.adapter_config.untrained(self.progress)
         adapter = find_active(self._base, self.adapter_config.type_name) if names else None
-        weights: dict[str, Any] = {} if adapter is None else adapter.weights()
+        weights: dict[str, Any] = {} if adapter is None else adapter.tensors()
         return {name: weight for name, weight in weights.items() if name in names}
 
     def whole_state(self) -> dict[str, Any]:
