@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
@@ -54,94 +55,7 @@ class CompiledTarget(Target):
         if first and self.cache.recurrent is not None:
             # What earlier forwards of the step have kept has no recurring size.
             return super().step(tree, first, keys, changes, verify, after)
-        if first:
-            width = bucket(tree.num_tokens - first)
-            padded = tree.padded(max(PARTS, bucket(first + width)), 0)
-        else:
-            padded = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
-            width = padded.num_nodes
-        cache, graphs = self.cache, self.graphs
-        cache.reserve(max(padded.num_nodes, first + width), first)
-        buffers, parts = cache.tensors(), padded.tensors()
-        before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
-        named, others = self.variables()
-        start = sent([first] if first else [], cache.lengths.device)
-        rules = () if verify is None else verify.inputs
-        small = [cache.lengths, *parts, *named.values(), start, *rules, *drafting]
-
-        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            given = iter(tensors)
-            fixed = [next(given) for _ in before]
-            held = [next(given) for _ in buffers]
-            lengths, rows = next(given), padded.with_tensors([next(given) for _ in parts])
-            variables = {place: next(given) for place in named}
-            nodes, start = torch.arange(width, device=lengths.device), next(given)
-            if first:
-                nodes = nodes + start
-            slots = lengths[:, None] + nodes
-            traced = cache.traced_with(held, lengths, slots, rows, not graphs.compiles)
-            own = self.traced_with(traced, variables)
-            block = Block.of(rows, nodes if first else slice(None))
-            output = own.forward(block, cache.capacity, changes)
-            found = [output.logits] + ([] if output.hidden is None else [output.hidden])
-            kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
-            if verify is None:
-                return (*found, *kept)
-            ruling = [next(given) for _ in rules]
-            result = verify.function(rows, output.logits, ruling)
-            if not graphs.compiles and result.path.shape[1] > 1:  # else the root, which is in place
-                traced.states.move(lengths, result.path)
-            if after is not None:
-                noise = verify.noise and verify.noise(ruling, result, after.depth)
-                read = output.read(self.reads, result)
-                drafted = after.function([*fixed, *given], result, read, noise)
-                return (*found, result.packed(), *drafted, *kept)
-            return (*found, result.packed(), *kept)
-
-        def eager() -> tuple[Tensor, ...]:
-            output = self.forward(Block.of(tree, slice(first, None)), keys, changes)
-            return tuple(part for part in output[1:3] if part is not None)
-
-        count, probes = tree.num_tokens - first, tree.num_probes
-        has_hidden = changes is None and self.reads_hidden(tree)
-
-        def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            logits, *rest = tensors
-            if has_hidden:
-                hidden = rest[0][:, :count]
-                if probes:
-                    behind = rest[0][:, padded.num_tokens :][:, :probes]
-                    hidden = torch.cat([hidden, behind], dim=1)
-                rest[0] = hidden
-            return [logits[:, :count], *rest]
-
-        def left(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            """Without what is needed no more."""
-            count = 1 + has_hidden
-            return [*(one[:, :0] for one in tensors[:count]), *tensors[count:]]
-
-        key = (
-            "forward", cache.layout, changes is not None, tuple(named), others, bool(first),
-            verify and verify.key, padded.group, after and after.key,
-        )  # fmt: skip
-        inputs = [*before, *buffers, *(tensor.contiguous() for tensor in small)]
-        static = len(before) + len(cache.states.members)  # each commit makes other recurrent states
-        logits, *found = graphs.run(
-            key, function, inputs, eager, cut, static, left if after is not None else None
-        )
-        hidden = found.pop(0) if has_hidden else None
-        # Where the code was just made, the forward has run uncompiled.
-        result, drafted = None, found[:0]
-        if verify is not None and found:
-            result, found = StepResult.unpacked(found[0]), found[1:]
-            if graphs.compiles and result.path.shape[1] > 1:
-                # At once for all layers, which takes no compiling and few kernels.
-                cache.states.move(cache.lengths, result.path)
-            if after is not None:
-                drafted, found = found[: after.num_results], found[after.num_results :]
-        if found and cache.recurrent is not None:
-            cache.recurrent.set_kept(found)
-        return Output(tree, logits, hidden, result, drafted)
+        return _Step(self, tree, first, keys, changes, verify, after).run()
 
     def variables(self) -> tuple[dict[tuple[str, str], Tensor], Hashable]:
         """What forwards read besides the tree and the KV cache: tensors by attribute and name,
@@ -168,3 +82,148 @@ class CompiledTarget(Target):
             held = {**getattr(own, attribute), name: value} if name else value
             setattr(own, attribute, held)
         return own
+
+
+class _Inputs(NamedTuple):
+    """What the code of a step gets: first what is at the same places in most steps.
+
+    Attributes:
+        drafter: buffers of the :class:`DraftProgram`.
+        cache: those of the KV cache.
+        lengths: ``(batch,)``
+        tree: the parts of the padded tree.
+        variables: see :meth:`CompiledTarget.variables`.
+        first: ``(1,)`` the first node to forward, if it is not the root.
+        rule, drafting: what changes for the two programs.
+    """
+
+    drafter: Sequence[Tensor]
+    cache: Sequence[Tensor]
+    lengths: Tensor
+    tree: Sequence[Tensor]
+    variables: Sequence[Tensor]
+    first: Sequence[Tensor]
+    rule: Sequence[Tensor]
+    drafting: Sequence[Tensor]
+
+
+class _Step:
+    """A step as a function of tensors of recurring shapes; the arguments as of
+    :meth:`Target.step`."""
+
+    def __init__(
+        self, target: CompiledTarget, tree: Tree, first: int, keys: int, changes: Changes | None,
+        verify: VerifyProgram | None, after: DraftProgram | None,
+    ):  # fmt: skip
+        self.target, self.tree, self.first, self.keys = target, tree, first, keys
+        self.changes, self.verify, self.after = changes, verify, after
+        if first:
+            self.width = bucket(tree.num_tokens - first)
+            self.padded = tree.padded(max(PARTS, bucket(first + self.width)), 0)
+        else:
+            self.padded = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
+            self.width = self.padded.num_nodes
+        self.has_hidden = changes is None and target.reads_hidden(tree)
+        #: Whether the code moves accepted nodes to the first slots. Where it is compiled, the host
+        #: does so for all layers at once, which takes no compiling and few kernels.
+        self.moves = not target.graphs.compiles
+
+    def run(self) -> Output:
+        target, cache, graphs = self.target, self.target.cache, self.target.graphs
+        cache.reserve(max(self.padded.num_nodes, self.first + self.width), self.first)
+        self.named, others = target.variables()
+        inputs, self.spec = tree_flatten(self._inputs())
+        after, verify = self.after, self.verify
+        key = (
+            "forward", cache.layout, self.changes is not None, tuple(self.named), others,
+            bool(self.first), verify and verify.key, self.padded.group, after and after.key,
+        )  # fmt: skip
+        # Each commit makes other recurrent states.
+        static = len(cache.states.members) + (0 if after is None else len(after.buffers))
+        found = graphs.run(
+            key, self._function, inputs, self._eager, self._cut, static,
+            None if after is None else self._left,
+        )  # fmt: skip
+        return self._output(*found)
+
+    def _inputs(self) -> _Inputs:
+        cache, after = self.target.cache, self.after
+        first = sent([self.first], cache.lengths.device) if self.first else None
+        before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
+        rule = [] if self.verify is None else self.verify.inputs
+        changing = self.padded.tensors(), [*self.named.values()], rule, drafting
+        tree, variables, rule, drafting = ([x.contiguous() for x in part] for part in changing)
+        return _Inputs(
+            before, cache.tensors(), cache.lengths.contiguous(), tree, variables,
+            [] if first is None else [first], rule, drafting,
+        )  # fmt: skip
+
+    def _function(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given: _Inputs = tree_unflatten(tensors, self.spec)
+        target, lengths = self.target, given.lengths
+        rows = self.padded.with_tensors(given.tree)
+        nodes = torch.arange(self.width, device=lengths.device)
+        for first in given.first:
+            nodes = nodes + first
+        slots = lengths[:, None] + nodes
+        traced = target.cache.traced_with(given.cache, lengths, slots, rows, self.moves)
+        own = target.traced_with(traced, dict(zip(self.named, given.variables)))
+        block = Block.of(rows, nodes if self.first else slice(None))
+        output = own.forward(block, target.cache.capacity, self.changes)
+        found = [output.logits] + ([] if output.hidden is None else [output.hidden])
+        kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
+        return (*found, *self._ending(rows, output, given, traced), *kept)
+
+    def _ending(
+        self, rows: Tree, output: Output, given: _Inputs, traced: TreeCache
+    ) -> tuple[Tensor, ...]:
+        """The packed result, and what was drafted."""
+        verify, after = self.verify, self.after
+        if verify is None:
+            return ()
+        result = verify.function(rows, output.logits, given.rule)
+        if self.moves and result.path.shape[1] > 1:  # else the root, which is in place
+            traced.states.move(given.lengths, result.path)
+        if after is None:
+            return (result.packed(),)
+        noise = verify.noise and verify.noise(given.rule, result, after.depth)
+        read = output.read(self.target.reads, result)
+        drafted = after.function([*given.drafter, *given.drafting], result, read, noise)
+        return (result.packed(), *drafted)
+
+    def _eager(self) -> tuple[Tensor, ...]:
+        block = Block.of(self.tree, slice(self.first, None))
+        output = self.target.forward(block, self.keys, self.changes)
+        return tuple(part for part in output[1:3] if part is not None)
+
+    def _cut(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results without those of padding."""
+        count, probes = self.tree.num_tokens - self.first, self.tree.num_probes
+        logits, *rest = tensors
+        if self.has_hidden:
+            hidden = rest[0][:, :count]
+            if probes:
+                behind = rest[0][:, self.padded.num_tokens :][:, :probes]
+                hidden = torch.cat([hidden, behind], dim=1)
+            rest[0] = hidden
+        return [logits[:, :count], *rest]
+
+    def _left(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results without what is needed no more."""
+        count = 1 + self.has_hidden
+        return [*(one[:, :0] for one in tensors[:count]), *tensors[count:]]
+
+    def _output(self, logits: Tensor, *found: Tensor) -> Output:
+        cache, rest = self.target.cache, list(found)
+        hidden = rest.pop(0) if self.has_hidden else None
+        # Where the code was just made, the forward has run uncompiled.
+        result, drafted = None, rest[:0]
+        if self.verify is not None and rest:
+            result = StepResult.unpacked(rest.pop(0))
+            if not self.moves and result.path.shape[1] > 1:
+                cache.states.move(cache.lengths, result.path)
+            if self.after is not None:
+                drafted, rest = rest[: self.after.num_results], rest[self.after.num_results :]
+        if rest and cache.recurrent is not None:
+            cache.recurrent.set_kept(rest)
+        return Output(self.tree, logits, hidden, result, drafted)
