@@ -290,7 +290,7 @@ def test_the_commonest_tokens_are_predicted(
         (["bita", "--max-steps", "0"], "max_steps=0: must be a whole number of at least 1"),
         (["bita", "--max-minutes", "0"], r"max_minutes=0.0: must be a number in \(0"),
         (["bita", "--max-minutes", "5", "--warmup-steps", "9"], "a share of the training"),
-        (["bita", "--adapter", "/none"], "cannot read '/none/generation_config.json'"),
+        (["bita", "--adapter", "/none"], "Can't find 'adapter_config.json' at '/none'"),
         (["space", "--update", "none", "--p-ar", "1.0"], "p_ar=1.0: nothing is trained"),
         (["bita", "--model="], "'hf-spec train bita' needs --model"),
     ],

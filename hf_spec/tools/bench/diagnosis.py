@@ -110,7 +110,7 @@ def diagnose(
         "tasks": ", ".join(f"{task} {one:.2f}" for task, one in tasks.items()),
     }
     at = [*positions, 0.0, 0.0, 0.0]
-    may_get_head = isinstance(config, PredictingConfig) and not config.markov_rank
+    headless = isinstance(config, PredictingConfig) and not config.markov_rank
     best = (trained.get("best") or {}).get("eval_tau", 0.0)
     findings = [
         (best > BETTER * tau,
@@ -122,9 +122,9 @@ def diagnose(
         (adapter is not None and at[0] < 0.5,
          f"Only {at[0]:.0%} of first draft tokens are accepted: the drafter is undertrained. Train "
          "on more answers (2,000 or more) rather than for more epochs."),
-        (may_get_head and at[0] >= 0.5 and len(positions) > 2 and at[2] < at[0] / 2,
+        (headless and at[0] >= 0.5 and len(positions) > 2 and at[2] < at[0] / 2,
          "Acceptance falls from position to position, as the drafter does not see its own draft "
-         "tokens: hf-spec train --adapter A --markov-rank 128 adds a Markov head, which does."),
+         "tokens: trained with --markov-rank 128 it does."),
         (not learned and tau < 1.3,
          "The output rarely repeats its prompt or itself, which lookups need. A trained drafter "
          "does not depend on that."),

@@ -28,7 +28,7 @@ def train(
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[
         Path | None,
-        Option(help="Adapter to go on from; only its Markov head, if --markov-rank adds one."),
+        Option(help="Adapter to go on from."),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
@@ -55,9 +55,8 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
     """
-    from hf_spec.tools.hub.folder import read_spec_config
-    from hf_spec.tools.training import start
     from hf_spec.tools.training import train as work
+    from hf_spec.tools.training.start import config_of
 
     chosen = work.trainable_method(method)
     fields = work.config_fields(chosen)
@@ -68,18 +67,7 @@ def train(
     require("train", "accelerate", "datasets")
     config, arguments = parse_options(context.args, method, fields)
     # Invalid values are refused before anything is loaded.
-    if adapter is None:
-        assert chosen.adapter_config is not None
-        adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
-    else:
-        its = read_spec_config(adapter)[0].name
-        if its != method:
-            raise ValueError(
-                f"--adapter {str(adapter)!r} is of {its!r}: give 'hf-spec train {its}'"
-            )
-        adapter_config, gets_head = start.continued(chosen, adapter, config)
-        if gets_head and "learning_rate" in arguments:
-            raise ValueError("--learning-rate: a Markov head's is --markov-learning-rate")
+    adapter_config = config_of(chosen, config, adapter)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     work.spec_arguments(chosen, output, adapter_config, **arguments)
