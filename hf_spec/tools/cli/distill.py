@@ -33,8 +33,8 @@ def distill(
     strategy: Annotated[
         str | None,
         Option(
-            help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
-            "plain generate and what fits the model.  [default: that of the adapter, else auto]"
+            help="One of 'hf-spec strategies', none for plain generate, or auto: what fits the "
+            "model.  [default: that of the adapter, else auto]"
         ),
     ] = None,
     strategy_kwargs: Annotated[str | None, Option(help="Its options, a JSON object.")] = None,
@@ -137,7 +137,7 @@ def distill(
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
-    """The contender that generates, None for the fastest, and the adapters to load."""
+    """The contender that generates, None for what fits the model, and the adapters to load."""
     from hf_spec.drafting.options import AUTO
     from hf_spec.tools.bench import contenders as lineup
     from hf_spec.tools.training import distill as work

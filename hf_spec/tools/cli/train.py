@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,36 +89,10 @@ def train(
     from hf_spec.tools.training.report import outcome
 
     write_card(output)
-    speedup = None
-    # Processes that share the model would have to decode together.
-    if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        minutes = arguments.get("max_minutes")
-        speedup = _speedup(base, tokenizer, rows, output, record, minutes)
-    for line in outcome(record, speedup):
+    for line in outcome(record):
         echo(line)
     echo(f"adapter: {output}")
     echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
-
-
-def _speedup(
-    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any], minutes: Any
-) -> float:  # fmt: skip
-    """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
-    from hf_spec.model.loading import load_adapters
-    from hf_spec.tools.bench.contenders import BASELINE, Contender, ours, read_adapters
-    from hf_spec.tools.bench.session import Session
-    from hf_spec.tools.training.train import split
-
-    load_adapters(base, read_adapters([str(output)]))
-    held_out = split(rows, record["data"]["held_out"])[1]
-    batches = [[list(ids)] for ids in held_out["prompt_ids"][:8]]
-    drafting = Contender("drafting", ours(record["method"], record["options"]))
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 64}
-    if minutes is not None:  # beside which this is not to be noticed
-        options["max_time"] = 60 * minutes / 200
-    with Session.open(base, tokenizer, options, [drafting]) as session:
-        plain, drafted = session.speeds((BASELINE, drafting), batches)
-    return drafted / plain
 
 
 def _option(name: str) -> str:

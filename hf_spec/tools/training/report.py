@@ -122,9 +122,8 @@ def expected(seconds_per_step: float, args: Any, state: Any) -> str:
     )
 
 
-def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
-    """What came out of a training, in words, by its record and the speedup over plain decoding on
-    held-out prompts, if that was measured."""
+def outcome(record: Mapping[str, Any]) -> list[str]:
+    """What came out of a training, in words, by its record."""
     amount, settings, best = record["data"], record["settings"], record["best"]
     last = f", the last {record['timed_steps']:,}" * (record["timed_steps"] < settings["steps"])
     lines = [
@@ -136,11 +135,4 @@ def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
             f"tau {best['eval_tau']:.2f} on held-out prompts, at step {best['step']:,}: so many "
             "tokens per step of the model, where every step drafts"
         )
-    if speedup is not None:
-        lines.append(f"{speedup:.2f}x plain decoding on held-out prompts, on this machine")
-        if speedup < 1.1:
-            lines.append(
-                "hardly faster: more answers (2,000 or more) raise tau most; hf-spec doctor says "
-                "what is in the way"
-            )
     return lines
