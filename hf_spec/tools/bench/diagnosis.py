@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -24,21 +22,6 @@ from hf_spec.tools.bench.runner import run
 TRIAL = "hf_spec_doctor"
 #: By how much tau has to be larger on the training's own data to be worth a line.
 BETTER = 1.15
-
-
-def swept(model: Any) -> dict[str, str]:
-    """What the sweep over tiny models of all types has found for a model's type."""
-    known = json.loads((files("hf_spec.tools.cli") / "sweep.json").read_text(encoding="utf-8"))
-    kinds = [model.config.model_type, model.config.get_text_config().model_type]
-    for kind in kinds:
-        if kind in known["refused"]:
-            return {kind: f"works with no strategy: {known['refused'][kind]}"}
-        if kind in known["missing"]:
-            missing = known["missing"][kind]
-            works = ", ".join(name for name in known["strategies"] if name not in missing)
-            but = f"; not with {', '.join(missing)}" if missing else ""
-            return {kind: f"the same tokens as plain generate in float32 with {works}{but}"}
-    return {kinds[0]: f"not among the types of Transformers {known['transformers']} tried"}
 
 
 def supported(model: Any) -> dict[str, str | None]:

@@ -61,7 +61,6 @@ def doctor(
     found: dict[str, Any] = {"environment": machine(torch.device(chosen_device(None))) | here}
     if model is not None:
         loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
-        found["sweep"] = diagnosis.swept(loaded)
         found["strategies"] = works = diagnosis.supported(loaded)
         choice = choose(loaded)
         found["auto"] = {

@@ -88,7 +88,7 @@ def import_(
     a checkpoint in several files give its .index.json. Layouts of 'eagle3': those of SafeAILab,
     AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of 'medusa': heads with
     their own projections or a shared one, alone or among the weights of a model; those of vLLM,
-    TensorRT-LLM, ModelOpt and LMDeploy. Of 'dflash' and 'dspark': DFlash, DFlash 2, JetSpec,
+    TensorRT-LLM and ModelOpt. Of 'dflash' and 'dspark': DFlash, DFlash 2, JetSpec,
     Domino, DSpine, xPress and DSpark, as z-lab, SpecForge, DeepSpec and speculators write them.
 
     \b

@@ -41,15 +41,12 @@ SAFE = ".safetensors"
 MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
-#: Files that a model's weights may be in, and a drafter's: Medusa's, PEFT's, LMDeploy's, too.
+#: Files that a model's weights may be in, and a drafter's: Medusa's and PEFT's, too.
 BASE_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )  # fmt: skip
-FILES = (
-    "medusa_lm_head.safetensors", "medusa_lm_head.pt", WEIGHTS, PICKLE, *BASE_FILES,
-    "rank0.safetensors",
-)  # fmt: skip
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", WEIGHTS, PICKLE, *BASE_FILES)
 #: Parameters of drafters that may be copies of the base's embeddings, and which of them.
 COPIES = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 #: Keys under which training programs keep tensors by name, beside other things.
