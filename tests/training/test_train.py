@@ -34,7 +34,6 @@ from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
 from hf_spec.tools.training.base_weights import bit_sums
 from hf_spec.tools.training.evaluation import EvalDecoding
-from hf_spec.tools.training.report import Report
 from hf_spec.tools.training.train import (
     SpecArguments,
     added_fields,
@@ -159,9 +158,9 @@ def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_evaluations_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: float
 ) -> None:
-    """The last one ends with the time that was asked for, the bar shows it, and none decodes for
-    more than a tenth; the first one's length is not known before."""
-    clock, shown, limits = FakeClock(), [], []
+    """The last one ends with the time that was asked for, and none decodes for more than a tenth;
+    the first one's length is not known before."""
+    clock, limits = FakeClock(), []
     monkeypatch.setattr("hf_spec.tools.training.trainer.time", SimpleNamespace(monotonic=clock))
     step = SpecTrainer.training_step
 
@@ -181,14 +180,12 @@ def test_evaluations_are_counted(
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.seconds = clock.now - self.began
 
-    monkeypatch.setattr(Report, "describe", lambda self, text: shown.append(text))
     monkeypatch.setattr(SpecTrainer, "training_step", slow)
     monkeypatch.setattr(EvalDecoding, "measure", decode)
     settings = {**SETTINGS, "max_minutes": 1.0, "eval_steps": 40}
     del settings["max_steps"]
     train(make_model(), answers(), "bita", tmp_path, CONFIG, settings, callbacks=[watch := Watch()])
     assert 59.0 <= watch.seconds <= 61.0 and limits == [6.0, 6.0]
-    assert shown == ["evaluating", ""] * 2
     rates = history(tmp_path, "learning_rate")
     assert rates[-1] < 0.01 * max(rates)
 

@@ -123,12 +123,16 @@ def distill(
                 loaded, tokenizer, chosen, folder, settings, contender, state, progress
             )
     state.destroy_process_group()
-    if not main:
-        return
+    if main:
+        echo(_summary(made, output))
+
+
+def _summary(made: dict[str, Any], output: Path) -> str:
+    """What was made, by its provenance."""
     measured, cut = made["measured"], made["truncated_prompts"]
     shortened = f", {cut:,} of them with a cut prompt" if cut else ""
     by = made["chosen"].get("assistant_strategy", "plain generate")
-    echo(
+    return (
         f"examples: {made['rows']:,}{shortened}\n"
         f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
         f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "

@@ -39,8 +39,9 @@ class Report(ProgressCallback):
         found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
         self._best = max(found, default=0.0)  # of a training that is resumed
         if self._speaks and not args.disable_tqdm:
-            self.training_bar = tqdm(total=100, unit="%", dynamic_ncols=True, leave=False)
-            self._move()
+            total = state.max_steps if args.max_minutes is None else None
+            done = state.global_step
+            self.training_bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
@@ -51,20 +52,11 @@ class Report(ProgressCallback):
             self.seconds_per_step = (now - self._timed_from) / (self.steps - 1)
         if self.steps == 1 + TIMED and self._speaks:
             self._say(expected(self.seconds_per_step, args, state))
-        self._move()
+        if self.training_bar is not None:
+            self.training_bar.update(1)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._move()  # with the time
-
-    def _move(self) -> None:
-        if self.training_bar is not None:
-            self.training_bar.update(round(100 * self.trainer.done) - self.training_bar.n)
-
-    def describe(self, text: str) -> None:
-        """What the bar says before its numbers."""
-        if self.training_bar is not None:
-            self.training_bar.set_description(text)
-        self._move()
+        pass  # the line of the evaluation says enough
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass  # losses are kept in the record

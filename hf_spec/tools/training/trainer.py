@@ -214,14 +214,12 @@ class SpecTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         began = time.monotonic()
-        self.report.describe("evaluating")
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.eval_decoding is not None:
             stats = self._decode(self.eval_decoding, time.monotonic() - began)
             output.metrics[f"{metric_key_prefix}_tau"] = stats.mean_accepted_tokens
             for depth, rate in enumerate(stats.acceptance_per_position, start=1):
                 output.metrics[f"{metric_key_prefix}_acceptance_{depth}"] = rate
-        self.report.describe("")
         self._evaluation = time.monotonic() - began
         return output
 
