@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bit_sums import bit_sums
 from datasets import Dataset
 from fake_clock import FakeClock
 from running import configured, drafting
@@ -32,7 +33,6 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
-from hf_spec.tools.training.base_weights import bit_sums
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.train import (
     SpecArguments,

@@ -226,14 +226,15 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def import_adapter(
-    path: Path, method_name: str, model: Any, output: Path,
+    path: Path, method_name: str, base: Any, output: Path,
     options: dict[str, Any] | None = None, given: Mapping[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a published checkpoint (:func:`convert`) for a base model, or its
-    :func:`base_outline`, as an adapter folder with a card and options; returns ``output``."""
+    """Write a published checkpoint (:func:`convert`) for a base model, or for the one of a name, as
+    an adapter folder with a card and options; returns ``output``."""
     method, reader = importable(method_name)
     method.parse_options(options)
     config, tensors = convert(path, method_name, given)
+    model = base_outline(base, tensors) if isinstance(base, str) else base
     if reader.share is not None:
         config, tensors = reader.share(model, config, tensors)
     with attached(model, config, on_meta=True) as peft_model:

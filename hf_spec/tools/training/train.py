@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.adapters.active import require_active
+from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_count, check_range, nearest, setting
@@ -25,7 +26,7 @@ from hf_spec.tools.bench.environment import PACKAGES, device_name, package_versi
 from hf_spec.tools.hub.card import TRAINING
 from hf_spec.tools.hub.folder import attached, save_adapter
 from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, collate
-from hf_spec.tools.training.base_weights import bit_sums, save_model
+from hf_spec.tools.training.base_weights import save_model
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
 from hf_spec.tools.training.sharded import gathered
@@ -202,16 +203,17 @@ def train(
             chosen = start is not None or "draft_vocab_size" in config
             if isinstance(adapter_config, VocabularyConfig) and not chosen:
                 adapter_config.set_vocabulary(model)
+            trains_base = adapter_config.trains_base
             args = spec_arguments(method, folder, adapter_config, **arguments)
             training_rows, held_out_rows = split(rows, args.held_out)
             check_lengths(training_rows, args.max_length)
             # Names only: parameters that are held here would stay whole where others are sharded.
-            base = [name for name, _ in model.named_parameters()]
-            before = bit_sums(map(model.get_parameter, base))
+            base = [name for name, _ in model.named_parameters()] if trains_base else []
+            known = str(fingerprint(model))
             peft_model = stack.enter_context(
                 attached(model, adapter_config, in_float32=True, trained=start)
             )
-            for name in base if adapter_config.trains_base else ():
+            for name in base:
                 model.get_parameter(name).requires_grad_(True)
             adapter = require_active(model, adapter_config.type_name, method.name)
             if start is None:
@@ -220,14 +222,12 @@ def train(
         for callback in callbacks:
             trainer.add_callback(callback)
         stack.callback(trainer.report.close)
-        with writing(folder), kept_states(trainer, folder, before):
+        with writing(folder), kept_states(trainer, folder, known):
             result = trainer.train(resume_from_checkpoint=last)
         state = trainer.whole_state()
         if trainer.is_world_process_zero():
-            if adapter_config.trains_base:
+            if trains_base:
                 save_model(model, output, adapter_config, tokenizer)
-            elif bit_sums(state[f"base_model.model.{name}"] for name in base) != before:
-                raise RuntimeError("training changed the base model; the adapter is not saved")
             save_adapter(peft_model, output, method.name, options, state)
             record = _record(trainer, method, options, adapter_config, result, provenance)
             if start is not None:
