@@ -1,7 +1,6 @@
 """What a training says while it runs and when it is over."""
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from trained import SETTINGS, answers, as_options
 from hf_spec.core.checks import duration
 from hf_spec.tools import cli
 from hf_spec.tools.training import report as module
-from hf_spec.tools.training.report import Report, expected, outcome
+from hf_spec.tools.training.report import Report, outcome
 
 #: What is held out is decoded at the end, too.
 SHORT = {**SETTINGS, "held_out": 1, "served_prompts": 1}
@@ -45,21 +44,10 @@ def test_lines_of_a_training(monkeypatch, capsys) -> None:
         metrics = {"eval_loss": 3.14159, "eval_tau": tau, **shares}
         report.on_evaluate(args, STATE, None, metrics=metrics)
     assert capsys.readouterr().out.splitlines() == [
-        "about 13 min: 400 steps of 2 s, beside 4 evaluations",
         "step 100 of 400: tau 2.00, the best so far; accepted 77% 50%; loss 3.14; 3 min, "
         "10 min left",
         "step 100 of 400: tau 1.50; accepted 77% 50%; loss 3.14; 3 min, 10 min left",
     ]
-
-
-def test_what_is_expected() -> None:
-    args = SimpleNamespace(max_minutes=None)
-    short = SimpleNamespace(max_steps=250, eval_steps=100)  # the last step has one, too
-    assert expected(2.0, args, short) == "about 8 min: 250 steps of 2 s, beside 3 evaluations"
-    args = SimpleNamespace(max_minutes=30.0)
-    assert expected(2.0, args, STATE) == (
-        "30 min, as asked for: at most 900 steps of 2 s, less what evaluations take"
-    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +79,7 @@ def test_the_command_says_what_came_out_and_what_is_next(tmp_path: Path, capsys)
     command += ["--output", str(output)]
     assert cli.main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = [re.sub(r"about \d+ s", "about", line).split(":")[0] for line in lines[:3]]
-    assert told == ["step 3 of 6", "about", "step 6 of 6"] and "{" not in "".join(lines)
+    told = [line.split(":")[0] for line in lines[:2]]
+    assert told == ["step 3 of 6", "step 6 of 6"] and "{" not in "".join(lines)
     assert lines[-2] == f"adapter: {output}"
     assert lines[-1] == f"try: hf-spec bench --model {checkpoint} --adapter {output} --by-task"
