@@ -25,10 +25,7 @@ def train(
         Option(help="Of 'hf-spec distill', or your own prompts with answers, or ids. Needed."),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
-    adapter: Annotated[
-        Path | None,
-        Option(help="Adapter to go on from."),
-    ] = None,
+    adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
     dtype: opt.Dtype = NATIVE,
