@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,13 +35,13 @@ from typing import Any, NamedTuple
 import measured
 from pages import Row, agreement, by_column, by_strategy, by_task, environment
 from real_models import folder_of
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_spec.core.checks import duration, first_line
 from hf_spec.files import read_json, write_atomically
 from hf_spec.model.loading import NATIVE, native_dtype
 from hf_spec.tools.bench.contenders import STOCK, parse_names, read_adapters
-from hf_spec.tools.bench.prompts import Prompt, context_limit, read_prompts, spread
+from hf_spec.tools.bench.prompts import Prompt, context_limit, encode, read_prompts, spread
 from hf_spec.tools.cli.options import whole_numbers
 
 #: Sampling of the tables; None is greedy decoding.
@@ -112,10 +113,11 @@ def tables(args: argparse.Namespace) -> list[Table]:
     found.append(Table("tasks", "Each task", [tasks], by_task))
     steps = [
         Step(
-            f"context-{length}", words_of(args, prompts, limit, "--prompt-tokens", str(length)),
+            f"context-{length}", words_of(args, write_long(args, length), limit),
             lambda each, length=length: limit * each(length), f"{length} tokens",
         )
         for length in args.contexts
+        if not args.only or "contexts" in args.only
     ]  # fmt: skip
     found.append(Table("contexts", "Lengths of the prompt", steps, by_column))
     compiled = Step(
@@ -158,14 +160,43 @@ def write_even(path: Path, prompts: Sequence[Prompt], limit: int, size: int) -> 
         for name in large
         for one in spread([prompt for prompt in prompts if prompt.category == name], each)
     ]
+    write_prompts(path, chosen)
+    return len(chosen)
+
+
+def write_long(args: argparse.Namespace, length: int) -> Path:
+    """Write prompts of at most this many tokens, hardly fewer: the text of others comes before
+    each, and none twice, as what repeats itself is easy to draft.
+
+    Raises:
+        ValueError: all prompts together have fewer.
+    """
+    prompts, tokenizer = read_prompts(args.prompts), AutoTokenizer.from_pretrained(args.base)
+    found = []
+    for prompt in spread(prompts, args.limit):
+        place, text = prompts.index(prompt), prompt.text
+        others = iter([*prompts[place + 1 :], *prompts[:place]])
+        while (size := len(encode(tokenizer, text, prompt.history))) < length:
+            other = next(others, None)
+            if other is None:
+                raise ValueError(f"all prompts together have {size} tokens, fewer than {length}")
+            text = f"{other.text}\n\n{text}"
+        while (size := len(encode(tokenizer, text, prompt.history))) > length:
+            text = text[max(1, len(text) * (size - length) // size) :]
+        found.append(replace(prompt, text=text))
+    path: Path = args.output / f"prompts-{length}.jsonl"
+    write_prompts(path, found)
+    return path
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     rows = []
-    for one in chosen:
+    for one in prompts:
         said = [*(message._asdict() for message in one.history)]
         said.append({"role": "user", "content": one.text})
         row = {"question_id": one.question_id, "category": one.category, "messages": said}
         rows.append(json.dumps(row))
     write_atomically(path, "\n".join(rows))
-    return len(chosen)
 
 
 # -- measuring -----------------------------------------------------------------------------------
@@ -207,14 +238,10 @@ def trial(args: argparse.Namespace, longest: int) -> Callable[[int], float]:
     output, lengths = args.output / "trial", [0, longest] if longest else [0]
     known: dict[int, float] = {}
     for length in lengths:
-        more = ["--prompt-tokens", str(length)] if length else []
-        # More prompts than one are needed to fill a long one.
-        results = measured.bench(
-            output / str(length), words_of(args, args.prompts, 2 if length else 1, *more)
-        )
+        prompts = write_long(args, length) if length else args.prompts
+        results = measured.bench(output / str(length), words_of(args, prompts, 1))
         calls = results["calls"]
-        prompts = len({*map(tuple, (call["prompts"] for call in calls))})
-        known[length] = sum(call["seconds"] for call in calls) / prompts
+        known[length] = sum(call["seconds"] for call in calls)
 
     def each(length: int) -> float:
         share = length / longest if longest else 0.0

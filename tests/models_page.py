@@ -1,16 +1,11 @@
-"""Writes the tables of ``docs/guides/models.md`` from what the sweep finds, and the file that
-``hf-spec doctor`` reads from these."""
+"""Writes the tables of ``docs/guides/models.md`` from what the sweep finds."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import transformers
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "models.md"
-#: The same for ``hf-spec doctor``; ``python tests/models_page.py`` writes it from the page.
-DATA = Path(__file__).parents[1] / "hf_spec" / "tools" / "cli" / "sweep.json"
 BEGIN, END = "<!-- tables of the sweep: begin -->\n", "<!-- tables of the sweep: end -->\n"
 
 #: By strategy, what the sweep says of a model type.
@@ -162,32 +157,6 @@ def write(outcomes: Outcomes) -> None:
     """Put the tables into the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{tables(outcomes)}\n{END}{rest.partition(END)[2]}")
-    write_known()
-
-
-def known(page: str) -> dict[str, Any]:
-    """What the tables say, as ``hf-spec doctor`` reads it: the strategies of the sweep, by model
-    type those that do not work, and why where none does."""
-    tables = page.partition(BEGIN)[2].partition(END)[0]
-    release = re.search(r"types of Transformers ([\d.]+),", tables)
-    head = re.search(r"^\| models \| `model_type` \|(.*)\|$", tables, re.MULTILINE)
-    assert release is not None and head is not None
-    strategies = re.findall("`([^`]+)`", head[1])
-    every = tables.partition("With every strategy: ")[2].partition("\n")[0]
-    missing: dict[str, list[str]] = {kind: [] for kind in re.findall("`([^`]+)`", every)}
-    part = tables.partition("## All model types")[2].partition("With none:")[0]
-    for kinds, names in re.findall(r"^\| (`.*?) \| (.*?) \|", part, re.MULTILINE):
-        if kinds != "`model_type`":
-            others = [name for name in strategies if f"`{name}`" not in names]
-            missing |= dict.fromkeys(re.findall("`([^`]+)`", kinds), others)
-    return {
-        "transformers": release[1], "strategies": strategies,
-        "missing": dict(sorted(missing.items())), "refused": listed(),
-    }  # fmt: skip
-
-
-def write_known() -> None:
-    DATA.write_text(json.dumps(known(PAGE.read_text()), indent=1) + "\n")
 
 
 def listed() -> dict[str, str]:
@@ -214,7 +183,3 @@ def _why(found: dict[str, str]) -> str:
 
 def _names(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-if __name__ == "__main__":
-    write_known()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -137,9 +136,6 @@ def test_the_page_of_models_is_that_of_the_sweep() -> None:
     assert set(reasons) == none and all(reasons.values())
     text = models_page.PAGE.read_text()
     assert [kind for kind in model_types() if f"`{kind}`" not in text] == []
-    told = json.loads(models_page.DATA.read_text())
-    assert told == models_page.known(text), "write it again: python tests/models_page.py"
-    assert told["missing"]["llama"] == [] and "bita" in told["missing"]["nemotron_h"]
 
 
 def test_tables_of_models() -> None:

@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hf_spec
-from hf_spec.tools.bench.diagnosis import supported, swept
+from hf_spec.tools.bench.diagnosis import supported
 from hf_spec.tools.cli import main
 
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
@@ -41,24 +40,12 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found["strategies"]) == set(hf_spec.strategies()) and set(refused) == {"mtp"}
     assert found["auto"]["takes"] == "medusa: its adapter 'adapter_0' is active"
     assert "no layers for multi-token prediction" in found["auto"]["not mtp"]
-    assert "same tokens as plain generate" in found["sweep"]["llama"]
     measured = found["acceptance of medusa, 2 prompts"]
     assert float(measured["tau"].split()[0]) >= 1 and measured["positions"].startswith("1: ")
     assert measured["tasks"].split()[0] == "question"
     assert any("no chat template" in line for line in found["findings"])
     assert any("Training ended with tau" in line for line in found["findings"])
     assert f"hf-spec bench --model {model} --adapter {adapter} --by-task" in found["next"]
-
-
-def test_types_of_the_sweep(tiny) -> None:
-    assert swept(tiny("llama"))["llama"].startswith("the same tokens as plain generate")
-    hybrid = SimpleNamespace(model_type="nemotron_h", get_text_config=lambda: hybrid)
-    assert "not with bita" in swept(SimpleNamespace(config=hybrid))["nemotron_h"]
-    rwkv = SimpleNamespace(model_type="rwkv", get_text_config=lambda: rwkv)
-    found = swept(SimpleNamespace(config=rwkv))
-    assert found["rwkv"].startswith("works with no strategy: RwkvForCausalLM")
-    other = SimpleNamespace(model_type="mine", get_text_config=lambda: other)
-    assert "not among the types" in swept(SimpleNamespace(config=other))["mine"]
 
 
 def test_an_adapter_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:

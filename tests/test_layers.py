@@ -136,8 +136,7 @@ def impurities(source: str, module: str) -> list[str]:
     found = []
     for name in imports_of(source, module):
         top = name.split(".")[0]
-        # Statistics draw themselves.
-        allowed = top in ("numpy", "torch", "matplotlib") or name.startswith("hf_spec.core")
+        allowed = top in ("numpy", "torch") or name.startswith("hf_spec.core")
         if not allowed and (top in IO_MODULES or top not in sys.stdlib_module_names):
             found.append(f"{module} imports {name}")
     for node in ast.walk(ast.parse(source)):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
+from bit_sums import bit_sums
 from conftest import Tiny, prompt, ragged
 from datasets import Dataset
 from peft import get_peft_model
@@ -22,7 +23,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 import hf_spec
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.methods.registry import methods
-from hf_spec.tools.training.base_weights import bit_sums
 from hf_spec.tools.training.train import train
 from modeling_patches.support import check_unquantized, quantized_as
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from scripts import load_script
 from tiny_checkpoint import save_checkpoint, write_prompts
+from transformers import AutoTokenizer
 
 from hf_spec.tools import cli
+from hf_spec.tools.bench.prompts import encode, read_prompts
 
 STRATEGIES = ["prompt_lookup", "transformers:prompt_lookup"]
 
@@ -97,8 +99,10 @@ def test_tables_are_made_once(
     assert [row[0] for row in found["Each task"]] == ["task", "sums", "words", "all"]
     assert found["Lengths of the prompt"][0] == ["100 tokens"]
     assert len(found["Compiled steps"][1]) == len(found["Compiled steps"][2]) == 5
-    lengths = json.loads((tmp_path / "out" / "context-100" / "results.json").read_text())
-    assert lengths["environment"]["settings"]["prompt_tokens"] == 100
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    long = read_prompts(tmp_path / "out" / "prompts-100.jsonl")
+    lengths = [len(encode(tokenizer, one.text, one.history)) for one in long]
+    assert len(long) == 4 and all(90 < length <= 100 for length in lengths)
 
     del run[:]
     script.main(given)
@@ -109,7 +113,7 @@ def test_a_step_that_fails_does_not_stop_the_others(
     script: Any, given: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
     def failing(*words: str) -> None:
-        if "--prompt-tokens" in words and "trial" not in words[-1]:
+        if Path(words[-1]).name == "context-100":
             raise SystemExit("hf-spec bench failed: no memory")
         assert cli.main([*words]) == 0
 

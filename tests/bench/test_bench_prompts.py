@@ -9,7 +9,6 @@ from hf_spec.tools.bench.prompts import (
     Prompt,
     batches,
     encode,
-    encode_long,
     encode_prompts,
     encode_within,
     read_prompts,
@@ -116,31 +115,6 @@ def test_a_template_that_refuses_a_role_is_reported_with_the_prompt():
     rule = "prompt 'q7': the tokenizer's chat template refuses .* system, user: System role not"
     with pytest.raises(ValueError, match=rule):
         encode_prompts(make_model(), tokenizer, prompts, 8)
-
-
-def test_prompts_of_one_length_begin_with_text_of_others():
-    tokenizer, texts = make_tokenizer(), ["one " * 30, "two", "three " * 20]
-    prompts = [Prompt(text, "default", place) for place, text in enumerate(texts)]
-
-    def encoded(
-        prompts: list[Prompt], length: int, others: list[Prompt] = prompts
-    ) -> list[list[int]]:
-        return encode_long(make_model(), tokenizer, prompts, others, 8, length)
-
-    ids = encoded(prompts, 200)
-    assert encoded(prompts[1:2], 200) == ids[1:2]  # others than those that are measured, too
-    shown = [tokenizer.decode(row) for row in ids]
-    for row, text, before in zip(ids, shown, ("two", "three ", "one ")):
-        assert 190 <= len(row) <= 200 and text.startswith("<|user|>") and before in text
-    for text, own in zip(shown, texts):  # the question is whole, and comes last
-        assert text.endswith(f"{own}<|end|><|assistant|>")
-    # A prompt that is longer is cut at its beginning.
-    (row,) = encoded(prompts[:1], 50)
-    assert 45 <= len(row) <= 50 and tokenizer.decode(row).endswith("one <|end|><|assistant|>")
-    with pytest.raises(ValueError, match="249 tokens and 8 new ones do not fit .* 256 tokens"):
-        encoded(prompts, 249)
-    with pytest.raises(ValueError, match="200 tokens: all prompts together have 123, and none is"):
-        encoded(prompts[:2], 200, prompts[:2])
 
 
 def test_batches_never_mix_categories():

@@ -25,8 +25,7 @@ PUBLISHED = importable("medusa")[1]
 
 
 State = dict[str, torch.Tensor]
-#: Names of a block's weight or bias and of a head's own projection; heads in LMDeploy's and
-#: TensorRT-LLM's layouts always have one.
+#: Names of a block's weight or bias and of a head's own projection.
 LAYOUTS = {
     "alone": ("{head}.{at}.linear.{part}", "{head}.{at}.weight"),
     "in a model": ("medusa_head.{head}.{at}.linear.{part}", "medusa_head.{head}.{at}.weight"),
@@ -35,7 +34,6 @@ LAYOUTS = {
     "tensorrt_llm": (
         "medusa_heads.{head}.medusa_layers.{at}.linear.{part}", "medusa_heads.{head}.lm_head.weight"
     ),
-    "lmdeploy": ("medusa.{head}.{at}.linear.0.{part}", "medusa.{head}.{at}.0.weight"),
     "ddp": ("module.{head}.{at}.linear.{part}", "module.{head}.{at}.weight"),
 }  # fmt: skip
 
@@ -83,8 +81,6 @@ def test_published_layouts(
     state = {name: t.half() for name, t in medusa_heads(layers, own, layout).items()}
     if layout == "in a model":
         state |= {"lm_head.weight": torch.ones(2), "model.layers.0.up_proj.weight": torch.ones(2)}
-    if layout == "lmdeploy":
-        state = {name: tensor.t().contiguous() for name, tensor in state.items()}
     path = write(state, tmp_path / f"medusa_lm_head{suffix}")
 
     model = load_checkpoint(checkpoint)
@@ -209,8 +205,6 @@ def renamed(name: str) -> Any:
     ("change", "message"),
     [
         (lambda s: s.clear(), "cannot import '.*heads.pt': it holds no heads"),
-        (renamed("medusa.0.0.linear.1.weight"),
-         "'medusa.0.0.linear.1.weight': heads split over ranks are not read, only rank 0"),
         (lambda s: s.pop("1.0.linear.weight"), "head 1, block 0 has no block"),
         (lambda s: s.pop("1.0.linear.bias"), "head 1, block 0 has no bias"),
         (lambda s: s.pop("1.1.weight"), "head 1 has no projection"),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from adapter_oracle import batch_of, hooked, randomise, with_updates
+from bit_sums import bit_sums
 from conftest import Tiny, prompt, ragged
 from running import CAPTURED, drafting, running
 from tiny_checkpoint import save_checkpoint
@@ -29,7 +30,6 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
-from hf_spec.tools.training.base_weights import bit_sums
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import _COPIES

@@ -57,10 +57,8 @@ def test_what_the_adapter_has_learned_stays_its_own(trained: Trained, tmp_path: 
 
     with pytest.raises(ValueError, match="num_heads belongs to what the adapter has learned"):
         go_on("medusa", num_heads=3)
-    with pytest.raises(ValueError, match="markov_rank=8: .* has a Markov head of rank 4"):
+    with pytest.raises(ValueError, match="markov_rank belongs to what the adapter has learned"):
         go_on("dspark", markov_rank=8)
     with pytest.raises(ValueError, match="BITA: 'medusa' goes on from its own, of type MEDUSA"):
         train(make_model(), answers(), "medusa", tmp_path / "x", start=trained("bita"))
-    with pytest.raises(ValueError, match="of type DFLASH, cannot get a Markov head later"):
-        go_on("dflash", markov_rank=8)
     assert not (tmp_path / "x").exists()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -24,21 +22,6 @@ from hf_spec.tools.bench.runner import run
 TRIAL = "hf_spec_doctor"
 #: By how much tau has to be larger on the training's own data to be worth a line.
 BETTER = 1.15
-
-
-def swept(model: Any) -> dict[str, str]:
-    """What the sweep over tiny models of all types has found for a model's type."""
-    known = json.loads((files("hf_spec.tools.cli") / "sweep.json").read_text(encoding="utf-8"))
-    kinds = [model.config.model_type, model.config.get_text_config().model_type]
-    for kind in kinds:
-        if kind in known["refused"]:
-            return {kind: f"works with no strategy: {known['refused'][kind]}"}
-        if kind in known["missing"]:
-            missing = known["missing"][kind]
-            works = ", ".join(name for name in known["strategies"] if name not in missing)
-            but = f"; not with {', '.join(missing)}" if missing else ""
-            return {kind: f"the same tokens as plain generate in float32 with {works}{but}"}
-    return {kinds[0]: f"not among the types of Transformers {known['transformers']} tried"}
 
 
 def supported(model: Any) -> dict[str, str | None]:
@@ -110,7 +93,7 @@ def diagnose(
         "tasks": ", ".join(f"{task} {one:.2f}" for task, one in tasks.items()),
     }
     at = [*positions, 0.0, 0.0, 0.0]
-    may_get_head = isinstance(config, PredictingConfig) and not config.markov_rank
+    headless = isinstance(config, PredictingConfig) and not config.markov_rank
     best = (trained.get("best") or {}).get("eval_tau", 0.0)
     findings = [
         (best > BETTER * tau,
@@ -122,9 +105,9 @@ def diagnose(
         (adapter is not None and at[0] < 0.5,
          f"Only {at[0]:.0%} of first draft tokens are accepted: the drafter is undertrained. Train "
          "on more answers (2,000 or more) rather than for more epochs."),
-        (may_get_head and at[0] >= 0.5 and len(positions) > 2 and at[2] < at[0] / 2,
+        (headless and at[0] >= 0.5 and len(positions) > 2 and at[2] < at[0] / 2,
          "Acceptance falls from position to position, as the drafter does not see its own draft "
-         "tokens: hf-spec train --adapter A --markov-rank 128 adds a Markov head, which does."),
+         "tokens: trained with --markov-rank 128 it does."),
         (not learned and tau < 1.3,
          "The output rarely repeats its prompt or itself, which lookups need. A trained drafter "
          "does not depend on that."),

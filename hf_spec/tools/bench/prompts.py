@@ -154,38 +154,6 @@ def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
     return [*history[:start], *history[end:]]
 
 
-def encode_long(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], others: Sequence[Prompt],
-    new_tokens: int, length: int,
-) -> list[list[int]]:  # fmt: skip
-    """Token ids of prompts of ``length`` tokens at most, hardly fewer: the text of ``others`` comes
-    before each, and none twice, as what repeats itself is easy to draft."""
-    limit = context_limit(model, tokenizer)
-    if limit is not None and length + new_tokens > limit:
-        raise ValueError(
-            f"prompts of {length} tokens and {new_tokens} new ones do not fit the model's context "
-            f"of {limit} tokens; lower one of them"
-        )
-    found = []
-    for prompt in prompts:
-        place = others.index(prompt) + 1 if prompt in others else 0
-        before = [*others[place:], *others[:place]]
-        text, size = "", 0
-        for other in (prompt, *(one for one in before if one != prompt)):
-            text = f"{other.text}\n\n{text}" if text else other.text
-            size += len(tokenizer(other.text, verbose=False)["input_ids"])
-            if size >= length:
-                break
-        else:
-            raise ValueError(
-                f"prompts of {length} tokens: all prompts together have {size}, and none is taken "
-                "twice, as what repeats itself is easy to draft. Give more prompts, or ask for "
-                "fewer tokens."
-            )
-        found.append(encode_within(tokenizer, text, length, prompt.history)[0])
-    return found
-
-
 def encode_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[list[int]], int]:

@@ -15,7 +15,7 @@ import torch
 from hf_spec.model.packed_weights import packed_weights
 from hf_spec.tools.bench.agreement import Agreement, classify
 from hf_spec.tools.bench.contenders import BASELINE, Contender, with_compiled
-from hf_spec.tools.bench.prompts import Prompt, batches, encode_long, encode_prompts, spread
+from hf_spec.tools.bench.prompts import Prompt, batches, encode_prompts, spread
 from hf_spec.tools.bench.results import BenchResult, Measurement
 from hf_spec.tools.bench.session import Session, Turn
 
@@ -23,8 +23,7 @@ from hf_spec.tools.bench.session import Session, Turn
 def run(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
-    prompt_tokens: int | None = None, generate_kwargs: Mapping[str, Any] | None = None,
-    seed: int = 0, compiled: str | None = None,
+    generate_kwargs: Mapping[str, Any] | None = None, seed: int = 0, compiled: str | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
@@ -34,7 +33,6 @@ def run(
 
     Args:
         limit: most prompts that are measured, see :func:`hf_spec.tools.bench.prompts.spread`.
-        prompt_tokens: length of all prompts, which begin with text of others; None for their own.
         generate_kwargs: passed to every ``generate``; greedy unless ``do_sample`` is among them.
         seed: seed for the sampling of the first batch, the same for all contenders; the next
             batches count up from it.
@@ -50,17 +48,13 @@ def run(
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
     contenders = [BASELINE, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
-    others, prompts = prompts, spread(prompts, limit)
-    if prompt_tokens is None:
-        token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
-    else:
-        token_ids = encode_long(model, tokenizer, prompts, others, max_new_tokens, prompt_tokens)
-        truncated = 0
+    prompts = spread(prompts, limit)
+    token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
         contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
     kinds = (str, int, float, bool, list, dict, type(None))  # models and tokenizers are left out
     settings = {
-        **options, "batch_sizes": list(batch_sizes), "prompt_tokens": prompt_tokens, "seed": seed,
+        **options, "batch_sizes": list(batch_sizes), "seed": seed,
         "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
         "strategies": {
             item.name: {k: v for k, v in item.kwargs.items() if isinstance(v, kinds)}

@@ -158,20 +158,6 @@ class Session:
             return seconds, rows, sum(min(most, len(row)) for row in rows), None
         return seconds, rows, stats.num_row_steps, stats
 
-    def speeds(
-        self, contenders: Sequence[Contender], batches: Sequence[Sequence[list[int]]]
-    ) -> list[float]:
-        """Tokens per second of each contender on batches of prompts' token ids, in turns, after a
-        first call of each that is not counted."""
-        tokens, seconds = [0] * len(contenders), [0.0] * len(contenders)
-        for turn, batch in enumerate([batches[0], *batches]):
-            for place, contender in enumerate(contenders):
-                spent, rows, *_ = self.generate(contender, batch)
-                if turn:
-                    tokens[place] += sum(map(len, rows))
-                    seconds[place] += spent
-        return [count / spent for count, spent in zip(tokens, seconds)]
-
     def _timed(
         self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]
     ) -> tuple[float, torch.Tensor, int | None, SpecStats | None]:

@@ -34,9 +34,6 @@ def bench(
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[str, Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
-    prompt_tokens: Annotated[
-        int | None, Option(min=1, help="Make all prompts this long, with text of others before.")
-    ] = None,
     output: opt.Output = Path("hf-spec-bench"),
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
@@ -117,7 +114,7 @@ def bench(
         result = run(
             loaded, tokenizer, read, entries.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, limit=limit,
-            prompt_tokens=prompt_tokens, generate_kwargs=generate_kwargs, seed=seed,
+            generate_kwargs=generate_kwargs, seed=seed,
             compiled=(backend or DEFAULT_BACKEND) if compile else None,
             progress=progress,
         )  # fmt: skip

@@ -5,7 +5,6 @@ from typing import Annotated
 
 from typer import Exit, Option, echo
 
-from hf_spec.core.checks import install_extra
 from hf_spec.model.loading import NATIVE
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
@@ -41,10 +40,9 @@ def demo(
     """
     check_writable(output)
 
-    from hf_spec.files import replacing
     from hf_spec.tools.bench import report
     from hf_spec.tools.bench.results import ALL
-    from hf_spec.tools.demo.demo import draw_chart, run_demo
+    from hf_spec.tools.demo.demo import run_demo
 
     with progress_bar("demo") as progress:
         result = run_demo(
@@ -52,15 +50,8 @@ def demo(
             status=lambda text: echo(text, err=True),
         )  # fmt: skip
     stop_without(result.bench.measurements)
-    results, chart = output / "results.json", output / "speed.png"
+    results = output / "results.json"
     report.write_results(results, result.bench, result.environment)
-    drawn: object = chart
-    try:
-        figure = draw_chart(result.bench)
-        with replacing(chart) as temporary:
-            figure.savefig(temporary, format="png", dpi=120)
-    except ImportError:
-        drawn = f"not drawn, as this needs matplotlib; {install_extra('plots')}"
     given, written = (text.splitlines() for text in result.sample)
     echo("\n".join([
         "--- end of a prompt ---", *given[-SHOWN_LINES:],
@@ -68,7 +59,7 @@ def demo(
         *written[:SHOWN_LINES], "---",
     ]))  # fmt: skip
     report.print_table(result.bench)
-    echo(f"results: {results}\nchart:   {drawn}")
+    echo(f"results: {results}")
     if result.bench.interrupted:
         raise Exit(INTERRUPTED)
     if not result.all_identical:

@@ -33,8 +33,8 @@ def distill(
     strategy: Annotated[
         str | None,
         Option(
-            help="One of 'hf-spec strategies', none for plain generate, or auto: the faster one of "
-            "plain generate and what fits the model.  [default: that of the adapter, else auto]"
+            help="One of 'hf-spec strategies', none for plain generate, or auto: what fits the "
+            "model.  [default: that of the adapter, else auto]"
         ),
     ] = None,
     strategy_kwargs: Annotated[str | None, Option(help="Its options, a JSON object.")] = None,
@@ -123,12 +123,16 @@ def distill(
                 loaded, tokenizer, chosen, folder, settings, contender, state, progress
             )
     state.destroy_process_group()
-    if not main:
-        return
+    if main:
+        echo(_summary(made, output))
+
+
+def _summary(made: dict[str, Any], output: Path) -> str:
+    """What was made, by its provenance."""
     measured, cut = made["measured"], made["truncated_prompts"]
     shortened = f", {cut:,} of them with a cut prompt" if cut else ""
     by = made["chosen"].get("assistant_strategy", "plain generate")
-    echo(
+    return (
         f"examples: {made['rows']:,}{shortened}\n"
         f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
         f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
@@ -137,7 +141,7 @@ def distill(
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
-    """The contender that generates, None for the fastest, and the adapters to load."""
+    """The contender that generates, None for what fits the model, and the adapters to load."""
     from hf_spec.drafting.options import AUTO
     from hf_spec.tools.bench import contenders as lineup
     from hf_spec.tools.training import distill as work

@@ -1,6 +1,7 @@
 """``hf-spec doctor``."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,14 +44,9 @@ def doctor(
     import torch
 
     import hf_spec
-    from hf_spec.decoding.auto import choose
-    from hf_spec.files import read_json
-    from hf_spec.methods.registry import get_method
-    from hf_spec.tools.bench import diagnosis
     from hf_spec.tools.bench.contenders import read_adapters
     from hf_spec.tools.bench.environment import machine
     from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
-    from hf_spec.tools.hub.card import TRAINING
 
     for option, given in (("--adapter", adapter), ("--prompts", prompts)):
         if given and model is None:
@@ -61,33 +57,9 @@ def doctor(
     found: dict[str, Any] = {"environment": machine(torch.device(chosen_device(None))) | here}
     if model is not None:
         loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
-        found["sweep"] = diagnosis.swept(loaded)
-        found["strategies"] = works = diagnosis.supported(loaded)
-        choice = choose(loaded)
-        found["auto"] = {
-            "takes": f"{choice.strategy}: {choice.reason}",
-            **{f"not {name}": why for name, why in choice.passed.items()},
-        }
-        if measure and works.get(choice.strategy) is None:
-            records = [Path(one.path, TRAINING) for one in adapters
-                       if one.strategy == choice.strategy]  # fmt: skip
-            trained = next((read_json(path, optional=True) for path in records), {})
-            with progress_bar("decoding") as progress:
-                measured, findings = diagnosis.diagnose(
-                    loaded, tokenizer, chosen, choice, trained, max_new_tokens, progress
-                )
-            found[f"acceptance of {choice.strategy}, {len(chosen)} prompts"] = measured
-            found["findings"] = findings or ["nothing stands out"]
-        method = get_method(choice.strategy)
-        learns = "medusa" if method.training is None else method.name
-        found["next"] = [
-            f"hf-spec bench --model {model} --strategies {method.name} --by-task",
-            f"hf-spec distill --model {model} --prompts P.jsonl --output ./answers",
-            f"hf-spec train {learns} --model {model} --data ./answers --output ./{learns}",
-        ]
-        if method.adapter_config is not None and adapter:
-            folders = " ".join(f"--adapter {folder}" for folder in adapter)
-            found["next"] = [f"hf-spec bench --model {model} {folders} --by-task"]
+        measured = chosen if measure else []
+        found |= _examined(loaded, tokenizer, adapters, measured, max_new_tokens)
+        found["next"] = _next(model, found["auto"]["takes"].partition(":")[0], adapter or ())
     if as_json:
         echo(json.dumps(found, indent=1))
         return
@@ -99,3 +71,48 @@ def doctor(
             if title == "strategies":
                 value = "works" if value is None else f"refused: {value}"
             echo(f"  {name:{width}}  {value}".rstrip())
+
+
+def _examined(
+    model: Any, tokenizer: Any, adapters: Sequence[Any], prompts: Sequence[Any], new_tokens: int
+) -> dict[str, Any]:
+    """What works on a model, what ``auto`` takes, and how that does on prompts, if any."""
+    from hf_spec.decoding.auto import choose
+    from hf_spec.files import read_json
+    from hf_spec.tools.bench import diagnosis
+    from hf_spec.tools.hub.card import TRAINING
+
+    works, choice = diagnosis.supported(model), choose(model)
+    found: dict[str, Any] = {
+        "strategies": works,
+        "auto": {
+            "takes": f"{choice.strategy}: {choice.reason}",
+            **{f"not {name}": why for name, why in choice.passed.items()},
+        },
+    }
+    if prompts and works.get(choice.strategy) is None:
+        records = [Path(one.path, TRAINING) for one in adapters if one.strategy == choice.strategy]
+        trained = next((read_json(path, optional=True) for path in records), {})
+        with progress_bar("decoding") as progress:
+            measured, findings = diagnosis.diagnose(
+                model, tokenizer, prompts, choice, trained, new_tokens, progress
+            )
+        found[f"acceptance of {choice.strategy}, {len(prompts)} prompts"] = measured
+        found["findings"] = findings or ["nothing stands out"]
+    return found
+
+
+def _next(model: str, strategy: str, adapters: Sequence[str]) -> list[str]:
+    """Commands to try."""
+    from hf_spec.methods.registry import get_method
+
+    method = get_method(strategy)
+    if method.adapter_config is not None and adapters:
+        folders = " ".join(f"--adapter {folder}" for folder in adapters)
+        return [f"hf-spec bench --model {model} {folders} --by-task"]
+    learns = "medusa" if method.training is None else method.name
+    return [
+        f"hf-spec bench --model {model} --strategies {method.name} --by-task",
+        f"hf-spec distill --model {model} --prompts P.jsonl --output ./answers",
+        f"hf-spec train {learns} --model {model} --data ./answers --output ./{learns}",
+    ]

@@ -88,7 +88,7 @@ def import_(
     a checkpoint in several files give its .index.json. Layouts of 'eagle3': those of SafeAILab,
     AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of 'medusa': heads with
     their own projections or a shared one, alone or among the weights of a model; those of vLLM,
-    TensorRT-LLM, ModelOpt and LMDeploy. Of 'dflash' and 'dspark': DFlash, DFlash 2, JetSpec,
+    TensorRT-LLM and ModelOpt. Of 'dflash' and 'dspark': DFlash, DFlash 2, JetSpec,
     Domino, DSpine, xPress and DSpark, as z-lab, SpecForge, DeepSpec and speculators write them.
 
     \b
@@ -106,15 +106,9 @@ def import_(
     given = opt.json_object("--config", config)
     if kind is None:
         kind, path = work.recognized(file)
-        chosen, _ = work.importable(kind)
     else:
-        chosen, reader = work.importable(kind)
-        path = work.find_published(file, reader.wants)
-    chosen.parse_options(options)
-    _, tensors = work.convert(path, kind, given)
-    check_writable(output)
-    base = work.base_outline(model, tensors)
-    echo(f"adapter: {work.import_adapter(path, kind, base, output, options, given)}")
+        path = work.find_published(file, work.importable(kind)[1].wants)
+    echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
 
 
 def export(

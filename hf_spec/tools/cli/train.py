@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,10 +25,7 @@ def train(
         Option(help="Of 'hf-spec distill', or your own prompts with answers, or ids. Needed."),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
-    adapter: Annotated[
-        Path | None,
-        Option(help="Adapter to go on from; only its Markov head, if --markov-rank adds one."),
-    ] = None,
+    adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
     dtype: opt.Dtype = NATIVE,
@@ -55,9 +51,8 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
     """
-    from hf_spec.tools.hub.folder import read_spec_config
-    from hf_spec.tools.training import start
     from hf_spec.tools.training import train as work
+    from hf_spec.tools.training.start import config_of
 
     chosen = work.trainable_method(method)
     fields = work.config_fields(chosen)
@@ -68,18 +63,7 @@ def train(
     require("train", "accelerate", "datasets")
     config, arguments = parse_options(context.args, method, fields)
     # Invalid values are refused before anything is loaded.
-    if adapter is None:
-        assert chosen.adapter_config is not None
-        adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
-    else:
-        its = read_spec_config(adapter)[0].name
-        if its != method:
-            raise ValueError(
-                f"--adapter {str(adapter)!r} is of {its!r}: give 'hf-spec train {its}'"
-            )
-        adapter_config, gets_head = start.continued(chosen, adapter, config)
-        if gets_head and "learning_rate" in arguments:
-            raise ValueError("--learning-rate: a Markov head's is --markov-learning-rate")
+    adapter_config = config_of(chosen, config, adapter)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     work.spec_arguments(chosen, output, adapter_config, **arguments)
@@ -102,36 +86,10 @@ def train(
     from hf_spec.tools.training.report import outcome
 
     write_card(output)
-    speedup = None
-    # Processes that share the model would have to decode together.
-    if not adapter_config.changes_model and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        minutes = arguments.get("max_minutes")
-        speedup = _speedup(base, tokenizer, rows, output, record, minutes)
-    for line in outcome(record, speedup):
+    for line in outcome(record):
         echo(line)
     echo(f"adapter: {output}")
     echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
-
-
-def _speedup(
-    base: Any, tokenizer: Any, rows: Any, output: Path, record: dict[str, Any], minutes: Any
-) -> float:  # fmt: skip
-    """Speed beside plain decoding on a few held-out prompts, with the adapter that was written."""
-    from hf_spec.model.loading import load_adapters
-    from hf_spec.tools.bench.contenders import BASELINE, Contender, ours, read_adapters
-    from hf_spec.tools.bench.session import Session
-    from hf_spec.tools.training.train import split
-
-    load_adapters(base, read_adapters([str(output)]))
-    held_out = split(rows, record["data"]["held_out"])[1]
-    batches = [[list(ids)] for ids in held_out["prompt_ids"][:8]]
-    drafting = Contender("drafting", ours(record["method"], record["options"]))
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 64}
-    if minutes is not None:  # beside which this is not to be noticed
-        options["max_time"] = 60 * minutes / 200
-    with Session.open(base, tokenizer, options, [drafting]) as session:
-        plain, drafted = session.speeds((BASELINE, drafting), batches)
-    return drafted / plain
 
 
 def _option(name: str) -> str:

@@ -14,7 +14,7 @@ from hf_spec.model.loading import load_adapters, load_model
 from hf_spec.tools.bench.contenders import contenders, read_adapters
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
-from hf_spec.tools.bench.results import ALL, BenchResult
+from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.hub.folder import CONFIG
 
@@ -105,22 +105,3 @@ def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
     best = max(drafted, key=lambda item: len(set(item.rows[0])) / max(len(item.rows[0]), 1))
     text = tokenizer.decode(best.rows[0], skip_special_tokens=True)
     return bench.prompts[best.prompts[0]].text, text
-
-
-def draw_chart(bench: BenchResult) -> Any:
-    """A figure with a bar for each contender: its tokens per second, with speedup and tau above."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in bench.runs() if row["task"] == ALL]
-    figure = Figure(figsize=(1.6 + 1.5 * len(rows), 4), layout="constrained")
-    axes = figure.subplots()
-    plain = [row["strategy"] == row["baseline"] for row in rows]
-    colors = ["tab:gray" if one else "tab:blue" for one in plain]
-    bars = axes.bar(
-        [row["strategy"] for row in rows], [row["tokens_per_second"] for row in rows], color=colors
-    )
-    axes.bar_label(bars, [f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows])
-    axes.set(ylabel="tokens per second", title="hf-spec demo: same text, fewer forward passes")
-    axes.margins(y=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure

@@ -22,7 +22,6 @@ from hf_spec.tools.formats.tables import Files, Reader
 #: the projection. They may be behind ``medusa_head.``, ``medusa_heads.`` or ``medusa.``.
 NAMES = (
     "{k}.{j}.linear.{part}", "{k}.{L}.weight",  # FasterDecoding's
-    "{k}.{j}.linear.{rank}.{part}", "{k}.{L}.{rank}.weight",  # LMDeploy's, transposed
     "{k}.medusa_layers.{j}.linear.{part}", "{k}.lm_head.weight",  # TensorRT-LLM's and ModelOpt's
     "blocks.{k}.layers.{j}.{part}", "lm_heads.{k}.weight",  # vLLM's
 )  # fmt: skip
@@ -58,9 +57,7 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
             continue
         if not tensor.is_floating_point():
             raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
-        head, block, end, rank = (int(parts.get(one, "0")[:9]) for one in ("k", "j", "L", "rank"))
-        if rank:
-            raise ValueError(f"{name!r}: heads split over ranks are not read, only rank 0.")
+        head, block, end = (int(parts.get(one, "0")[:9]) for one in ("k", "j", "L"))
         if head >= MAX_FUTURE or max(block, end) > MAX_BLOCKS:
             raise ValueError(
                 f"{name[:80]!r}: at most {MAX_FUTURE} heads of {MAX_BLOCKS} blocks each are read."
@@ -70,7 +67,7 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
         same = found[parts.get("part", "projection")]
         if (head, block) in same:
             raise ValueError(f"{name!r} is there twice, under different names.")
-        same[head, block] = tensor.T if "rank" in parts and tensor.ndim == 2 else tensor
+        same[head, block] = tensor
     blocks, projections = found["weight"], found["projection"]
     if not blocks:
         raise ValueError(

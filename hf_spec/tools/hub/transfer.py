@@ -41,15 +41,12 @@ SAFE = ".safetensors"
 MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
-#: Files that a model's weights may be in, and a drafter's: Medusa's, PEFT's, LMDeploy's, too.
+#: Files that a model's weights may be in, and a drafter's: Medusa's and PEFT's, too.
 BASE_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )  # fmt: skip
-FILES = (
-    "medusa_lm_head.safetensors", "medusa_lm_head.pt", WEIGHTS, PICKLE, *BASE_FILES,
-    "rank0.safetensors",
-)  # fmt: skip
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", WEIGHTS, PICKLE, *BASE_FILES)
 #: Parameters of drafters that may be copies of the base's embeddings, and which of them.
 COPIES = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 #: Keys under which training programs keep tensors by name, beside other things.
@@ -229,14 +226,15 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def import_adapter(
-    path: Path, method_name: str, model: Any, output: Path,
+    path: Path, method_name: str, base: Any, output: Path,
     options: dict[str, Any] | None = None, given: Mapping[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a published checkpoint (:func:`convert`) for a base model, or its
-    :func:`base_outline`, as an adapter folder with a card and options; returns ``output``."""
+    """Write a published checkpoint (:func:`convert`) for a base model, or for the one of a name, as
+    an adapter folder with a card and options; returns ``output``."""
     method, reader = importable(method_name)
     method.parse_options(options)
     config, tensors = convert(path, method_name, given)
+    model = base_outline(base, tensors) if isinstance(base, str) else base
     if reader.share is not None:
         config, tensors = reader.share(model, config, tensors)
     with attached(model, config, on_meta=True) as peft_model:

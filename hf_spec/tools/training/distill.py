@@ -24,7 +24,7 @@ from hf_spec.core.checks import check_same_settings
 from hf_spec.decoding.auto import LOOKUPS, choose
 from hf_spec.files import read_json, write_atomically, writing
 from hf_spec.model.loading import chosen_device
-from hf_spec.tools.bench.contenders import BASELINE, Contender, ours
+from hf_spec.tools.bench.contenders import Contender, ours
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 OPTIONS = {"drafting": "always"}
 #: Options of prompt lookup: in a batch, a few draft tokens per sequence fill a step.
 LOOKUP_OPTIONS = {"max_nodes": 4}
-#: New tokens of the trial that finds the fastest strategy.
-TRIAL = 48
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,6 @@ class AnswerFolder:
                 f"{str(self.answers)!r} is not of hf-spec distill: give another --output"
             )
         return False
-
-    def chosen(self) -> Contender | None:
-        """The contender that an interrupted run has found to be the fastest; None if none has."""
-        kwargs = read_json(self.provenance, optional=True).get("chosen")
-        if not kwargs:
-            return None if kwargs is None else BASELINE
-        return Contender(kwargs["assistant_strategy"], kwargs)
 
     def begin(self, provenance: dict[str, Any]) -> None:
         """Write how the answers are made, and drop a last line that was not written to its end."""
@@ -189,12 +180,11 @@ def distill(
     Args:
         model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
         folder: locked by the main process.
-        contender: the strategy that ``settings`` names; None for the fastest one (:func:`fastest`),
-            which the folder keeps.
+        contender: the strategy that ``settings`` names; None for the one that fits the model.
         progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
             tokens per second so far.
     """
-    from accelerate.utils import broadcast_object_list, gather_object
+    from accelerate.utils import gather_object
 
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
     facts = _facts(model, tokenizer, settings)
@@ -202,12 +192,7 @@ def distill(
     state.wait_for_everyone()  # no process writes before all have looked
     everything = batches([len(ids) for ids in token_ids], settings.batch_size)
     if contender is None:
-        contender = folder.chosen()
-    if contender is None:
-        middle = [token_ids[index] for index in everything[len(everything) // 2]]
-        found = [fastest(model, tokenizer, middle, settings) if state.is_main_process else None]
-        contender = broadcast_object_list(found)[0]
-    assert contender is not None
+        contender = fitting(model)
     facts["chosen"] = contender.kwargs
     measured = Measured()
     with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
@@ -289,21 +274,11 @@ def _row(
     }  # fmt: skip
 
 
-def fastest(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings
-) -> Contender:
-    """What begins to answer a batch of prompts fastest: plain ``generate``, or what ``auto`` takes;
-    under sampling the latter, as its answers depend on the strategy, and must not on time."""
+def fitting(model: Any) -> Contender:
+    """The strategy that fits a model, as ``auto`` finds it."""
     choice = choose(model)
     options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
-    drafting = Contender(choice.strategy, ours(choice.strategy, options))
-    if settings.do_sample:
-        return drafting
-    length = min(settings.max_new_tokens, TRIAL)
-    limited = {**settings.generate_kwargs, "max_new_tokens": length}
-    with Session.open(model, tokenizer, limited, [drafting]) as session:
-        plain, drafted = session.speeds((BASELINE, drafting), [prompts])
-    return drafting if drafted > plain else BASELINE
+    return Contender(choice.strategy, ours(choice.strategy, options))
 
 
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:

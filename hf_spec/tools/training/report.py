@@ -1,6 +1,5 @@
-"""What a training tells people: how long it will take, a line per evaluation, what came out."""
+"""What a training tells people: a bar, a line per evaluation, what came out."""
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,28 +9,22 @@ from transformers import ProgressCallback
 
 from hf_spec.core.checks import duration
 
-#: Steps that are timed for the estimate; the one before them is not typical.
-TIMED = 3
 #: Positions whose acceptance is shown.
 SHOWN = 4
 
 
 class Report(ProgressCallback):
-    """A progress bar, the expected duration after the first steps, and a line per evaluation of a
-    training, whose ``done`` is from 0 to 1.
+    """A progress bar, and a line per evaluation of a training, whose ``done`` is from 0 to 1.
 
     Attributes:
-        seconds_per_step: mean of the first steps.
         steps: taken so far, without those before the training was resumed.
     """
 
     def __init__(self, trainer: Any):
         super().__init__()
         self.trainer = trainer
-        self.seconds_per_step, self.steps = 0.0, 0
-        self._speaks, self._before = False, 0.0
-        self._began = self._timed_from = time.monotonic()
-        self._best = 0.0
+        self.steps, self._speaks = 0, False
+        self._began = self._before = self._best = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speaks = state.is_world_process_zero
@@ -39,32 +32,17 @@ class Report(ProgressCallback):
         found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
         self._best = max(found, default=0.0)  # of a training that is resumed
         if self._speaks and not args.disable_tqdm:
-            self.training_bar = tqdm(total=100, unit="%", dynamic_ncols=True, leave=False)
-            self._move()
+            total = state.max_steps if args.max_minutes is None else None
+            done = state.global_step
+            self.training_bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
-        now = time.monotonic()
-        if self.steps == 1:
-            self.seconds_per_step, self._timed_from = now - self._began, now
-        elif self.steps <= 1 + TIMED:
-            self.seconds_per_step = (now - self._timed_from) / (self.steps - 1)
-        if self.steps == 1 + TIMED and self._speaks:
-            self._say(expected(self.seconds_per_step, args, state))
-        self._move()
+        if self.training_bar is not None:
+            self.training_bar.update(1)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._move()  # with the time
-
-    def _move(self) -> None:
-        if self.training_bar is not None:
-            self.training_bar.update(round(100 * self.trainer.done) - self.training_bar.n)
-
-    def describe(self, text: str) -> None:
-        """What the bar says before its numbers."""
-        if self.training_bar is not None:
-            self.training_bar.set_description(text)
-        self._move()
+        pass  # the line of the evaluation says enough
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass  # losses are kept in the record
@@ -104,27 +82,8 @@ class Report(ProgressCallback):
             self.training_bar.write(text)
 
 
-def expected(seconds_per_step: float, args: Any, state: Any) -> str:
-    """How long a training will take, in words, by the arguments and the state of its Trainer."""
-    each = f"{seconds_per_step:.2g} s"
-    if args.max_minutes is not None:
-        steps = round(60 * args.max_minutes / max(seconds_per_step, 1e-9))
-        return (
-            f"{args.max_minutes:g} min, as asked for: at most {steps:,} steps of {each}, less what "
-            "evaluations take"
-        )
-    steps = state.max_steps
-    # The last step is followed by one, whatever its number.
-    count = math.ceil(steps / state.eval_steps) if state.eval_steps else 0
-    return (
-        f"about {duration(steps * seconds_per_step)}: {steps:,} steps of {each}, beside {count} "
-        f"evaluation{'s' * (count != 1)}"
-    )
-
-
-def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
-    """What came out of a training, in words, by its record and the speedup over plain decoding on
-    held-out prompts, if that was measured."""
+def outcome(record: Mapping[str, Any]) -> list[str]:
+    """What came out of a training, in words, by its record."""
     amount, settings, best = record["data"], record["settings"], record["best"]
     last = f", the last {record['timed_steps']:,}" * (record["timed_steps"] < settings["steps"])
     lines = [
@@ -136,11 +95,4 @@ def outcome(record: Mapping[str, Any], speedup: float | None) -> list[str]:
             f"tau {best['eval_tau']:.2f} on held-out prompts, at step {best['step']:,}: so many "
             "tokens per step of the model, where every step drafts"
         )
-    if speedup is not None:
-        lines.append(f"{speedup:.2f}x plain decoding on held-out prompts, on this machine")
-        if speedup < 1.1:
-            lines.append(
-                "hardly faster: more answers (2,000 or more) raise tau most; hf-spec doctor says "
-                "what is in the way"
-            )
     return lines

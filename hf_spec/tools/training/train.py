@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments, set_seed
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.adapters.active import require_active
+from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_count, check_range, nearest, setting
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically, writing
@@ -24,11 +27,10 @@ from hf_spec.tools.bench.environment import PACKAGES, device_name, package_versi
 from hf_spec.tools.hub.card import TRAINING
 from hf_spec.tools.hub.folder import attached, save_adapter
 from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, collate
-from hf_spec.tools.training.base_weights import bit_sums, save_model
+from hf_spec.tools.training.base_weights import save_model
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
-from hf_spec.tools.training.sharded import gathered
-from hf_spec.tools.training.start import continued, load_trained, new_config, set_vocabulary
+from hf_spec.tools.training.start import config_of, set_vocabulary
 from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,11 @@ class SpecArguments(TrainingArguments):
                     "not known. Give a share of the training, below 1."
                 )
         super().__post_init__()
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "DeepSpeed's ZeRO stage 3 is not supported: launch it with --use_fsdp "
+                "--fsdp_version 2, which shards the model, too, or with stage 2."
+            )
 
 
 def trainable_method(name: str) -> Method:
@@ -174,8 +181,7 @@ def train(
         resume: whether to continue from the last checkpoint in ``output``.
         provenance: origin of the data, stored in the record.
         tokenizer: saved beside the base model, if that is trained.
-        start: folder of a trained adapter of the method, from whose weights training goes on. If
-            ``config`` gives it a Markov head, only that is trained.
+        start: folder of a trained adapter of the method, from whose weights training goes on.
 
     Returns:
         The record, as written to ``training.json``; empty in all processes but the main one.
@@ -192,45 +198,38 @@ def train(
         )
     record: dict[str, Any] = {}
     with ExitStack() as stack:
-        # Of a model that was loaded in parts all weights are needed until training begins.
-        with gathered(model.parameters()):
-            # A model that cannot be decoded is refused before training.
-            check_model(model)
-            check_tree_forward(model, "training")
-            set_seed(arguments.get("seed", 0))
-            if start is None:
-                adapter_config, gets_head = new_config(method, model, config), False
-            else:
-                adapter_config, gets_head = continued(method, start, config)
-            args = spec_arguments(method, folder, adapter_config, **arguments)
-            training_rows, held_out_rows = split(rows, args.held_out)
-            check_lengths(training_rows, args.max_length)
-            # Names only: parameters that are held here would stay whole where others are sharded.
-            base = [name for name, _ in model.named_parameters()]
-            before = bit_sums(map(model.get_parameter, base))
-            trained = None if gets_head else start
-            peft_model = stack.enter_context(
-                attached(model, adapter_config, in_float32=True, trained=trained)
-            )
-            for name in base if adapter_config.trains_base else ():
-                model.get_parameter(name).requires_grad_(True)
-            adapter = require_active(model, adapter_config.type_name, method.name)
-            if start is None:
-                set_vocabulary(adapter, model, training_rows["answer_ids"])
-            elif gets_head:
-                load_trained(adapter, start)
+        # A model that cannot be decoded is refused before training.
+        check_model(model)
+        check_tree_forward(model, "training")
+        set_seed(arguments.get("seed", 0))
+        adapter_config = config_of(method, config, start)
+        chosen = start is not None or "draft_vocab_size" in config
+        if isinstance(adapter_config, VocabularyConfig) and not chosen:
+            adapter_config.set_vocabulary(model)
+        trains_base = adapter_config.trains_base
+        args = spec_arguments(method, folder, adapter_config, **arguments)
+        training_rows, held_out_rows = split(rows, args.held_out)
+        check_lengths(training_rows, args.max_length)
+        base = [name for name, _ in model.named_parameters()] if trains_base else []
+        known = str(fingerprint(model))
+        peft_model = stack.enter_context(
+            attached(model, adapter_config, in_float32=True, trained=start)
+        )
+        for name in base:
+            model.get_parameter(name).requires_grad_(True)
+        adapter = require_active(model, adapter_config.type_name, method.name)
+        if start is None:
+            set_vocabulary(adapter, model, training_rows["answer_ids"])
         trainer = _trainer(peft_model, args, method, options, training_rows, held_out_rows)
         for callback in callbacks:
             trainer.add_callback(callback)
         stack.callback(trainer.report.close)
-        with writing(folder), kept_states(trainer, folder, before):
+        with writing(folder), kept_states(trainer, folder, known):
             result = trainer.train(resume_from_checkpoint=last)
         state = trainer.whole_state()
         if trainer.is_world_process_zero():
-            if adapter_config.trains_base:
+            if trains_base:
                 save_model(model, output, adapter_config, tokenizer)
-            elif bit_sums(state[f"base_model.model.{name}"] for name in base) != before:
-                raise RuntimeError("training changed the base model; the adapter is not saved")
             save_adapter(peft_model, output, method.name, options, state)
             record = _record(trainer, method, options, adapter_config, result, provenance)
             if start is not None:
