@@ -20,8 +20,7 @@ from tiny_checkpoint import make_model, save_checkpoint
 from trained import SETTINGS, TRAININGS, Stop, answers, as_options, history, record, same, weights
 
 import hf_spec
-from hf_spec.tools.training import train as training
-from hf_spec.tools.training import trainer
+from hf_spec.tools.training import sharded
 from hf_spec.tools.training.train import train
 
 #: As ``accelerate launch`` passes on its configuration.
@@ -37,7 +36,7 @@ SHARDED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_weights_are_sharded_again_after_an_error() -> None:
+def test_weights_are_sharded_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     class Sharded:
@@ -47,7 +46,8 @@ def test_weights_are_sharded_again_after_an_error() -> None:
         def reshard(self) -> None:
             done.append("sharded")
 
-    with pytest.raises(KeyError), trainer.whole_root(Sharded()):
+    monkeypatch.setattr(sharded, "FSDPModule", Sharded)
+    with pytest.raises(KeyError), sharded.whole_root(Sharded()):
         raise KeyError
     assert done == ["whole", "sharded"]
 
@@ -172,7 +172,7 @@ def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
         entry["step"]: entry["eval_tau"] for entry in record(two)["history"] if "eval_tau" in entry
     }
     best = max(taus, key=lambda step: taus[step])
-    assert taus[best] > 1.1
+    assert taus[best] > 1.1 and len(set(taus.values())) > 1
     assert same(weights(two), weights(two / "checkpoints" / f"checkpoint-{best}"))
     assert same(weights(two), weights(tmp_path / "resumed"))
     assert weights(two).keys() == weights(one).keys()
@@ -193,19 +193,11 @@ def test_fsdp_that_accelerate_ignores_is_refused(
         train(make_model(), answers(), "bita", tmp_path, arguments=SHARDED)
 
 
-def test_shards_that_cannot_be_decoded_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="ZeRO stage 3 .* --use_fsdp --fsdp_version 2"):
-        train(make_model(), answers(), "bita", tmp_path, arguments=SHARDED)
-
-
-def launch(*arguments: str) -> None:
-    """``hf-spec train`` with gradients and the optimizer's state sharded."""
+def launch(stage: int, *arguments: str) -> None:
+    """``hf-spec train`` with the model sharded from its loading on where the stage is 3."""
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage",
-        "2", "--num_processes", "2", "--main_process_port", "0", "-m", "hf_spec.tools.cli",
+        str(stage), "--num_processes", "2", "--main_process_port", "0", "-m", "hf_spec.tools.cli",
         "train", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -214,9 +206,12 @@ def launch(*arguments: str) -> None:
 
 
 @pytest.mark.environment
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("method", ["bita", "layer_skip"])
-def test_two_processes_with_deepspeed_give_the_figures_of_one(tmp_path: Path, method: str) -> None:
-    """So does a training that was resumed."""
+def test_two_processes_with_deepspeed_give_the_figures_of_one(
+    tmp_path: Path, stage: int, method: str
+) -> None:
+    """So does a training that was resumed; embeddings, heads and layers are all read whole."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed, see CONTRIBUTING.md")
     model, checkpoint = make_model(layers=4), save_checkpoint(tmp_path / "model", layers=4)
     rows, data = own_answers(model), tmp_path / "answers.parquet"
@@ -229,11 +224,11 @@ def test_two_processes_with_deepspeed_give_the_figures_of_one(tmp_path: Path, me
     options = as_options(
         checkpoint, data, **{**settings, "per_device_train_batch_size": 2}, **config
     )
-    launch(method, *options, "--output", str(two))
+    launch(stage, method, *options, "--output", str(two))
     assert_same_history(one, two, rel=1e-4)
     shutil.copytree(two, resumed)
     shutil.rmtree(resumed / "checkpoints" / "checkpoint-9")
-    launch(method, *options, "--output", str(resumed), "--resume")
+    launch(stage, method, *options, "--output", str(resumed), "--resume")
     assert same(weights(resumed), weights(two))
     # Gradients are summed in another order, which AdamW's first steps enlarge.
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-3)

@@ -77,8 +77,7 @@ def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
     ends with an error. The folder is that of checkpoints; ``base`` as in :class:`KeptStates`."""
     args = trainer.args
     # Where layers are sharded, all processes run the base together.
-    alone = not (trainer.trains_base or trainer.is_fsdp_enabled)
-    if args.num_train_epochs <= 1 or not args.kept_states or not alone:
+    if args.num_train_epochs <= 1 or not args.kept_states or trainer.trains_base or trainer.sharded:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)

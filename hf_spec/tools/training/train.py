@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments, set_seed
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -30,6 +29,7 @@ from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.tools.training.base_weights import save_model
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
+from hf_spec.tools.training.sharded import gathered
 from hf_spec.tools.training.start import config_of, set_vocabulary
 from modeling_patches.support import check_model
 
@@ -77,11 +77,6 @@ class SpecArguments(TrainingArguments):
                     "not known. Give a share of the training, below 1."
                 )
         super().__post_init__()
-        if is_deepspeed_zero3_enabled():
-            raise ValueError(
-                "DeepSpeed's ZeRO stage 3 is not supported: launch it with --use_fsdp "
-                "--fsdp_version 2, which shards the model, too, or with stage 2."
-            )
 
 
 def trainable_method(name: str) -> Method:
@@ -198,28 +193,31 @@ def train(
         )
     record: dict[str, Any] = {}
     with ExitStack() as stack:
-        # A model that cannot be decoded is refused before training.
-        check_model(model)
-        check_tree_forward(model, "training")
-        set_seed(arguments.get("seed", 0))
-        adapter_config = config_of(method, config, start)
-        chosen = start is not None or "draft_vocab_size" in config
-        if isinstance(adapter_config, VocabularyConfig) and not chosen:
-            adapter_config.set_vocabulary(model)
-        trains_base = adapter_config.trains_base
-        args = spec_arguments(method, folder, adapter_config, **arguments)
-        training_rows, held_out_rows = split(rows, args.held_out)
-        check_lengths(training_rows, args.max_length)
-        base = [name for name, _ in model.named_parameters()] if trains_base else []
-        known = str(fingerprint(model))
-        peft_model = stack.enter_context(
-            attached(model, adapter_config, in_float32=True, trained=start)
-        )
-        for name in base:
-            model.get_parameter(name).requires_grad_(True)
-        adapter = require_active(model, adapter_config.type_name, method.name)
-        if start is None:
-            set_vocabulary(adapter, model, training_rows["answer_ids"])
+        # Of a model that was loaded in parts all weights are needed until training begins.
+        with gathered(model.parameters()):
+            # A model that cannot be decoded is refused before training.
+            check_model(model)
+            check_tree_forward(model, "training")
+            set_seed(arguments.get("seed", 0))
+            adapter_config = config_of(method, config, start)
+            chosen = start is not None or "draft_vocab_size" in config
+            if isinstance(adapter_config, VocabularyConfig) and not chosen:
+                adapter_config.set_vocabulary(model)
+            trains_base = adapter_config.trains_base
+            args = spec_arguments(method, folder, adapter_config, **arguments)
+            training_rows, held_out_rows = split(rows, args.held_out)
+            check_lengths(training_rows, args.max_length)
+            # Names only: parameters that are held here would stay whole where others are sharded.
+            base = [name for name, _ in model.named_parameters()] if trains_base else []
+            known = str(fingerprint(model))
+            peft_model = stack.enter_context(
+                attached(model, adapter_config, in_float32=True, trained=start)
+            )
+            for name in base:
+                model.get_parameter(name).requires_grad_(True)
+            adapter = require_active(model, adapter_config.type_name, method.name)
+            if start is None:
+                set_vocabulary(adapter, model, training_rows["answer_ids"])
         trainer = _trainer(peft_model, args, method, options, training_rows, held_out_rows)
         for callback in callbacks:
             trainer.add_callback(callback)

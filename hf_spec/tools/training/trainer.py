@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -21,26 +20,12 @@ from hf_spec.tools.training.anchors import SimilarLengths
 from hf_spec.tools.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.tools.training.evaluation import EvalDecoding, top_k_counts, top_k_metrics
 from hf_spec.tools.training.report import Report
+from hf_spec.tools.training.sharded import gathered_state, whole_root
 
 #: Steps of a schedule that follows the time.
 FINE = 10_000
 #: Part of ``max_minutes`` that an evaluation may take.
 EVALUATING = 0.1
-
-
-@contextmanager
-def whole_root(model: Any) -> Iterator[None]:
-    """Within the context the weights of a model that FSDP2 shards are whole in every process, but
-    for those of decoder layers, which are gathered one after the other.
-
-    Drafting reads embeddings, heads and adapters outside of the forwards, which would gather them.
-    Decoding calls the base inside, so that no forward of this module reshards it.
-    """
-    model.unshard()
-    try:
-        yield
-    finally:
-        model.reshard()
 
 
 class TimeLimit(TrainerCallback):
@@ -66,10 +51,10 @@ class SpecTrainer(Trainer):
     """Trains a ``PeftModel`` with an adapter of hf_spec; evaluation decodes real prompts.
 
     ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``, and ``eval_tau``,
-    ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its share; where FSDP2
-    shards the model, all decode the same prompts together. With ``max_minutes``, the learning rate
-    follows its schedule by time, not by steps. If the adapter's config has ``trains_base``,
-    checkpoints contain the base model's weights, too.
+    ``eval_acceptance_1`` etc. of ``eval_decoding``. Each process decodes its share; where FSDP2 or
+    ZeRO stage 3 shards the model, all decode the same prompts together. With ``max_minutes``, the
+    learning rate follows its schedule by time, not by steps. If the adapter's config has
+    ``trains_base``, checkpoints contain the base model's weights, too.
     """
 
     def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
@@ -101,6 +86,7 @@ class SpecTrainer(Trainer):
                 "accelerate was told to use FSDP of version 1, which hf_spec does not support: "
                 "launch it with --fsdp_version 2."
             )
+        self.sharded: bool = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled
         later, method = sorted(self._untrained()), self.adapter_config.strategy
         for unsupported, what, remedy in (
@@ -212,7 +198,7 @@ class SpecTrainer(Trainer):
         gets those of sharded parameters."""
         if self.is_fsdp_enabled:
             return self.accelerator.get_state_dict(self.model)
-        return self.unwrapped.state_dict()
+        return gathered_state(self.unwrapped, self.is_world_process_zero())
 
     @property
     def unwrapped(self) -> Any:
@@ -241,7 +227,7 @@ class SpecTrainer(Trainer):
         """Statistics of decoding; every process decodes its share of the prompts. With
         ``max_minutes`` it ends when the evaluation, which has ``spent`` some seconds, has had its
         part of them; it has a quarter of that at least."""
-        if self.is_fsdp_enabled:
+        if self.sharded:
             # Every forward gathers weights from all processes, so that they must run in step.
             with whole_root(self.model):
                 return decoding.measure(self._base)
