@@ -189,7 +189,7 @@ def test_all_parameters_are_trained(fresh: Tiny, kind: str) -> None:
     model.add_adapter(method.adapter_config(**{**fields, "draft_vocab_size": 0}))
     active, ids = find_active(model, name.upper()), prompt(9)
     batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
-    network, anchors = BlockNetwork(model, active.module), batch.anchors
+    network, anchors = BlockNetwork(model, active), batch.anchors
     if network.head is not None:
         states = block_sequences(network, ids, None, anchors)
         logits, before = network.logits(states.flatten(1, 2)), ids[:, [3, 4, 5, 6]]
@@ -200,7 +200,7 @@ def test_all_parameters_are_trained(fresh: Tiny, kind: str) -> None:
         )  # fmt: skip
         torch.testing.assert_close(given, logits.view(*states.shape[:3], -1)[:, :1, :places])
     randomise(model, name.upper(), std=0.25)
-    weights = dict(active.module.named_parameters())
+    weights = dict(active.named_parameters())
     before_step = method.objective(model, active, batch)["loss"]
     before_step.backward()
     assert all(one.grad is not None and one.grad.any() for one in weights.values())
@@ -218,7 +218,7 @@ def test_parameters_are_trained_in_float32(fresh: Tiny, kind: str) -> None:
     method = methods()[name]
     model.add_adapter(method.adapter_config(**fields))
     active, ids = find_active(model, name.upper()), prompt(9)
-    for one in active.module.parameters():
+    for one in active.parameters():
         one.data = one.data.float()
     batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
     assert method.objective(model, active, batch)["loss"].isfinite()
