@@ -54,23 +54,26 @@ class Predictions:
         ids: Tensor | None = None,
         noise: Tensor | None = None,
     ):
-        self._noise = None if noise is None else noise.to(logits.device)
-        self._ids = ids
+        self._prepare(logits, known, ids, noise)
         if self._noise is not None:
             logits = as_sampled(logits, self._noise)
         if markov_head is not None:
             width = max(width, SHORTLIST)
         chosen, self.log_probs = likeliest(logits, width)
         self.tokens = chosen if ids is None else ids[chosen]
-        self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
         self._table: Tensor | None = None
 
-    @property
-    def distances(self) -> int:
-        return self.tokens.shape[1]
+    def _prepare(
+        self, logits: Tensor, known: Sequence[int] | Tensor, ids: Tensor | None,
+        noise: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Keep what all predictions need."""
+        self.distances, self.device, self._ids = logits.shape[1], logits.device, ids
+        self._noise = None if noise is None else noise.to(logits.device)
+        self.known: Any = known if isinstance(known, Tensor) else tuple(known)
 
     def expand(self, frontier: Frontier) -> Children | None:
         """See :class:`hf_spec.drafting.grow.Expands`. In rows without predictions of that distance,
@@ -121,9 +124,9 @@ class Predictions:
         Returns:
             ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
-        device = self.tokens.device
+        device = self.device
         parents, depths, ranks = levels(tuple(trees), str(device))
-        tokens = root.to(self.tokens.device)[:, None].expand(parents.shape)
+        tokens = root.to(device)[:, None].expand(parents.shape)
         choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=device)
         for depth in range(max(tree.max_depth for tree in trees)):  # level by level, of all nodes
             found = self.expand(Frontier(depth, tokens, paths, choices, parents))

@@ -26,8 +26,8 @@ class PathPredictions(Predictions):
         self, logits: Tensor, width: int, known: Sequence[int] | Tensor, markov_head: BlockHead,
         states: Tensor, ids: Tensor | None = None, noise: Tensor | None = None,
     ):  # fmt: skip
-        super().__init__(logits, width, known, ids=ids, noise=noise)
-        self._logits, self._head, self._hidden = logits, markov_head, states
+        self._prepare(logits, known, ids, noise)
+        self._logits, self._head, self._hidden, self._width = logits, markov_head, states, width
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
 
     def expand(self, frontier: Frontier) -> Children | None:
@@ -43,7 +43,7 @@ class PathPredictions(Predictions):
         )
         if self._noise is not None:
             logits = as_sampled(logits, self._noise[:, place, None])
-        chosen, log_probs = likeliest(logits, self.tokens.shape[-1])
+        chosen, log_probs = likeliest(logits, self._width)
         sure = self._head.confidence(previous, states)
         if sure is not None and self._noise is None:
             log_probs = with_confidence(log_probs, sure)
