@@ -157,15 +157,17 @@ def distribution(scores: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
 
 
-def likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def likeliest(logits: Tensor, width: int, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Indices of the ``width`` largest of logits ``(..., vocab)``, or all, largest first, and their
-    log-probabilities, in float32 at least.
+    log-probabilities, in float32 at least. ``others``, ``(..., 1)``, is the logarithm of the sum of
+    the exponentials of further logits.
 
     Uniform where values have overflowed: any draft distribution is valid.
     """
     best = logits.topk(min(width, logits.shape[-1]), dim=-1)
     precise = torch.promote_types(logits.dtype, torch.float32)
-    log_probs = best.values - logits.to(precise).logsumexp(-1, keepdim=True)
+    total = logits.to(precise).logsumexp(-1, keepdim=True)
+    log_probs = best.values - (total if others is None else torch.logaddexp(total, others))
     alike = -math.log(logits.shape[-1])
     return best.indices, log_probs.masked_fill(log_probs.isnan(), alike)
 
