@@ -54,23 +54,26 @@ class Predictions:
         ids: Tensor | None = None,
         noise: Tensor | None = None,
     ):
-        self._noise = None if noise is None else noise.to(logits.device)
-        self._ids = ids
+        self._prepare(logits, known, ids, noise)
         if self._noise is not None:
             logits = as_sampled(logits, self._noise)
         if markov_head is not None:
             width = max(width, SHORTLIST)
         chosen, self.log_probs = likeliest(logits, width)
         self.tokens = chosen if ids is None else ids[chosen]
-        self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._markov_head, self._states = markov_head, states
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
         self._table: Tensor | None = None
 
-    @property
-    def distances(self) -> int:
-        return self.tokens.shape[1]
+    def _prepare(
+        self, logits: Tensor, known: Sequence[int] | Tensor, ids: Tensor | None,
+        noise: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Keep what all predictions need."""
+        self.distances, self.device, self._ids = logits.shape[1], logits.device, ids
+        self._noise = None if noise is None else noise.to(logits.device)
+        self.known: Any = known if isinstance(known, Tensor) else tuple(known)
 
     def expand(self, frontier: Frontier) -> Children | None:
         """See :class:`hf_spec.drafting.grow.Expands`. In rows without predictions of that distance,
@@ -121,9 +124,9 @@ class Predictions:
         Returns:
             ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
-        device = self.tokens.device
+        device = self.device
         parents, depths, ranks = levels(tuple(trees), str(device))
-        tokens = root.to(self.tokens.device)[:, None].expand(parents.shape)
+        tokens = root.to(device)[:, None].expand(parents.shape)
         choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=device)
         for depth in range(max(tree.max_depth for tree in trees)):  # level by level, of all nodes
             found = self.expand(Frontier(depth, tokens, paths, choices, parents))
@@ -154,15 +157,17 @@ def distribution(scores: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
 
 
-def likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def likeliest(logits: Tensor, width: int, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Indices of the ``width`` largest of logits ``(..., vocab)``, or all, largest first, and their
-    log-probabilities, in float32 at least.
+    log-probabilities, in float32 at least. ``others``, ``(..., 1)``, is the logarithm of the sum of
+    the exponentials of further logits.
 
     Uniform where values have overflowed: any draft distribution is valid.
     """
     best = logits.topk(min(width, logits.shape[-1]), dim=-1)
     precise = torch.promote_types(logits.dtype, torch.float32)
-    log_probs = best.values - logits.to(precise).logsumexp(-1, keepdim=True)
+    total = logits.to(precise).logsumexp(-1, keepdim=True)
+    log_probs = best.values - (total if others is None else torch.logaddexp(total, others))
     alike = -math.log(logits.shape[-1])
     return best.indices, log_probs.masked_fill(log_probs.isnan(), alike)
 

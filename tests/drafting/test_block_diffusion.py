@@ -136,6 +136,12 @@ def check_head(
 ) -> None:
     """Logits given the tokens drafted before, and given others."""
     hidden, distances = drafter.hidden, drafter.network.config.distances
+    if (head := drafter.markov_head) is not None:  # of some tokens as of all
+        logits, states = drafter.logits(hidden)[:, :1], hidden[:, :1]
+        among = logits.topk(7).indices
+        whole, _ = head.given(logits, root[:, None], states)
+        some, _ = head.given(logits.gather(-1, among), root[:, None], states, None, among)
+        torch.testing.assert_close(some, whole.gather(-1, among), **CLOSE)
     before = torch.cat([root[:, None], drafted[:, :-1]], 1)
     if step + "candidate_scores" in io:
         ids = io[step + "candidate_ids"].expand(2, -1, -1)

@@ -8,6 +8,7 @@ import torch
 
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.block_diffusion import predictions as predictions_module
 from hf_spec.drafting.block_diffusion.dspark import CONFIDENCE
 from hf_spec.drafting.block_diffusion.head import BlockHead
 from hf_spec.drafting.block_diffusion.heads import HEADS
@@ -53,32 +54,48 @@ def made(
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("sure", [0, HIDDEN, HIDDEN + RANK])
-@pytest.mark.parametrize("kind", KINDS)
-def test_paths_have_their_own_probabilities(kind: str, sure: int, sampled: bool) -> None:
-    head, logits, states, root = made(kind, sure)
-    noise = None
+@pytest.mark.parametrize(
+    ("kind", "sure", "top_k", "short"),
+    [
+        (kind, sure, None, short)
+        for kind in KINDS for sure in (0, HIDDEN, HIDDEN + RANK) for short in (len(IDS), 3)
+    ]
+    + [("selector", 0, 4, len(IDS))],
+)  # fmt: skip
+def test_paths_have_their_own_probabilities(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sure: int, top_k: int | None, short: int,
+    sampled: bool,
+) -> None:  # fmt: skip
+    """Of the tokens of a shortlist, beside others that keep their logits."""
+    head, logits, states, root = made(kind, sure, top_k)
+    monkeypatch.setattr(predictions_module, "SHORTLIST", short)
+    noise = torch.zeros_like(logits)
     if sampled:
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
-    count = len(IDS) ** DISTANCES
-    predictions = PathPredictions(logits, count, (DISTANCES, 2), head, states, IDS, noise)
+    predictions = PathPredictions(
+        logits, short, (DISTANCES, 2), head, states, IDS, noise if sampled else None
+    )
     tree = Tree.unpacked(grow(predictions, root, 40, DISTANCES))
     for row, known in enumerate((DISTANCES, 2)):
         paths = {}
         for length in range(1, known + 1):
+            plain, ahead = logits[row, None, :length], noise[row, None, :length]
+            listed = (plain + ahead) >= (plain + ahead).topk(short).values[..., -1:]
             for path in product(IDS.tolist(), repeat=length):
                 before = torch.tensor([[int(root[row]), *path[:-1]]])
-                given = head.along(logits[row, None, :length], before, states[row, None, :length])
-                if noise is not None:
-                    given = TRUST * (given + noise[row, None, :length])
-                own = given[0].log_softmax(-1)
+                given = head.along(plain, before, states[row, None, :length])
+                given = torch.where(listed, given, plain) + ahead
+                own = (TRUST * given if sampled else given)[0].log_softmax(-1)
                 if sure and not sampled:  # samples are what they are
                     confidence = head.confidence(before, states[row, None, :length])
-                    order = own.argsort(descending=True)
+                    order = own.masked_fill(~listed[0], -torch.inf).argsort(descending=True)
                     ranked = with_confidence(own.gather(-1, order), confidence[0])
                     own = torch.empty_like(own).scatter(-1, order, ranked)
+                own = own.masked_fill(~listed[0], -torch.inf)
                 places = [IDS.tolist().index(token) for token in path]
-                paths[path] = float(sum(own[at, place] for at, place in enumerate(places)))
+                found = float(sum(own[at, place] for at, place in enumerate(places)))
+                if found > -torch.inf:
+                    paths[path] = found
         likeliest = sorted(paths, key=lambda path: -paths[path])[:40]
         found = {}
         for node in range(1, 1 + tree.row_sizes[row]):
@@ -133,8 +150,9 @@ def test_a_confidence_is_the_probability_of_the_likeliest() -> None:
 
 def test_a_selector_chooses_among_the_likeliest() -> None:
     head, logits, states, root = made("selector", top_k=2)
-    given, _ = head.given(logits[:, 0], root, states[:, 0])
-    free, _ = made("selector")[0].given(logits[:, 0], root, states[:, 0])
-    kept = logits[:, 0].topk(2).indices
-    assert torch.equal(given.gather(1, kept), free.gather(1, kept))
-    assert given.isinf().sum(-1).tolist() == [len(IDS) - 2] * 2
+    before = torch.stack([root, root, root], 1)
+    given = head.along(logits, before, states)
+    kept = logits.topk(2).indices
+    free = made("selector")[0].along(logits, before, states)
+    assert torch.equal(given.gather(-1, kept), free.gather(-1, kept))
+    assert given.isinf().sum(-1).unique().tolist() == [len(IDS) - 2]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, scaled
+from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, products, scaled
 
 #: Names of the GRU's matrices for embeddings and states, of P1 and of P2.
 NAMES = (
@@ -51,8 +51,9 @@ class Domino(BlockHead):
         return torch.cat([states, corrected[:, None].expand(*states.shape[:-1], 1)], -1)
 
     def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
+        among: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         of_inputs, of_states, first, second = (self.weights[name] for name in NAMES)
         embedded = self.network.embedded(previous)
         if memory is None:
@@ -65,5 +66,5 @@ class Domino(BlockHead):
         memory = (1 - update) * (new + reset * by_new).tanh() + update * memory
         states, corrected = states.split([states.shape[-1] - 1, 1], -1)
         both = torch.cat([states.to(memory).expand(*memory.shape[:-1], -1), memory], -1)
-        change = functional.linear(functional.silu(functional.linear(both, first)), second)
+        change = products(functional.silu(functional.linear(both, first)), second, among)
         return logits + corrected.to(logits) * change.to(logits), memory

@@ -40,7 +40,8 @@ class BlockDrafter(TreeDrafter):
         self.network = BlockNetwork(model, adapter)
         self.markov_head = head = self.network.head
         if head is not None:
-            self.make_predictions, head.top_k = PathPredictions, config.selector_top_k
+            self.make_predictions = PathPredictions
+            head.top_k = config.selector_top_k if head.chooses else None
         self.reads = Reads("committed", tuple(config.layers))
         self.distances = source.max_depth
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, look_up, scaled
+from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, look_up, products, scaled
 
 #: Names of the tensors of the head of confidence.
 CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
@@ -54,13 +54,14 @@ class VanillaHead(BlockHead):
         return []
 
     def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
+        among: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         first, second, *more = (self.weights[name] for name in self.names)
         before = look_up(first, previous)
         states = states.to(before).expand(*before.shape[:-1], -1)
         change, memory = self.change(before, states, memory, *more)
-        return logits + functional.linear(change, second).to(logits), memory
+        return logits + products(change, second, among).to(logits), memory
 
     def change(
         self, before: Tensor, states: Tensor, memory: Tensor | None, *more: Tensor
@@ -120,8 +121,9 @@ class RecurrentHead(VanillaHead):
 
 
 class Selector(VanillaHead):
-    """P ``(rank, hidden)``. Logits are -inf for tokens that are not chosen among."""
+    """P ``(rank, hidden)``."""
 
+    chooses = True
     names = tuple(
         f"candidate_selector.{name}"
         for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
@@ -131,15 +133,6 @@ class Selector(VanillaHead):
     @classmethod
     def more(cls, rank: int, hidden: int) -> list[Tensor]:
         return [scaled(rank, hidden)]
-
-    def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        found, _ = super().given(logits, previous, states)
-        if self.top_k is not None:
-            least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
-            found = found.masked_fill(logits < least, -torch.inf)
-        return found, None
 
     def change(
         self, before: Tensor, states: Tensor, memory: Tensor | None, *more: Tensor

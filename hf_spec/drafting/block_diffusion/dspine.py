@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, look_up
+from hf_spec.drafting.block_diffusion.head import BlockHead, look_up, products
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.model.hidden_states import shapes_logits
@@ -41,7 +41,7 @@ class DSpine(BlockHead):
 
     held = ("vocabulary",)
     buffers = (CODES,)
-    causal = True
+    causal = chooses = True
     plain_share = 1.0
 
     def __init__(self, network: Any):
@@ -72,25 +72,20 @@ class DSpine(BlockHead):
         return torch.cat([states, last], -1)
 
     def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
+        among: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         last = states[..., states.shape[-1] // 2 :].to(self.weights[_MESSAGE])
         index = self.config.num_layers - 1
         written = self._written(last, self._feature(last, index), self._code(previous), index)
         states = self.network.adapter.norm(written)
-        if self.top_k is None:
+        if among is None:
             return self._all_logits(states).to(logits), None
-        among = logits.topk(min(self.top_k, logits.shape[-1])).indices
-        among = among.expand(*states.shape[:-1], -1)
         if self._shapes_logits:
-            found = self._all_logits(states).gather(-1, among)
-        else:
-            weight = self._output_weight()
-            assert weight is not None
-            rows = weight[among[..., :1, :] if logits.shape[-2] == 1 else among]
-            found = torch.einsum("...kh,...h->...k", rows, states.to(rows))
-        others = logits.new_full((*states.shape[:-1], logits.shape[-1]), -torch.inf)
-        return others.scatter(-1, among, found.to(logits)), None
+            return self._all_logits(states).gather(-1, among.expand(*states.shape[:-1], -1)), None
+        weight = self._output_weight()
+        assert weight is not None
+        return products(states.to(weight), weight, among).to(logits), None
 
     def _all_logits(self, states: Tensor) -> Tensor:
         flat, predict = states.flatten(0, -2)[None], self.network.logits

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -28,18 +29,20 @@ class BlockHead(ConditionalHead):
         causal: whether blocks have to be causal.
         reads_ahead: whether :meth:`read` needs the token ahead of a block's first.
         weights: the adapter's tensors by name; gradients flow to its parameters.
-        top_k: where tokens are drafted, how many of the likeliest of a slot a head that chooses
-            among some has; None for all, as in training.
+        chooses: whether drafted tokens are chosen among the likeliest of a slot only.
+        top_k: of how many of these; None for all, as in training.
     """
 
     buffers: ClassVar[Collection[str]] = ()
     output: ClassVar[str] = ""
     causal: ClassVar[bool] = False
     reads_ahead: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False
 
     def __init__(self, network: Any):
         self.network, self.weights = network, network.adapter.tensors()
-        self.config, self.top_k = network.config, None
+        self.config = network.config
+        self.top_k: int | None = None
 
     @classmethod
     def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
@@ -51,6 +54,13 @@ class BlockHead(ConditionalHead):
             model: the base model.
         """
         raise NotImplementedError
+
+    @abstractmethod
+    def given(
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
+        among: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """See :class:`ConditionalHead`; of the tokens ``among``, ``(..., k)``, or of all."""
 
     def after_layer(self, index: int, hidden: Tensor, anchors: Tensor) -> Tensor:
         """What becomes of a layer's output.
@@ -72,6 +82,14 @@ class BlockHead(ConditionalHead):
         """
         return states
 
+    def along(self, logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
+        """With -inf for tokens that it does not choose among."""
+        given = super().along(logits, previous, states)
+        if self.top_k is None:
+            return given
+        least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
+        return given.masked_fill(logits < least, -torch.inf)
+
     def confidence(self, previous: Tensor, states: Tensor) -> Tensor | None:
         """``(...)`` how likely the likeliest token is accepted, if those before it are; None if it
         does not know. ``previous`` and ``states`` are as in :meth:`given`."""
@@ -91,3 +109,11 @@ def drafted(config: Any, known: int) -> int:
 def look_up(table: Tensor, tokens: Tensor) -> Tensor:
     """Rows of a table. Tokens that the model has gained since have none: they get the last one."""
     return torch.nn.functional.embedding(tokens.to(table.device).clamp(max=len(table) - 1), table)
+
+
+def products(states: Tensor, weight: Tensor, among: Tensor | None) -> Tensor:
+    """Of states ``(..., n, features)`` with all rows of a matrix, or those ``among`` ``(..., 1 or
+    n, k)``: ``(..., n, rows or k)``."""
+    if among is None:
+        return torch.nn.functional.linear(states, weight)
+    return torch.einsum("...kh,...h->...k", weight[among], states)

@@ -13,9 +13,14 @@ from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.predictions import Predictions, likeliest
 from hf_spec.model.hidden_states import states_at
 
+#: Likeliest tokens of a slot whose logits heads change, if no more are asked for: all would take
+#: several times as long on CPUs as the block itself.
+SHORTLIST = 256
+
 
 class PathPredictions(Predictions):
-    """Predictions given the tokens drafted before, each by all logits of its distance.
+    """Predictions given the tokens drafted before: of a shortlist of each slot's tokens, which a
+    head gives other logits. All others keep theirs.
 
     Args:
         markov_head: how the tokens before change the predictions.
@@ -26,9 +31,22 @@ class PathPredictions(Predictions):
         self, logits: Tensor, width: int, known: Sequence[int] | Tensor, markov_head: BlockHead,
         states: Tensor, ids: Tensor | None = None, noise: Tensor | None = None,
     ):  # fmt: skip
-        super().__init__(logits, width, known, ids=ids, noise=noise)
-        self._logits, self._head, self._hidden = logits, markov_head, states
+        self._prepare(logits, known, ids, noise)
+        self._head, self._hidden, self._width = markov_head, states, width
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
+        scores = logits if self._noise is None else as_sampled(logits, self._noise)
+        size = min(max(markov_head.top_k or SHORTLIST, width), logits.shape[-1])
+        by = scores if markov_head.top_k is None else logits
+        self._among = among = by.topk(size).indices  # (batch, distances, size)
+        self._logits = logits.gather(-1, among)
+        self._others: Tensor | None = None  # (batch, distances, 1) what all others sum up to
+        if markov_head.top_k is not None:
+            self._logits[..., markov_head.top_k :] = -torch.inf
+        elif size < logits.shape[-1]:
+            others = scores.scatter(-1, among, -torch.inf)
+            self._others = others.to(torch.float32).logsumexp(-1, keepdim=True)
+        if self._noise is not None:
+            self._noise = self._noise.gather(-1, among)
 
     def expand(self, frontier: Frontier) -> Children | None:
         place, previous = frontier.depth, frontier.tokens
@@ -37,17 +55,20 @@ class PathPredictions(Predictions):
         memory = self._memory if place else None
         if memory is not None:
             memory = states_at(memory, frontier.parents)
-        states = self._hidden[:, place, None]
+        states, among = self._hidden[:, place, None], self._among[:, place, None]
         logits, self._memory = self._head.given(
-            self._logits[:, place, None], previous, states, memory
+            self._logits[:, place, None], previous, states, memory, among
         )
         if self._noise is not None:
             logits = as_sampled(logits, self._noise[:, place, None])
-        chosen, log_probs = likeliest(logits, self.tokens.shape[-1])
+        others = None if self._others is None else self._others[:, place, None]
+        chosen, log_probs = likeliest(logits, self._width, others)
         sure = self._head.confidence(previous, states)
         if sure is not None and self._noise is None:
             log_probs = with_confidence(log_probs, sure)
-        tokens = chosen if self._ids is None else self._ids[chosen]
+        tokens = among.expand(*chosen.shape[:-1], -1).gather(-1, chosen)
+        if self._ids is not None:
+            tokens = self._ids[tokens]
         return Children(tokens, self.where_known(log_probs, place))
 
 

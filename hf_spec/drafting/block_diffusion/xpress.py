@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, look_up, scaled
+from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, look_up, products, scaled
 
 _NAMES = {
     name: f"refiner_head.{name}" + ".weight" * (name != "mix_l")
@@ -65,8 +65,9 @@ class XPress(BlockHead):
         return torch.cat([states, inner, added], -1)
 
     def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
+        among: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         rank, first = self.config.markov_rank, int(not self.config.sample_from_anchor)
         *_, inner, added = states.split([states.shape[-1] - 2 * rank, rank, rank], -1)
         own = self._of_token(previous) + inner
@@ -77,7 +78,7 @@ class XPress(BlockHead):
         own = own + added + mixed
         gate = functional.silu(self._linear("mlp_gate", own)) * self._linear("mlp_up", own)
         own = own + self._linear("mlp_down", gate)
-        return logits + self._linear("readout", own).to(logits), memory
+        return logits + products(own, self._matrix("readout"), among).to(logits), memory
 
     def _matrix(self, name: str) -> Tensor:
         return self.weights[_NAMES[name]]
