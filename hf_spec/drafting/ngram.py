@@ -42,15 +42,21 @@ class NgramIndex:
 
     def __init__(self, min_ngram: int, max_ngram: int):
         self.sizes = range(max_ngram, min_ngram - 1, -1)
-        self._ends: dict[tuple[int, ...], list[int]] = {}
+        #: By size: where each n-gram ended last, and where the one before that ends at each place
+        #: (from ``size`` on) did, 0 for nowhere. No list for each n-gram, as most occur once.
+        self._last: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in self.sizes}
+        self._before: dict[int, list[int]] = {size: [] for size in self.sizes}
         self._indexed = 0
 
     def update(self, tokens: Sequence[int]) -> None:
         """Index the n-grams of ``tokens`` that are new since the last call."""
-        for end in range(self._indexed + 1, len(tokens) + 1):
-            for size in self.sizes:
-                if size <= end:
-                    self._ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
+        for size in self.sizes:
+            last, before = self._last[size], self._before[size]
+            first = max(self._indexed + 1, size)
+            shifted = (tokens[first - size + place :] for place in range(size))
+            for end, ngram in enumerate(zip(*shifted), first):
+                before.append(last.get(ngram, 0))
+                last[ngram] = end
         self._indexed = len(tokens)
 
     def matches(
@@ -71,13 +77,14 @@ class NgramIndex:
         for size in self.sizes if sizes is None else sizes:
             if size > here:
                 continue
-            for end in reversed(self._ends.get(tuple(tokens[here - size :]), ())):
-                if end in seen:
-                    continue
-                seen.add(end)
-                found.append(Match(end, size, source))
-                if len(found) == limit:
-                    return found
+            before, end = self._before[size], self._last[size].get(tuple(tokens[here - size :]), 0)
+            while end:
+                if end not in seen:
+                    seen.add(end)
+                    found.append(Match(end, size, source))
+                    if len(found) == limit:
+                        return found
+                end = before[end - size]
         return found
 
 

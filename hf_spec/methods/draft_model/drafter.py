@@ -28,6 +28,9 @@ from modeling_patches.per_call import Changes
 from modeling_patches.support import check_model
 from modeling_patches.weights import placement
 
+#: Tokens of a prompt that run at once.
+AT_ONCE = 4096
+
 
 class DraftModelDrafter(AssistantDrafter):
     """An assistant model drafts, with a KV cache of its own.
@@ -86,19 +89,23 @@ class DraftModelDrafter(AssistantDrafter):
         padding = sent([width - length for length in lengths], device)
         columns = torch.arange(width, device=device)
         mask = columns >= padding[:, None]
-        source = DynamicCache(config=text)
-        given = taken(
-            assistant, input_ids=ids, attention_mask=mask.long(), use_cache=True, logits_to_keep=1,
-            position_ids=(columns - padding[:, None]).clamp(min=0), **{CACHE: source},
-        )  # fmt: skip
-        self._logits = assistant(**given).logits[:, -1].clone()
+        source, positions = DynamicCache(config=text), (columns - padding[:, None]).clamp(min=0)
+        rules = recurrent_rules(assistant)
+        # A recurrent state is not continued by several tokens everywhere.
+        at_once = width if rules else AT_ONCE
+        for start in range(0, width, at_once):
+            end = start + at_once
+            given = taken(
+                assistant, input_ids=ids[:, start:end], attention_mask=mask[:, :end].long(),
+                position_ids=positions[:, start:end], use_cache=True, logits_to_keep=1,
+                **{CACHE: source},
+            )  # fmt: skip
+            logits = assistant(**given).logits
+        self._logits = logits[:, -1].clone()
         graphs = state.target.graphs
         self._graphs = graphs and graphs.beside(assistant, "draft_model")
-        cache = TreeCache(
-            len(source.layers), len(rows), device,
-            None if self._graphs is None or graphs is None else graphs.allocate,
-            recurrent_rules(assistant),
-        )  # fmt: skip
+        allocate = None if self._graphs is None or graphs is None else graphs.allocate
+        cache = TreeCache(len(source.layers), len(rows), device, allocate, rules)
         ends = list(map(sum, zip(lengths, state.remaining)))
         take_over(cache, source, mask, max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.
