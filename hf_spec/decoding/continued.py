@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.handover import Handover
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.appending import Prefilled, append
@@ -28,6 +29,26 @@ def new_tokens(
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
     cache, sequences = handover.given, handover.sequences
     rows, width = sequences.tokens, sequences.width
+    _check_continued(cache, rows, width, model)
+    cache.count_appended()
+    seen = (
+        getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+    )
+    if seen not in (-1, width):  # the new tokens alone
+        _check_alone(cache, rows, seen, model)
+        handover.cache = cache
+        if cache.tokens is not None and list(map(len, cache.tokens)) == cache.host_lengths:
+            handover.history = cache.tokens
+        return [list(row) for row in rows]
+    _keep_what_fits(cache, rows, width, model)
+    handover.cache, handover.history = cache, [[] for _ in rows]
+    return [row[length:] for row, length in zip(rows, cache.host_lengths)]
+
+
+def _check_continued(
+    cache: TreeCache, rows: Sequence[Sequence[int]], width: int, model: Any
+) -> None:
+    """Raise a ValueError if prompts cannot continue a cache at all."""
     if not width:
         raise ValueError(
             f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "
@@ -43,29 +64,30 @@ def new_tokens(
             f"the states in {CACHE} depend on padding between the tokens of their prompt, as "
             f"{type(model).__name__} computes with it. Leave {CACHE} out."
         )
-    cache.count_appended()
-    seen = (
-        getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
-    )
-    if seen not in (-1, width):  # the new tokens alone
-        have = [length + len(row) for row, length in zip(rows, cache.host_lengths)]
-        if counts_padding(model) and cache.padding != padding_before(seen, have):
-            raise ValueError(
-                f"attention_mask has {seen} columns for rows of {have} tokens, and the states in "
-                f"{CACHE} count {cache.padding} columns of padding as positions, as "
-                f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
-                "ones, or the whole conversation as input_ids."
-            )
-        if 0 in cache.host_lengths:
-            raise ValueError(
-                f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, "
-                "a sliding window had dropped what comes before. Give the whole conversation as "
-                "input_ids."
-            )
-        handover.cache = cache
-        if cache.tokens is not None and list(map(len, cache.tokens)) == cache.host_lengths:
-            handover.history = cache.tokens
-        return [list(row) for row in rows]
+
+
+def _check_alone(cache: TreeCache, rows: Sequence[Sequence[int]], seen: int, model: Any) -> None:
+    """Raise a ValueError if a mask of ``seen`` columns does not fit rows of new tokens alone."""
+    have = [length + len(row) for row, length in zip(rows, cache.host_lengths)]
+    if counts_padding(model) and cache.padding != padding_before(seen, have):
+        raise ValueError(
+            f"attention_mask has {seen} columns for rows of {have} tokens, and the states in "
+            f"{CACHE} count {cache.padding} columns of padding as positions, as "
+            f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
+            "ones, or the whole conversation as input_ids."
+        )
+    if 0 in cache.host_lengths:
+        raise ValueError(
+            f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, "
+            "a sliding window had dropped what comes before. Give the whole conversation as "
+            "input_ids."
+        )
+
+
+def _keep_what_fits(
+    cache: TreeCache, rows: Sequence[Sequence[int]], width: int, model: Any
+) -> None:
+    """Cut the cache to the tokens that whole prompts begin with, and whose states are right."""
     if cache.tokens is not None:
         # Behind them, plain generation may have appended padding to rows that ended before others.
         lengths = cache.host_lengths if len(rows) == 1 else list(map(len, cache.tokens))
@@ -88,8 +110,6 @@ def new_tokens(
     end = recompute_end(model)
     if end is not None and cache.max_length <= end < max(map(len, rows)):
         cache.truncate([0] * len(rows))  # plain generation computes all of it anew
-    handover.cache, handover.history = cache, [[] for _ in rows]
-    return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
 
 def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -> list[str]:
