@@ -247,11 +247,12 @@ class Graphs:
         with _COMPILING:
             for device in {buffer.device for buffer in buffers}:
                 take_turns(device)
-            self._kept.spare += buffers
+            # In front, in their order: the next call finds each where this one had it.
+            self._kept.spare[:0] = buffers
             room = 2 * sum(buffer.nbytes for buffer in buffers)
             room = max(room, SPARE) if self.records else room
             while sum(buffer.nbytes for buffer in self._kept.spare) > room:
-                del self._kept.spare[0]
+                del self._kept.spare[-1]
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``: what the steps' code is, code that this call has made
