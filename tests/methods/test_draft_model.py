@@ -92,7 +92,12 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(
     drafter: Any = method.make_drafter(tiny("llama"), method.parse_options({}), assistant)
     batch = [prompt(7)[0].tolist(), prompt(4, seed=1)[0].tolist()]
     state: Any = SimpleNamespace(
-        batch_size=2, tokens=batch, remaining=[9, 9], timed=False, do_sample=False
+        batch_size=2,
+        tokens=batch,
+        remaining=[9, 9],
+        timed=False,
+        do_sample=False,
+        target=SimpleNamespace(graphs=None),
     )
     drafter.start(state)
     for step in range(2):
