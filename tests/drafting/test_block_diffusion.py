@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
+from hf_spec.drafting.block_diffusion.dspine import codes_of
 from hf_spec.drafting.block_diffusion.network import block_sequences, visible
 from hf_spec.drafting.grow import grow
 from hf_spec.tools.hub.transfer import importable
@@ -247,3 +248,14 @@ def test_what_slots_see(start: str, both: bool, causal: bool) -> None:
             assert full[0, 0, query - 6, key] == seen
             wanted = seen and near and (both or key <= query)
             assert sliding[0, 0, query - 6, key] == wanted
+
+
+def test_codes_are_those_of_the_head() -> None:
+    """Up to the signs of directions; random ones where the rows cannot be read."""
+    name = "dspine/tiny-qwen3"
+    expected = load_file(folder_of(name) / "io.safetensors")["transfer.codes_from_head"]
+    rows = base_of(name).get_output_embeddings().weight
+    codes, directions = codes_of(rows, 128, 64, expected.shape[1])
+    torch.testing.assert_close(codes @ codes.T, expected @ expected.T, **CLOSE)
+    assert directions.shape == (expected.shape[1], 64)
+    assert codes_of(None, 128, 64, 32)[0].norm(dim=-1).allclose(torch.ones(128))

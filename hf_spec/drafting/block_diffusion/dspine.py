@@ -51,7 +51,8 @@ class DSpine(BlockHead):
     @classmethod
     def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
         hidden, rank, width = config.hidden_size, config.markov_rank, config.markov_width
-        codes, directions = codes_of(model, known, hidden, rank)
+        loads = config.inference_mode or torch.empty(0).is_meta  # its codes come from a file
+        codes, directions = codes_of(None if loads else output_weight(model), known, hidden, rank)
         made = {CODES: codes, _BIAS: torch.zeros(width)}
         for name in (_MESSAGE, _OF_RECEIVER, _OF_SENDER):
             made[name] = torch.randn(width, rank) / rank**0.5
@@ -132,11 +133,10 @@ def _write(index: int) -> str:
 
 
 @torch.no_grad()
-def codes_of(model: Any, known: int, hidden: int, rank: int) -> tuple[Tensor, Tensor]:
+def codes_of(rows: Tensor | None, known: int, hidden: int, rank: int) -> tuple[Tensor, Tensor]:
     """Codes ``(known, rank)`` of tokens and the directions ``(rank, hidden)`` that they are read
     in: unit rows of the output embeddings, centered, in their widest directions, whitened, of
-    length 1. Random ones where the rows are not there."""
-    rows = output_weight(model)
+    length 1. Random ones where there are no rows, or quantized ones."""
     if rows is None or rows.is_meta or not rows.is_floating_point() or len(rows) < known:
         codes, directions = torch.randn(known, rank), torch.randn(rank, hidden) / hidden**0.5
         return functional.normalize(codes, dim=-1), directions
