@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import signal
 import sys
 from collections import Counter
@@ -224,16 +223,6 @@ def test_bad_files_end_in_one_line(no_model, prompts, tmp_path, capsys):
     assert "cannot write to --output" in capsys.readouterr().err
 
 
-def test_a_folder_that_may_not_be_written_to(no_model, prompts, tmp_path, monkeypatch, capsys):
-    """Found out before the work, not after it."""
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed or mode == os.R_OK)
-    assert bench(Path("/nowhere"), prompts, closed) == 2
-    error = capsys.readouterr().err
-    assert error == f"hf-spec: cannot write to --output '{closed}': Permission denied\n"
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -254,26 +243,6 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
     assert bench(checkpoint, prompts, tmp_path / "out", *more) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_progress_without_a_terminal(monkeypatch, capsys):
-    """A line from time to time, with what is left by the pace so far, without preparations."""
-    now = 100.0
-    monkeypatch.setattr(common.time, "monotonic", lambda: now)
-    with common.progress_bar("answers") as update:
-        now += 1000.0
-        for done in range(5):
-            update(done, 10, note=f"{done} tokens/s" if done else "")
-            now += 20.0
-    assert capsys.readouterr().err.splitlines() == [
-        "answers: 2 of 10, 2 tokens/s, about 3 min left",
-        "answers: 4 of 10, 4 tokens/s, about 2 min left",
-    ]
-    with common.progress_bar("search") as update:  # some were there before
-        for done in (6, 7, 8):
-            update(done, 10)
-            now += 20.0
-    assert capsys.readouterr().err.splitlines() == ["search: 8 of 10, about 40 s left"]
 
 
 def test_progress_in_a_terminal(monkeypatch, capsys):

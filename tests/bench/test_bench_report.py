@@ -107,16 +107,6 @@ def test_intervals_cover_what_they_say():
     assert 266 <= inside <= 300
 
 
-def test_samples_are_identical_or_not_compared():
-    sampled = measurements()
-    for found, identical, diverged in ((None, 0, None), (SAME, 1, 0)):
-        for item in sampled:
-            item.agreement = [found]
-        for row in result(sampled).runs():
-            assert row["identical"] == identical * row["prompts"]
-            assert row["diverged"] == row["diverged_at_tie"] == diverged
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_table_shows_every_figure_at_any_width(width, table_of):
     text = table_of(result(measurements()), width, by_task=True, terminal=True)
@@ -125,21 +115,6 @@ def test_table_shows_every_figure_at_any_width(width, table_of):
     assert "1 identical, 1 at ties, 1 diverged" in text and "3 identical\n" in text
     assert "time of fast: draft 4%, forward 76%" in text
     assert "…" not in text
-
-
-def test_tasks_are_shown_where_they_are_asked_for(table_of):
-    text = table_of(result(measurements()), 80)
-    assert "math" not in text and "task" not in text
-    assert [line.split()[0] for line in text.splitlines() if "identical" in line] == [
-        "generate", "fast"
-    ]  # fmt: skip
-
-
-def test_names_are_never_cut(table_of):
-    name = "transformers:prompt_lookup@a-folder-with-a-long-name+compiled"
-    rows = [Measurement(name, 1, [0], "qa", 2.0, [[5] * 10], 10, None, [SAME], name)]
-    lines = table_of(result(rows), 30, terminal=True).splitlines()
-    assert any(name in line and "1 identical" in line for line in lines)
 
 
 @pytest.fixture

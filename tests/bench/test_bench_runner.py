@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from running import drafting
-from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
+from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_spec
@@ -167,30 +167,6 @@ def test_sampling_is_seeded(model, tokenizer, prompts):
     assert {row["identical"] for row in sample(1, 2).runs()} == {None}
 
 
-def test_repetition_penalty_passes_through(model, tokenizer, prompts):
-    result = run(
-        model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=NEW,
-        generate_kwargs={"repetition_penalty": 1.5},
-    )  # fmt: skip
-    ids = torch.tensor([encode(tokenizer, prompts[0].text)])
-    out = model.generate(ids, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.5)
-    assert result.measurements[0].rows[0] == out[0, ids.shape[1] :].tolist()
-    assert result.overall("prompt_lookup")["identical"] == len(prompts)
-
-
-def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
-    with pytest.raises(ValueError, match="strategy='fastest': choose one of .*prompt_lookup"):
-        run(model, tokenizer, prompts, ["fastest"])
-    with pytest.raises(ValueError, match="^layer_skip: .*skip"):
-        run(model, tokenizer, prompts, ["layer_skip"])
-    with pytest.raises(ValueError, match="no prompts"):
-        run(model, tokenizer, [], ["prompt_lookup"])
-    with pytest.raises(ValueError, match=f"max_new_tokens={CONTEXT} leaves no room"):
-        run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=CONTEXT)
-    with pytest.raises(ValueError, match="at least 1"):
-        run(model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[0])
-
-
 def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
     names = parse_names("prompt_lookup,prompt_lookup:chain")
     options = parse_kwargs(['prompt_lookup:chain={"max_matches": 1, "max_depth": 1}'], names)
@@ -325,18 +301,3 @@ def test_assistants_one_of_them_an_adapter_s_folder(tmp_path, capsys):
     assert rows["draft_model@small"]["stats"]["num_draft_forwards"] > 0
     batched = [run["strategy"] for run in overall if run["batch_size"] == 2]
     assert batched == ["generate", "draft_model@small", "draft_model@ppd"], "stock takes one row"
-
-
-def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
-    def refuse(model):
-        raise ValueError("the weights are quantized")
-
-    monkeypatch.setattr(hf_spec, "merge_adapter", refuse)
-    model = make_model()
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
-    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
-    result = run_contenders(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
-    assert result.notes == [
-        f"{name} ran with its update beside the weights: the weights are quantized"
-        for name in ("generate@tuned", "space")
-    ]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +118,6 @@ def test_other_settings_a_broken_study_no_optuna(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert search(made, output="bad") == 2
     assert "pip install 'hf_spec[search]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("room", [2_000, 5_000])  # for no trial, and for some
-def test_a_disk_that_is_full(made: Path, capsys: pytest.CaptureFixture[str], room: int) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        assert search(made, output=f"full-{room}") == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    error = capsys.readouterr().err
-    assert error.startswith(f"hf-spec: cannot write to '{made / f'full-{room}'}': File too large")
-    assert error.count("\n") == 1
 
 
 def test_interrupted(
