@@ -159,29 +159,6 @@ def test_another_adapter_name(base, base_path, kind, tmp_path):
     assert same(again, load_file(f"{folder}/adapter_model.safetensors"))
 
 
-def test_switching_and_deleting(base, base_path, kind, tmp_path):
-    one, one_weights, one_config = saved(base_path, tmp_path / "1", CONFIGS[kind]())
-    two, two_weights, two_config = saved(base_path, tmp_path / "2", OTHERS[kind]())
-    model = PeftModel.from_pretrained(base, one, adapter_name="one")
-    model.load_adapter(two, "two")
-    assert same(weights(model, kind), one_weights)
-    model.set_adapter("two")
-    assert same(weights(model, kind), two_weights)
-    assert find_active(model, kind).config.to_dict() == two_config.to_dict() | {
-        "inference_mode": True
-    }
-    model.base_model.set_adapter(["one", "two"])
-    with pytest.raises(ValueError, match=r"2 adapters of type .* active \(one, two\).*set_adapter"):
-        active_adapter_config(model, kind)
-    model.set_adapter("two")
-    with model.disable_adapter():
-        assert active_adapter_config(model, kind) is None
-    with pytest.warns(UserWarning, match="now deleted"):
-        model.delete_adapter("two")
-    assert find_active(model, kind).name == "one"
-    assert same(weights(model, kind), one_weights)
-
-
 def test_unload_restores_the_base(base, base_path, kind):
     model = get_peft_model(base, CONFIGS[kind]())
     for merge in (model.merge_and_unload, model.merge_adapter):

@@ -16,7 +16,6 @@ from hf_spec.tools.bench import session
 from hf_spec.tools.bench.contenders import Adapter, contenders, parse_names, read_adapters
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
-from hf_spec.tools.cli.options import parse_kwargs
 
 NEW = 24
 STOCK = "transformers:prompt_lookup"
@@ -165,20 +164,6 @@ def test_sampling_is_seeded(model, tokenizer, prompts):
         row = first.overall(name)
         assert (row["identical"], row["diverged"]) == (2, 0)
     assert {row["identical"] for row in sample(1, 2).runs()} == {None}
-
-
-def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
-    names = parse_names("prompt_lookup,prompt_lookup:chain")
-    options = parse_kwargs(['prompt_lookup:chain={"max_matches": 1, "max_depth": 1}'], names)
-    lineup = contenders(names, options)
-    assert [item.name for item in lineup] == names
-    assert {item.kwargs["assistant_strategy"] for item in lineup} == {"prompt_lookup"}
-    result = run_contenders(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW)
-    chain = result.overall("prompt_lookup:chain")
-    assert chain["identical"] == 2 and chain["tau"] <= 2.0
-    assert set(chain["stats"]["accepted_histogram"]) <= {"1", "2"}
-    with pytest.raises(ValueError, match="strategy='lookup:chain'"):
-        parse_names("lookup:chain")
 
 
 def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(

@@ -76,12 +76,6 @@ def check(model: Any, call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_as_by_the_name_of_a_strategy(tiny: Tiny, decoded: list[str], call: str) -> None:
-    check(tiny(), CALLS[call])
-    assert decoded == [chosen(CALLS[call])]
-
-
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.usefixtures("unregistered")
 def test_without_any_registration(tiny: Tiny, decoded: list[str], call: str) -> None:
     model = tiny()

@@ -81,17 +81,6 @@ def test_compiled_steps(shallow: Tiny) -> None:
     assert torch.equal(ours.sequences, want)
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
-def test_other_rules(shallow: Tiny, acceptance: str) -> None:
-    model, found = shallow(layers=2), []
-    for device in ("cpu", "meta"):
-        torch.manual_seed(3)
-        with torch.device(device):
-            spec = strategy("layer_skip", acceptance=acceptance)
-            found.append(generate(model, SEVERAL, do_sample=True, **spec).sequences)
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "bloom", "gpt2"])
 def test_masks_and_self_check(
     shallow: Tiny, architecture: str, monkeypatch: pytest.MonkeyPatch

@@ -78,36 +78,6 @@ def test_context_filled_to_the_last_position(tiny: Tiny, spec: Spec, architectur
         check_same(model, spec, **ragged((width, 9, width - 3)), max_new_tokens=new)
 
 
-def test_empty_drafts(tiny: Tiny) -> None:
-    model = tiny()
-    ids = torch.arange(3, 13)[None]  # nothing repeats
-    unmatched = drafting("prompt_lookup", min_ngram=6, max_ngram=6)
-    check_same(model, unmatched, input_ids=ids)
-    stats = hf_spec.last_stats(model)
-    assert stats.num_drafted_tokens == 0 and stats.mean_accepted_tokens == 1
-    assert stats.acceptance_per_position == []
-
-
-@pytest.mark.parametrize("new", [2, 3, 5])
-def test_drafts_longer_than_the_budget(tiny: Tiny, new: int) -> None:
-    for spec in (
-        drafting("prompt_lookup", max_depth=50, max_nodes=60),
-        drafting("layer_skip", skip_attention=[], draft_exit="fixed", max_draft=50),
-    ):
-        for architecture in ("llama", "bloom"):
-            check_same(tiny(architecture), spec, **ragged((24, 6, 15)), max_new_tokens=new)
-
-
-def test_skipping_nothing_accepts_everything(tiny: Tiny) -> None:
-    """A draft by the model itself, unchanged: every candidate is accepted, on every row."""
-    model = tiny()
-    spec = drafting("layer_skip", skip_attention=[], draft_exit="fixed", max_draft=4)
-    check_same(model, spec, **ragged(), max_new_tokens=16)
-    stats = hf_spec.last_stats(model)
-    assert stats.acceptance_per_position == [1.0] * 4
-    assert stats.accepted_histogram == {1: 3, 5: 9}  # the prefill's token, then three full steps
-
-
 # -- dtypes ----------------------------------------------------------------------------------
 
 

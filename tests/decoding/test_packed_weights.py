@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from adapter_oracle import lent
 from conftest import Tiny, prompt, ragged
-from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 
 from hf_spec import LayerSkipConfig, pack_weights
@@ -111,24 +109,6 @@ def test_weights_that_change(shallow: Tiny, used: list[int]) -> None:
     used.clear()
     plain = generate(model, inputs).sequences
     assert torch.equal(generate(model, inputs, **calls()[0]).sequences, plain) and not used
-
-
-def test_with_lora(shallow: Tiny, used: list[int]) -> None:
-    config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    model = shallow()
-    pack_weights(model)
-    model = get_peft_model(model, config).eval()
-    plain = generate(model, prompt()).sequences
-    for kwargs in calls():
-        assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain) and used
-    model.merge_adapter()
-    merged = generate(model, prompt()).sequences
-    for kwargs in calls():
-        assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged)
-    assert pack_weights(model, False) == 0
-    used.clear()
-    assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged) and not used
 
 
 def test_copies_are_shared_and_freed(fresh: Tiny, used: list[int]) -> None:
@@ -273,17 +253,6 @@ def test_long_prompts_and_gradients_take_the_models_own(
     for kwargs in calls(max_nodes=7):
         assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
     assert used and min(used) >= 2 and max(used) <= 4
-
-
-def test_threads(shallow: Tiny, used: list[int]) -> None:
-    """Calls share the copies, and one of plain generation beside them uses none."""
-    model = shallow()
-    plain = generate(model, prompt())
-    pack_weights(model)
-    kwargs: list[dict[str, Any]] = [{}, calls()[0], calls()[0], {}]
-    with ThreadPoolExecutor(len(kwargs)) as pool:
-        outputs = [*pool.map(lambda one: generate(model, prompt(), **one), kwargs)]
-    assert used and all(torch.equal(one.sequences, plain.sequences) for one in outputs)
 
 
 def test_refused(fresh: Tiny) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import Tiny, prompt, ragged
-from peft import LoraConfig, get_peft_model
-from running import drafting, every_step
+from peft import get_peft_model
+from running import every_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -157,21 +157,6 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     assert together == pytest.approx(sum(alone) / len(alone), rel=1e-4)
 
 
-def test_p_ar_of_one_is_plain_fine_tuning(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
-    adapter = added(model, p_ar=1.0)
-    batch = batch_of(some_rows(), 4)
-    for training in (True, False):
-        model.train(training)
-        output = space.loss(model, adapter, TrainingBatch(**batch))
-        ar, _ = naive(model, adapter, batch)
-        torch.testing.assert_close(output["loss"].double(), torch.stack(ar).mean())
-        assert "logits" not in output
-        output["loss"].backward()
-        # Data-parallel wrappers wait for a gradient of every parameter.
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
 # -- decoding ------------------------------------------------------------------------------------
 
 
@@ -305,36 +290,6 @@ def test_what_cannot_be_merged(tiny: Tiny) -> None:
     weight.data = weight.data.to(torch.int8)
     with pytest.raises(ValueError, match=r"cannot merge into .* is quantized .*of torch.int8"):
         model.merge_adapter()
-
-
-def test_beside_a_lora(tiny: Tiny) -> None:
-    """Both change the model; ours may stand inside LoRA's wrappers."""
-    model = copy.deepcopy(tiny("llama"))
-    base = logits(model)
-    added(model, "ours")
-    ours = logits(model)
-    lora = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model.add_adapter(lora, "lora")
-    model.set_adapter(["ours", "lora"])
-    assert not any(torch.equal(logits(model), one) for one in (ours, base))
-    assert tokens(model, assistant_strategy="space") == tokens(model)
-    added(model, "on_top", seed=3)
-    assert not any("base_layer" in name for name in find_active(model, "SPACE").tensors())
-    assert hooked(model) == 3 * 7
-    for name in ("on_top", "lora"):
-        model.set_adapter("ours")
-        assert torch.equal(logits(model), ours)
-        model.delete_adapter(name)
-    assert torch.equal(logits(model), ours)
-
-
-def test_beside_skipped_modules(tiny: Tiny) -> None:
-    """Of which OPT's are linear, and updated themselves."""
-    model = copy.deepcopy(tiny("opt"))
-    added(model, "ours")
-    options = {"skip_attention": [], "skip_mlp": [1], "draft_exit": "fixed", "max_draft": 2}
-    assert tokens(model, **drafting("layer_skip", **options)) == tokens(model)
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
 def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(tiny: Tiny) -> None:
