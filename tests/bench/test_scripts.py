@@ -17,11 +17,11 @@ from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_p
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec.bench.contenders import BASELINE, Adapter, contenders
-from hf_spec.bench.prompts import Prompt, encode
-from hf_spec.cli.train import parse_options
+from hf_spec.tools.bench.contenders import BASELINE, Adapter, contenders
+from hf_spec.tools.bench.prompts import Prompt, encode
+from hf_spec.tools.cli.train import parse_options
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.training.train import config_fields
+from hf_spec.tools.training.train import config_fields
 
 CUDA = [
     "--shape", "tiny", "--device", "cpu", "--backend", "eager", "--contexts", "24",

@@ -135,9 +135,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
     ("name", "sampled"),
-    covering(
-        product(methods(), (False, True)), lambda name, sampled: [family(name) if sampled else name]
-    ),
+    covering(product(methods(), (False, True)), lambda name, sampled: [(family(name), sampled)]),
 )
 def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
     layers = 2 if name in ("layer_skip", "propd") else 1  # what they leave out, or look into

@@ -13,7 +13,7 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import EOS, Tiny, ragged
-from running import needed
+from running import needed, one_of_each_kind
 from test_compiled import ADAPTERS, CAPTURED, OPTIONS, strategy
 from test_compiled import generate as generate_many
 
@@ -51,7 +51,7 @@ def add_adapter(model: Any, name: str) -> None:
         randomise(model, config.type_name)
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", one_of_each_kind())
 def test_every_strategy(shallow: Tiny, name: str) -> None:
     model = shallow(layers=2)
     add_adapter(model, name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import PAD, Tiny, check_same, plainly, prompt, ragged
 from covering import covering
-from running import drafting, family, fingerprint
+from running import drafting, family, fingerprint, one_of_each_kind
 from test_compiled import adapt, strategy
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -140,10 +140,7 @@ COMPILE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    covering(product(methods(), COMPILE), lambda name, how: [family(name), how]),
-)
+@pytest.mark.parametrize(("name", "compiled"), [*zip(one_of_each_kind(), COMPILE)])
 def test_compiled_models(
     shallow: Any, name: str, compiled: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,12 +231,12 @@ def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
 # -- attention back ends ---------------------------------------------------------------------
 
 
-def test_flex_attention(tiny: Tiny, spec: Spec) -> None:
+def test_flex_attention(tiny: Tiny) -> None:
     """As it is, compiled by Inductor: on a CPU that fails for trees and for padded prompts."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("Inductor compiles flex attention with a C++ compiler, and there is none")
     settings = {"input_ids": prompt(9, batch=2), **GREEDY, "max_new_tokens": 6}
-    ours = tiny("llama", "flex_attention").generate(**settings, **spec)
+    ours = tiny("llama", "flex_attention").generate(**settings, **drafting("prompt_lookup"))
     assert ours.tolist() == plainly(tiny("llama"), **settings).tolist()
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
 from covering import covering
+from running import one_of_each_kind
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import DynamicCache
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import selfcheck
-from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
 pytestmark = pytest.mark.instructions
@@ -45,7 +45,7 @@ def sure(shallow: Any) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", one_of_each_kind())
 def test_every_strategy(sure: Any, name: str) -> None:
     """Under autocast; and prepared by accelerate: it is on in the forward alone, whose outputs are
     float32."""

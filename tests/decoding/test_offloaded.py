@@ -8,12 +8,12 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, ragged
 from peft import LoraConfig, get_peft_model
+from running import one_of_each_kind
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.methods.registry import methods
 from modeling_patches.weights import device_of, loaded, output_bias, output_weight, placement
 
 accelerate = pytest.importorskip("accelerate")
@@ -42,7 +42,8 @@ def dispatched(model: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "offload"),
-    [(name, in_memory) for name in methods()] + [("layer_skip", on_disk), ("medusa", dispatched)],
+    [(name, in_memory) for name in one_of_each_kind()]
+    + [("layer_skip", on_disk), ("medusa", dispatched)],
 )
 def test_every_strategy(shallow: Tiny, tmp_path: Path, name: str, offload: Any) -> None:
     model = adapt(shallow(layers=2), name)

@@ -135,7 +135,7 @@ def same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Chance that a right program fails the next test; the seed is fixed.
 FALSE_ALARM = 1e-6
 #: Rows that are looked at; as many others leave after the first token, or stay.
-LOOKED_AT = 1200
+LOOKED_AT = 600
 
 
 def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
