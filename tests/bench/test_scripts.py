@@ -17,10 +17,10 @@ from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_p
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
+from hf_spec.methods.registry import get_method, methods
 from hf_spec.tools.bench.contenders import BASELINE, Adapter, contenders
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.cli.train import parse_options
-from hf_spec.methods.registry import get_method, methods
 from hf_spec.tools.training.train import config_fields
 
 CUDA = [
@@ -211,19 +211,6 @@ def test_spec_bench(tmp_path: Path) -> None:
             assert choice["new_tokens"] == [sum(choice["accept_lengths"])] == [20]
             assert choice["decoding_steps"] == [len(choice["accept_lengths"])]
             assert len(choice["turns"]) == 1 and choice["wall_time"][0] > 0
-
-
-def test_search_samplers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("optuna")
-    pytest.importorskip("scipy")
-    script: Any = load_script("search_samplers")
-    given = {"model": str(save_checkpoint(tmp_path)), "dtype": "float32", "trials": 3}
-    script.main(script.argparse.Namespace(**given, seeds=[0], limit=1, samplers=["gp", "tpe"]))
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows[1:]] == ["gp, 0", "tpe, 0"]
-    for row in rows[1:]:
-        speeds = [float(cell.rstrip("x")) for cell in row[1:4]]
-        assert speeds == sorted(speeds) and min(speeds) > 0
 
 
 def test_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import PAD, Tiny, check_same, plainly, prompt, ragged
 from covering import covering
-from running import drafting, family, fingerprint, one_of_each_kind
+from running import drafting, family, one_of_each_kind
 from test_compiled import adapt, strategy
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
@@ -155,19 +155,6 @@ def test_compiled_models(
     assert caplog.text.count("is compiled by torch.compile") == (compiled is not compile_wrapper)
     assert hf_spec.last_stats(model) is not None
     torch._dynamo.reset()
-
-
-def test_device_map_with_hooks(fresh: Tiny, spec: Spec, tmp_path: Any) -> None:
-    """Accelerate's hooks replace every module's forward."""
-    accelerate = pytest.importorskip("accelerate")
-    fresh().save_pretrained(tmp_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
-    check_same(model, spec, **ragged())
-    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    assert hasattr(model, "_hf_hook")
-    check_same(model, spec, **ragged())
-    accelerate.hooks.remove_hook_from_submodules(model)
-    check_same(model, spec, **ragged())
 
 
 @pytest.mark.parametrize(
@@ -313,20 +300,6 @@ def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
         ValueError, match="flash_attention_2.*attn_implementation='sdpa' or 'eager'"
     ):
         attention_masks.TreeAttention(model)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_forwards_are_as_before_and_a_second_call_adds_nothing(
-    fresh: Tiny, spec: Spec, attention: str
-) -> None:
-    model = fresh("llama", attention)
-    plain, config = model(prompt()).logits, model.config.to_dict()
-    model.generate(prompt(), **GREEDY, **spec)
-    once = fingerprint(model)
-    assert model.config._attn_implementation == attention and model.config.to_dict() == config
-    assert torch.equal(model(prompt()).logits, plain)
-    model.generate(prompt(), **GREEDY, **spec)
-    assert fingerprint(model) == once and torch.equal(model(prompt()).logits, plain)
 
 
 def test_grouped_sdpa_is_sdpa() -> None:

@@ -101,20 +101,6 @@ def test_a_repository_that_asks_for_a_lossy_rule(
     assert saved["assistant_kwargs"] == TYPICAL
 
 
-def test_a_lossy_rule_of_ones_own(
-    tiny: Tiny, tmp_path: Path, warnings: Callable[[], list[str]]
-) -> None:
-    """Also beside a repository's configuration; and what a repository may ask for unnoticed."""
-    spec: Spec = {"assistant_strategy": "prompt_lookup", "assistant_kwargs": TYPICAL}
-    tiny().generate(prompt(), max_new_tokens=4, **spec)
-    tiny().generate(prompt(), generation_config=hf_spec.SpecConfig(**spec), max_new_tokens=4)
-    hf_spec.SpecConfig("prompt_lookup", {"acceptance": "match"}).save_pretrained(tmp_path)
-    config = hf_spec.SpecConfig.from_pretrained(tmp_path)
-    tiny().generate(prompt(), generation_config=config, max_new_tokens=4)
-    tiny().generate(prompt(), generation_config=config, max_new_tokens=4, **spec)
-    assert warnings() == []
-
-
 def test_peft_model(fresh: Tiny, spec: Spec, decoded: list[str]) -> None:
     base = fresh()
     before = base.generate(prompt(), **GREEDY)

@@ -6,11 +6,9 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from adapter_oracle import lent
 from conftest import Tiny, check_same, prompt, ragged
 from running import drafting
 
-import hf_spec
 from modeling_patches.cache_name import CACHE
 
 Spec = dict[str, Any]
@@ -23,18 +21,6 @@ def test_labels_are_dropped(tiny: Tiny, spec: Spec) -> None:
     model, batch = tiny(), ragged()
     for labels in (batch["input_ids"].clone(), batch["input_ids"][:, :4].clone()):
         check_same(model, {**spec, "labels": labels}, **batch, **GREEDY)
-
-
-def test_labels_leave_probes_under_the_prompt(tiny: Tiny) -> None:
-    model = tiny()
-    with lent(model, hf_spec.BitaConfig(), random=True):
-        spec = drafting("bita")
-        plain = model.generate(prompt(), **GREEDY)
-        drafted = []
-        for labels in ({}, {"labels": prompt()}):
-            assert torch.equal(model.generate(prompt(), **labels, **GREEDY, **spec), plain)
-            drafted.append(hf_spec.last_stats(model).num_drafted_tokens)
-        assert drafted[0] == drafted[1]
 
 
 def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import lent
 from conftest import check_same, prompt, ragged
 from covering import EVERY_CASE, covering
 from processors import Criterion, Failure
@@ -18,7 +17,6 @@ from running import CAPTURED, drafting, experts_are_captured
 from test_after_errors import failing, lines, once_each
 from test_shrinking import StopRowAt
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_spec
@@ -120,14 +118,6 @@ def with_adapter(model: Any, name: str, fields: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def test_own_projections_of_final_states_in_float32() -> None:
-    """Which Falcon-Mamba has in bf16, too."""
-    model = recurrent("falcon_mamba").to(torch.bfloat16)
-    with_adapter(model, "medusa", {"num_heads": 2, "projection": "own"})
-    out = model.generate(**one_row(), max_new_tokens=4, do_sample=False, **drafting("medusa"))
-    assert out.shape == (1, 12 + 4)
-
-
 def test_learned_states_beside_recurrent_ones() -> None:
     """Where every layer has keys, too."""
     model = with_adapter(recurrent("falcon_h1"), "bita", {"num_mask_tokens": 3})
@@ -173,14 +163,6 @@ def test_compiled(kind: str, name: str) -> None:
         # For each size of trees the forward, and what drafts after it; also those after the first
         # step read states of one layout.
         assert not refused and 0 < stats.details["compiled"]["made"] <= 5
-
-
-def test_low_rank_updates() -> None:
-    """Of the linear modules inside recurrences, in drafting."""
-    model = recurrent("qwen3_5_text")
-    config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[1], draft_rank=2)
-    with lent(model, config, random=True):
-        check("qwen3_5_text", model, **drafting("layer_skip"))
 
 
 def test_padding_where_the_first_layer_has_no_keys() -> None:
@@ -279,18 +261,6 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert second[CACHE] is first[CACHE]
         check_states(model, second[CACHE], real(second.sequences, turn))
         monkeypatch.setattr("hf_spec.model.appending.RECURRENT_CHUNK", 4)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba"])
-def test_a_returned_cache_holds_no_rows_of_the_last_step(kind: str) -> None:
-    """The states at both ends of the answer, and nothing else."""
-    out = shared_recurrent(kind).generate(
-        **ragged(), **GREEDY, **SAME_MODEL, return_dict_in_generate=True
-    )
-    states = out[CACHE].recurrent
-    size = sum(tensor.numel() for tensor in states.version.tensors)
-    held = [one for one in tree_leaves(states.__getstate__()) if isinstance(one, Tensor)]
-    assert 2 * size <= sum(tensor.numel() for tensor in held) <= 2 * size + states.visible.numel()
 
 
 @pytest.mark.parametrize(

@@ -254,23 +254,3 @@ def test_steps_are_those_of_a_batch_that_stays(
         assert stats["num_row_steps"] < 8 * stats["num_steps"]
         found.append((stats, shown.ids))
     assert found[0] == found[1]
-
-
-def test_step_times_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy moves to what is known of the smaller batch, and finds it in the next call."""
-    settings: list[Any] = []
-    move = StepPolicy.move
-
-    def spy(self: Any, rows: int) -> None:
-        settings.append(rows)
-        old = self.setting
-        move(self, rows)
-        assert self.setting is not old and self.setting is self.learned.settings[self._key]
-        assert self._key[0] == rows
-
-    monkeypatch.setattr(StepPolicy, "move", spy)
-    model = fresh("llama_tied")
-    spec = {**LOOKUP, "assistant_kwargs": {"drafting": "auto"}}
-    with forwards(model) as sizes:
-        model.generate(**staggered(5), **spec, **GREEDY)
-    assert settings == list(dict.fromkeys(sizes))[1:]

@@ -11,7 +11,7 @@ from conftest import Tiny, prompt, ragged
 from peft import get_peft_model
 from running import every_step
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -241,19 +241,6 @@ def test_merging_and_other_adapters(tiny: Tiny) -> None:
     assert torch.equal(logits(model), plain)
 
 
-def test_merge_and_unload_gives_the_fine_tuned_model(tiny: Tiny, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny("llama"))
-    peft_model = get_peft_model(model, tuned())
-    randomise(peft_model, "SPACE")
-    active = logits(model)
-    merged = peft_model.merge_and_unload()
-    # Empty ones of other types may be there, of tests before.
-    assert hooked(merged) == 0 and "type_space" not in getattr(merged, "spec_modules", {})
-    torch.testing.assert_close(logits(merged), active, rtol=1e-4, atol=1e-3)
-    merged.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
-
-
 def test_a_loaded_adapter_is_merged_too(tiny: Tiny) -> None:
     """``merge_adapter`` of the package works where there is no PeftModel."""
     model = copy.deepcopy(tiny("llama"))
@@ -337,11 +324,3 @@ def test_the_default_targets_are_recorded(
     assert again.peft_config["default"].target_modules == names
     weights = [find_active(one, "SPACE").tensors() for one in (model, again)]
     assert weights[0].keys() == weights[1].keys()
-
-
-def test_mask_tokens_begin_as_embeddings_of_tokens(fresh: Any) -> None:
-    model = fresh()
-    model.add_adapter(space.SpaceConfig())
-    masks = find_active(model, "SPACE").tensors()["masks"].detach()
-    embeddings = model.get_input_embeddings().weight.detach()
-    assert all(bool((embeddings == mask).all(1).any()) for mask in masks)

@@ -148,23 +148,6 @@ def test_interrupted(
     assert "development prompts" in (made / "again" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--dtype", "int3"], "--dtype='int3'"),
-        (["--held-out", "2"], "--held-out 2: of 3 prompts 2 are searched on, which leaves 1"),
-        (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
-        (["--model", "/nowhere"], "cannot load model '/nowhere': there is no such folder"),
-    ],
-)
-def test_bad_input_ends_in_one_line(
-    made: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
-    assert search(made, *more, output="bad") == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
-
-
 LAYERS = 4
 PROMPTS = [Prompt("abab" * 4), Prompt("xyz xyz xyz")]
 #: Their output projections are zero: leaving them out changes nothing, and saves time.

@@ -429,33 +429,3 @@ def test_folders_of_others_and_damaged_ones(
 
 
 # -------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--strategy", "fastest"], "strategy='fastest': choose one of none, "),
-        (["--strategy-kwargs", '{"color": 1}'], "has no option 'color'"),
-        (["--strategy-kwargs", '{"acceptance": "typical"}'], "changes the answers"),
-        (["--strategy", "none", "--strategy-kwargs", "{}"], "--strategy-kwargs needs a strategy"),
-        (["--strategy", "none", "--adapter", "/a"], "cannot read adapter '/a'"),
-        (["--temperature", "0.7"], "--temperature needs --do-sample"),
-        (["--do-sample", "--temperature", "0"], "--temperature=0.0: must be a number in (0.0"),
-        (["--do-sample", "--top-p", "1.5"], "--top-p=1.5: must be a number in (0.0, 1.0]"),
-        (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
-        (["--output", "/dev/null"], "cannot write to --output"),
-        (["--adapter", "skip", "--strategy", "prompt_lookup"], "is for strategy 'layer_skip'"),
-        (["--adapter", "skip", "--strategy", "none"], "--adapter needs a strategy"),
-        (["--adapter", "tuned"], "changes the answers, which are to be the model's own"),
-        (["--strategy", "medusa"], "strategy 'medusa' needs a trained adapter: give --adapter"),
-        (["--prompts", "a.jsonl", "--prompts", "a.jsonl"], "a.jsonl' are given twice"),
-    ],
-)
-def test_bad_input_ends_in_one_line(
-    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str],
-    more: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(root)
-    assert distill(root, tmp_path / "out", *more) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1

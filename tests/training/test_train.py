@@ -1,7 +1,6 @@
 """Training end to end on a tiny model: what is learned, kept, resumed, recorded and refused."""
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -225,42 +224,6 @@ def test_the_commonest_tokens_are_predicted(
 
 
 # -- refused -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prompt_lookup"], "nothing to train; choose one of bita, dflash"),
-        (
-            ["bitta"],
-            r"no method 'bitta' to train \(did you mean 'bita'\?\); choose one of bita, dflash",
-        ),
-        (
-            ["bita", "--num-mask-token", "3"],
-            r"'--num-mask-token' \(did you mean '--num-mask-tokens'\?\)",
-        ),
-        (["bita", "--num-mask-tokens"], "num-mask-tokens: expected one argument"),
-        (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
-        (["bita", "--prompt-depth=medium"], "prompt_depth='medium'"),
-        (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
-        (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
-        (["bita", "--max-steps", "many"], "'hf-spec train bita': argument --max_steps.*'many'"),
-        (["bita", "--held-out", "0"], "held_out=0: must be a whole number of at least 1"),
-        (["bita", "--max-steps", "0"], "max_steps=0: must be a whole number of at least 1"),
-        (["bita", "--max-minutes", "0"], r"max_minutes=0.0: must be a number in \(0"),
-        (["bita", "--max-minutes", "5", "--warmup-steps", "9"], "a share of the training"),
-        (["bita", "--adapter", "/none"], "Can't find 'adapter_config.json' at '/none'"),
-        (["space", "--update", "none", "--p-ar", "1.0"], "p_ar=1.0: nothing is trained"),
-        (["bita", "--model="], "'hf-spec train bita' needs --model"),
-    ],
-)
-def test_bad_input_is_told_before_anything_is_loaded(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    needed = ["--model", "/none", "--data", "/none", "--output", str(tmp_path / "out")]
-    assert cli.main(["train", arguments[0], *needed, *arguments[1:]]) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
 
 
 def test_options_are_fields_of_config_and_training_arguments(
