@@ -4,7 +4,6 @@ torchao is no dependency of the project: importing peft imports it where it is i
 costs half a second and prints warnings. `pip install --no-deps torchao` makes these tests run.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,8 @@ from running import CAPTURED, every_step, needed
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 import hf_spec
-from hf_spec.adapters.base_model import fingerprint
 from hf_spec.methods.registry import methods
 from hf_spec.tools.training.train import train
-from modeling_patches.support import check_unquantized, quantized_as
 
 torchao = pytest.importorskip(
     "torchao.quantization", reason="torchao is not installed; pip install --no-deps torchao"
@@ -145,15 +142,3 @@ def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match=r"cannot merge into .* is quantized"):
             merge()
     assert tokens(model) == plain
-
-
-def test_quantized_models_are_told(model: PreTrainedModel, tiny: Tiny) -> None:
-    assert quantized_as(model) == "torchao"
-    assert quantized_as(tiny("llama")) is None
-    assert quantized_as(copy.deepcopy(tiny("llama")).to(torch.bfloat16)) is None
-    by_hand = copy.deepcopy(tiny("llama"))
-    torchao.quantize_(by_hand, torchao.Int8WeightOnlyConfig())  # behind Transformers' back
-    assert quantized_as(by_hand) == "Int8Tensor, torch.float32"
-    with pytest.raises(ValueError, match=r"this changes .* load it unquantized, or choose that\."):
-        check_unquantized(by_hand, "this", "that")
-    assert fingerprint(model) not in (None, fingerprint(tiny("llama")))

@@ -1,7 +1,6 @@
 """Our adapter types through every door of PEFT and Transformers, with and without weights."""
 
 import copy
-import pickle
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -146,19 +145,6 @@ def test_a_base_that_is_dispatched(base, base_path, kind, tmp_path):
     assert all(w.device.type == "cpu" for w in find_active(offloaded, kind).tensors().values())
 
 
-@pytest.mark.filterwarnings("error:Adapter name")
-def test_another_adapter_name(base, base_path, kind, tmp_path):
-    """Saved as one name, loaded as another; the type's own name makes no trouble either."""
-    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind](), kind.lower())
-    model = PeftModel.from_pretrained(base, folder, adapter_name="mine")
-    assert same(weights(model, kind), expected)
-    assert find_active(model, kind).name == "mine"
-    model.load_adapter(folder, kind.lower())
-    model.save_pretrained(str(tmp_path / "again"))
-    again = load_file(tmp_path / "again" / "mine" / "adapter_model.safetensors")
-    assert same(again, load_file(f"{folder}/adapter_model.safetensors"))
-
-
 def test_unload_restores_the_base(base, base_path, kind):
     model = get_peft_model(base, CONFIGS[kind]())
     for merge in (model.merge_and_unload, model.merge_adapter):
@@ -230,14 +216,6 @@ def test_wrong_base(base_path, tmp_path, config, message):
         with pytest.raises(ValueError, match=message):
             base.add_adapter(copy.deepcopy(config), adapter_name="second")
         assert list(base.peft_config) == ["default"]
-
-
-def test_good_configs():
-    assert LayerSkipConfig().skip_mlp == [] and LayerSkipConfig().format_version == 1
-    config = LayerSkipConfig(skip_attention=(3, 1), skip_mlp=range(2))
-    assert (config.skip_attention, config.skip_mlp) == ([1, 3], [0, 1])
-    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
-    assert repr(config.peft_type) == "'LAYER_SKIP'"
 
 
 def test_registration():

@@ -1,16 +1,14 @@
 """Rows, table and files, from measurements whose figures are worked out by hand."""
 
-import hashlib
 import json
 import sys
 from operator import truediv
 
 import numpy as np
 import pytest
-from tiny_checkpoint import make_model
 
 from hf_spec.core.stats import SpecStats
-from hf_spec.tools.bench import environment, report
+from hf_spec.tools.bench import report
 from hf_spec.tools.bench.agreement import Agreement
 from hf_spec.tools.bench.contenders import BASELINE, Contender
 from hf_spec.tools.bench.prompts import Prompt
@@ -146,18 +144,3 @@ def test_results_file_has_the_documented_keys(tmp_path):
     }  # fmt: skip
     assert data["environment"]["python"] == "3"
     assert data["environment"]["interrupted"] is False
-
-
-def test_environment_says_where_and_on_what(tmp_path, monkeypatch):
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text("{}\n")
-    found = environment.environment_of(make_model(), "some/model", prompts)
-    assert found["prompts_sha256"] == hashlib.sha256(b"{}\n").hexdigest()
-    assert found["dtype"] == "float32" and found["device"] == "cpu" and found["threads"] >= 1
-    for name in ("python", "torch", "transformers", "peft", "hf_spec", "cpu", "date"):
-        assert isinstance(found[name], str) and found[name], name
-    assert found["model"] == "some/model" and isinstance(found["argv"], list)
-    json.dumps(found)
-    # Outside a checkout there is no revision.
-    monkeypatch.setattr(environment.hf_spec, "__file__", str(tmp_path / "__init__.py"))
-    assert environment.environment_of(make_model(), "m", None)["git_revision"] is None

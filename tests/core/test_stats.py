@@ -115,14 +115,6 @@ def test_printed_statistics_are_a_summary() -> None:
     assert stats.speed_beside_plain == 1.5
 
 
-def test_runs_of_other_strategies_have_no_name_and_no_estimate() -> None:
-    total = SpecStats()
-    total.merge(SpecStats("medusa", num_steps=2, draft_seconds=1.0, plain_seconds=2.0))
-    assert (total.strategy, total.speed_beside_plain) == ("medusa", 2.0)
-    total.merge(SpecStats("bita", num_steps=2))
-    assert (total.strategy, total.speed_beside_plain) == ("", None)
-
-
 def test_time_outside_phases_is_other(clock: FakeClock) -> None:
     stats = SpecStats()
     watch = Stopwatch(stats, torch.device("cpu"))

@@ -303,24 +303,6 @@ def test_the_shim_loads_its_adapter(
     assert calls == [(("org/skip",), {"adapter_name": name, "adapter_kwargs": pinned})]
 
 
-@pytest.mark.parametrize("asked", ["typical", "match"])
-def test_the_shim_says_that_it_asks_for_a_lossy_rule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str
-) -> None:
-    """Once, and not where the caller chose the rule himself."""
-    monkeypatch.setattr(GenerationMixin, "generate", lambda model, **kwargs: kwargs)
-    path = tmp_path / "generate.py"
-    name = f"org/{tmp_path.name}"  # what is said once is said once in a process
-    path.write_text(shim_text("layer_skip", {"acceptance": asked}, "LAYER_SKIP", name))
-    generate, model = shim(path)["generate"], SimpleNamespace(load_adapter=lambda *_, **__: None)
-    generate(model, assistant_kwargs={"acceptance": "typical"})
-    assert caplog.messages == []
-    for _ in range(2):
-        assert generate(model)["assistant_kwargs"] == {"acceptance": asked}
-    said = [message.partition(", which")[0] for message in caplog.messages]
-    assert said == ([f"{name} asks for acceptance='typical'"] if asked == "typical" else [])
-
-
 # -- push ----------------------------------------------------------------------------------------
 
 

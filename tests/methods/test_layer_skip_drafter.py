@@ -1,9 +1,7 @@
 """``layer_skip``: draft exit by hand, drafts against a stock cache, layer 0 left out, options."""
 
 import random
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -429,16 +427,3 @@ def test_a_call_goes_on_where_the_one_before_ended(fresh: Tiny) -> None:
         assert risen == pytest.approx(options.get("threshold", 0.6) + 0.001 * stages)
     forget(model)
     assert stages_and_gamma(model)[1] == gamma
-
-
-def test_no_update_of_another_thread_is_lost() -> None:
-    options = LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0)
-    one = ThresholdExit(options)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda _: [one.update(0.5) for _ in range(500)], range(8)))
-    finally:
-        sys.setswitchinterval(before)
-    assert one.gamma == pytest.approx(0.0001 * 4000)

@@ -159,7 +159,8 @@ def test_rows_are_those_of_plain_generate(
     assert measured["tokens_per_second"] == pytest.approx(tokens / measured["seconds"])
     drafts = "assistant_strategy" in made["chosen"]
     assert drafts == (name is not None)
-    assert measured["tau"] > 1.0 if drafts else measured["tau"] == 1.0
+    if options.get("drafting") != "auto":  # which goes by step times
+        assert measured["tau"] > 1.0 if drafts else measured["tau"] == 1.0
     assert (made["strategy"], made["strategy_kwargs"]) == (name, options)
     assert made["adapter"] == ("skip" if name == "layer_skip" else None)
     plain = AutoModelForCausalLM.from_pretrained(root / "m")
