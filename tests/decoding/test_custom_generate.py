@@ -91,6 +91,17 @@ def test_without_any_registration(tiny: Tiny, decoded: list[str], call: str) -> 
         model.generate(prompt(), **GREEDY, custom_generate=hf_spec.generate, num_beams=2)
 
 
+def test_as_by_the_name_of_a_strategy(tiny: Tiny, decoded: list[str]) -> None:
+    """With arguments that Transformers keeps from callables."""
+    model, streamer = tiny(), Streamer()
+    for call in ("auto", "by name"):
+        check(model, CALLS[call])
+    given: dict[str, Any] = {**GREEDY, "streamer": streamer, "assistant_model": model}
+    found = model.generate(prompt(), **given, custom_generate=hf_spec.generate)
+    assert decoded == ["mtp", "prompt_lookup", "draft_model"]
+    assert streamer.tokens == found[0].tolist() and streamer.ended
+
+
 @pytest.mark.parametrize("registered", [True, False])
 def test_arguments_that_are_bound(
     tiny: Tiny, decoded: list[str], registered: bool, request: pytest.FixtureRequest
