@@ -160,6 +160,14 @@ def test_unload_restores_the_base(base, base_path, kind):
     assert find_active(get_peft_model(restored, CONFIGS[kind]()), kind).name == "default"
 
 
+def test_two_active_adapters_of_a_type_are_refused(base, kind):
+    for name, made in (("one", CONFIGS), ("two", OTHERS)):
+        base.add_adapter(made[kind](), adapter_name=name)
+    base.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match=r"2 adapters of type .* active \(one, two\).*set_adapter"):
+        find_active(base, kind)
+
+
 def test_adding_keeps_others_trainable(base, kind):
     base.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="lora")
     base.add_adapter(CONFIGS[kind](), adapter_name="ours")

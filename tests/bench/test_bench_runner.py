@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from running import drafting
-from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
+from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_spec
@@ -164,6 +164,19 @@ def test_sampling_is_seeded(model, tokenizer, prompts):
         row = first.overall(name)
         assert (row["identical"], row["diverged"]) == (2, 0)
     assert {row["identical"] for row in sample(1, 2).runs()} == {None}
+
+
+def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
+    with pytest.raises(ValueError, match="strategy='fastest': choose one of .*prompt_lookup"):
+        run(model, tokenizer, prompts, ["fastest"])
+    with pytest.raises(ValueError, match="^layer_skip: .*skip"):
+        run(model, tokenizer, prompts, ["layer_skip"])
+    with pytest.raises(ValueError, match="no prompts"):
+        run(model, tokenizer, [], ["prompt_lookup"])
+    with pytest.raises(ValueError, match=f"max_new_tokens={CONTEXT} leaves no room"):
+        run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=CONTEXT)
+    with pytest.raises(ValueError, match="at least 1"):
+        run(model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[0])
 
 
 def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
