@@ -74,7 +74,7 @@ MESSAGES = [
     ("distill --adapter skip --strategy none", "--adapter needs a strategy"),
     ("distill --adapter tuned", "changes the answers, which are to be the model's own"),
     ("distill --strategy medusa", "strategy 'medusa' needs a trained adapter: give --adapter"),
-    ("train bita --adapter /none", "cannot read '/none/generation_config.json'"),
+    ("train bita --adapter /none", "Can't find 'adapter_config.json' at '/none'"),
     # files
     ("bench --prompts none.jsonl", "none.jsonl': No such file"),
     ("bench --prompts bad.jsonl", "bad.jsonl, line 2: needs one of the fields"),

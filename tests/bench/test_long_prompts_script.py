@@ -7,7 +7,7 @@ from scripts import load_script
 from tiny_checkpoint import save_checkpoint
 from transformers import AutoTokenizer
 
-from hf_spec.bench.prompts import read_prompts
+from hf_spec.tools.bench.prompts import read_prompts
 
 
 def test_prompts_of_a_length(
