@@ -1,5 +1,6 @@
 """What tests give to calls: options that make every step draft, changes for a block of a test."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import EVERY_CASE
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig
 
@@ -59,7 +61,19 @@ def family(strategy: str) -> Any:
     from hf_spec.methods.registry import get_method
 
     method = get_method(strategy)
-    return method.make or method.drafter.__base__
+    return getattr(method.make, "func", method.make) or method.drafter.__base__
+
+
+def one_of_each_kind() -> list[str]:
+    """Strategies that run forwards and draft in different ways; all of them: ``--every-case``."""
+    from hf_spec.methods.registry import methods
+
+    if os.environ.get(EVERY_CASE):
+        return [*methods()]
+    return [
+        "layer_skip",
+        *{family(name): name for name in methods() if name != "layer_skip"}.values(),
+    ]
 
 
 def without_pruning(spec: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import signal
 import sys
 from collections import Counter
@@ -179,64 +178,6 @@ def test_interrupted_bench_writes_what_it_has(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--strategies", "fastest"], "strategy='fastest': choose one of"),
-        (["--strategies", "medsa"], "strategy='medsa' (did you mean 'medusa'?): choose"),
-        (["--dtype", "bfloat"], "--dtype='bfloat' (did you mean 'bfloat16'?): choose one of"),
-        (["--strategies", ""], "no strategy is named; leave the option out"),
-        (["--strategies", "transformers:assisted"], "needs another model that drafts"),
-        (["--strategies", "draft_model"], "'draft_model' needs another model that drafts"),
-        (["--strategies", "bita"], "'bita' needs a trained adapter: give its folder"),
-        (["--assistant", "/no", "--strategies", "prompt_lookup"], "no strategy here needs the"),
-        (["--dtype", "int3"], "--dtype='int3': choose one of native, auto, bfloat16"),
-        (["--batch-size", "0"], "--batch-size '0': must be numbers from 1"),
-        (["--limit", "0"], "--limit"),
-        (["--temperature", "0.7"], "--temperature needs --do-sample"),
-        (["--do-sample", "--top-p", "1.5"], "--top-p=1.5: must be a number in (0.0, 1.0]"),
-        (["--strategy-kwargs", "prompt_lookup"], "must be NAME=JSON"),
-        (["--strategy-kwargs", "layer_skip={}"], "a NAME that takes part"),
-        (["--strategy-kwargs", "prompt_lookup={"], "not JSON"),
-        (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
-        (["--strategy-kwargs", 'prompt_lookup={"color": 1}'], "color"),
-        (["--adapter", "/nowhere"], "cannot read adapter '/nowhere': there is no such folder"),
-        (["--backend", "eager"], "--backend needs --compile"),
-        (["--frobnicate"], "No such option: --frobnicate"),
-    ],
-)
-def test_bad_options_end_in_one_line(no_model, prompts, tmp_path, capsys, more, message):
-    code = bench(Path("/nowhere"), prompts, tmp_path, *more)
-    error = capsys.readouterr().err
-    assert code == 2
-    assert message in error and error.startswith("hf-spec: ")
-    assert error.count("\n") == 1
-
-
-def test_bad_files_end_in_one_line(no_model, prompts, tmp_path, capsys):
-    assert bench(Path("/nowhere"), tmp_path / "none.jsonl", tmp_path) == 2
-    assert "none.jsonl': No such file" in capsys.readouterr().err
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "x"}\n{"promt": "y"}\n')
-    assert bench(Path("/nowhere"), bad, tmp_path) == 2
-    assert "bad.jsonl, line 2: needs one of the fields" in capsys.readouterr().err
-    assert bench(Path("/nowhere"), prompts, tmp_path) == 2
-    error = capsys.readouterr().err
-    assert error == "hf-spec: cannot load model '/nowhere': there is no such folder\n"
-    assert bench(Path("/nowhere"), prompts, prompts) == 2
-    assert "cannot write to --output" in capsys.readouterr().err
-
-
-def test_a_folder_that_may_not_be_written_to(no_model, prompts, tmp_path, monkeypatch, capsys):
-    """Found out before the work, not after it."""
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed or mode == os.R_OK)
-    assert bench(Path("/nowhere"), prompts, closed) == 2
-    error = capsys.readouterr().err
-    assert error == f"hf-spec: cannot write to --output '{closed}': Permission denied\n"
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
         (["--strategies", "layer_skip"], "hf-spec: layer_skip: "),
         (["--assistant", "/no"], "cannot load model '/no': there is no su"),
         (["--device", "warp"], "cannot load model"),
@@ -254,26 +195,6 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
     assert bench(checkpoint, prompts, tmp_path / "out", *more) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_progress_without_a_terminal(monkeypatch, capsys):
-    """A line from time to time, with what is left by the pace so far, without preparations."""
-    now = 100.0
-    monkeypatch.setattr(common.time, "monotonic", lambda: now)
-    with common.progress_bar("answers") as update:
-        now += 1000.0
-        for done in range(5):
-            update(done, 10, note=f"{done} tokens/s" if done else "")
-            now += 20.0
-    assert capsys.readouterr().err.splitlines() == [
-        "answers: 2 of 10, 2 tokens/s, about 3 min left",
-        "answers: 4 of 10, 4 tokens/s, about 2 min left",
-    ]
-    with common.progress_bar("search") as update:  # some were there before
-        for done in (6, 7, 8):
-            update(done, 10)
-            now += 20.0
-    assert capsys.readouterr().err.splitlines() == ["search: 8 of 10, about 40 s left"]
 
 
 def test_progress_in_a_terminal(monkeypatch, capsys):

@@ -60,26 +60,6 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in pages)
 
 
-def test_a_notebook_is_a_page_of_its_cells_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    site = importlib.import_module("site_hooks")
-    printed = {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]}
-    drawn = {
-        "output_type": "execute_result",
-        "data": {"image/png": "aGk=\n", "text/plain": "<Figure>"},
-    }
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "Text"]},
-        {"cell_type": "code", "source": ["x = 1"], "outputs": [printed, drawn]},
-    ]
-    assert list(site.blocks({"cells": cells})) == [
-        "# Title\nText",
-        "```python\nx = 1\n```",
-        "```text\n1\n2\n```",
-        '<p><img alt="" src="data:image/png;base64,aGk="></p>',
-    ]
-
-
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
     page = (DOCS / "reference" / "api.md").read_text()
     assert set(re.findall(r"^::: hf_spec\.(\w+)$", page, re.MULTILINE)) == {*hf_spec.__all__}
@@ -136,49 +116,6 @@ def test_the_page_of_models_is_that_of_the_sweep() -> None:
     assert set(reasons) == none and all(reasons.values())
     text = models_page.PAGE.read_text()
     assert [kind for kind in model_types() if f"`{kind}`" not in text] == []
-
-
-def test_tables_of_models() -> None:
-    outcomes = {
-        "llama": {"medusa": "exact", "prompt_lookup": "exact"},
-        "bert": {"medusa": "refused: it has layers to skip", "prompt_lookup": "exact"},
-        "git": {"medusa": "refused: else", "prompt_lookup": "refused with padding: GitForCausalLM"},
-        "xlm": {
-            "medusa": "refused: XLM has none. Choose another.",
-            "prompt_lookup": "refused: XLM does not work with prompt_lookup: a | b. Choose one.",
-        },
-        "blt": dict.fromkeys(("medusa", "prompt_lookup"), "not built: it fails"),
-    }
-    made = models_page.tables(outcomes)
-    assert "Of the 5 causal" in made and "1 run with every strategy, 2 with some and 1" in made
-    assert "| `llama` | yes | yes |" in made
-    assert "| `git` | `prompt_lookup`, without padding |" in made
-    assert "| `bert` | `prompt_lookup` | layers without an MLP" in made
-    assert "| `xlm` | XLM: a \\| b |" in made and made.endswith("Not built tiny: `blt`.\n")
-
-
-def test_docstrings_on_the_site_have_no_roles_and_an_entry_for_each_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    docstrings = importlib.import_module("docstrings")
-    entries = "Attributes:\n    x, y: one\n        more.\n    z: two.\n"
-    assert docstrings.plain(f"See :meth:`a` and :class:`~b.c.D`.\n\n{entries}") == (
-        "See `a` and `D`.\n\nAttributes:\n    x: one\n        more.\n    y: see `x`.\n    z: two.\n"
-    )
-
-
-def test_the_site_links_to_the_repository_that_setup_cfg_names(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    site = importlib.import_module("site_hooks")
-    monkeypatch.setattr(site, "ROOT", tmp_path)
-    (tmp_path / "setup.cfg").write_text("[metadata]\nname = x\n")
-    assert site.repository() is None
-    urls = "[metadata]\nproject_urls =\n    Docs = https://d\n    Source = https://host/a/b\n"
-    (tmp_path / "setup.cfg").write_text(urls)
-    assert site.repository() == "https://host/a/b"
 
 
 def test_the_picture_of_steps_shows_the_tour() -> None:

@@ -123,7 +123,7 @@ def inputs(row: int | None = None, lengths: tuple[int, ...] = (12, 5, 9)) -> dic
 def test_a_call_may_be_watched(tiny: Tiny, name: str, variant: str) -> None:
     """By hooks on all modules and modes that see each operation, also in training."""
     model, spec = tiny("llama"), strategy(name, variant)
-    call = {**ragged(), "max_new_tokens": NEW, "do_sample": False}
+    call = {**ragged(), "max_new_tokens": NEW // 2, "do_sample": False}
     with adapted(model, name, variant):
         for layer in layers_of(model):
             layer.requires_grad_(True)

@@ -4,7 +4,6 @@ torchao is no dependency of the project: importing peft imports it where it is i
 costs half a second and prints warnings. `pip install --no-deps torchao` makes these tests run.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,17 +13,15 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from bit_sums import bit_sums
-from conftest import Tiny, prompt, ragged
+from conftest import Tiny, ragged
 from datasets import Dataset
 from peft import get_peft_model
 from running import CAPTURED, every_step, needed
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 import hf_spec
-from hf_spec.adapters.base_model import fingerprint
 from hf_spec.methods.registry import methods
 from hf_spec.tools.training.train import train
-from modeling_patches.support import check_unquantized, quantized_as
 
 torchao = pytest.importorskip(
     "torchao.quantization", reason="torchao is not installed; pip install --no-deps torchao"
@@ -86,14 +83,6 @@ def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> N
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-def test_learned_drafts(model: PreTrainedModel) -> None:
-    plain = tokens(model)
-    model.add_adapter(hf_spec.LayerSkipConfig(**OPTIONS["layer_skip"], draft_rank=2))
-    randomise(model, "LAYER_SKIP", std=0.1)
-    assert tokens(model, assistant_strategy="layer_skip") == plain
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
-
-
 def compiled(model: Any) -> dict[str, Any]:
     return hf_spec.last_stats(model).details["compiled"]
 
@@ -113,32 +102,6 @@ def test_compiled_equals_plain(checkpoint: Path, form: str, name: str) -> None:
     kwargs = {"assistant_strategy": name, "assistant_kwargs": options}
     assert tokens(model, **kwargs, **CAPTURED) == plain
     assert compiled(model)["kept"] and not compiled(model)["refused"]
-
-
-def test_replaced_weights_are_seen(model: PreTrainedModel) -> None:
-    """What a graph holds of a quantized weight are the plain tensors that it consists of."""
-    row = {"input_ids": prompt()}
-    one_size = {"max_nodes": 1}
-    kwargs = {
-        "inputs": row, "assistant_strategy": "prompt_lookup", "assistant_kwargs": one_size,
-        **CAPTURED,
-    }  # fmt: skip
-    seen = [tokens(model, **kwargs)]
-    assert tokens(model, **kwargs) == seen[0] and compiled(model)["made"] == 0
-    for part in model.model.layers[0].mlp.up_proj.weight.__tensor_flatten__()[0][:2]:
-        getattr(model.model.layers[0].mlp.up_proj.weight, part).neg_()  # in place
-        seen.append(tokens(model, row))
-        assert tokens(model, **kwargs) == seen[-1]
-    other = torch.nn.Linear(48, 32, bias=False)
-    torch.nn.init.normal_(other.weight, generator=torch.Generator().manual_seed(3))
-    torchao.quantize_(other, torchao.Int8WeightOnlyConfig())
-    down = model.model.layers[1].mlp.down_proj
-    for replace in (lambda: setattr(down, "weight", other.weight),
-                    lambda: setattr(down.weight, "scale", down.weight.scale * 3)):  # fmt: skip
-        replace()
-        seen.append(tokens(model, row))
-        assert tokens(model, **kwargs) == seen[-1] and compiled(model)["made"]
-    assert len({str(one) for one in seen[1:]}) == len(seen) - 1
 
 
 TRAINED = {
@@ -179,15 +142,3 @@ def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match=r"cannot merge into .* is quantized"):
             merge()
     assert tokens(model) == plain
-
-
-def test_quantized_models_are_told(model: PreTrainedModel, tiny: Tiny) -> None:
-    assert quantized_as(model) == "torchao"
-    assert quantized_as(tiny("llama")) is None
-    assert quantized_as(copy.deepcopy(tiny("llama")).to(torch.bfloat16)) is None
-    by_hand = copy.deepcopy(tiny("llama"))
-    torchao.quantize_(by_hand, torchao.Int8WeightOnlyConfig())  # behind Transformers' back
-    assert quantized_as(by_hand) == "Int8Tensor, torch.float32"
-    with pytest.raises(ValueError, match=r"this changes .* load it unquantized, or choose that\."):
-        check_unquantized(by_hand, "this", "that")
-    assert fingerprint(model) not in (None, fingerprint(tiny("llama")))

@@ -178,21 +178,6 @@ def test_a_peft_model_of_a_lora_loads_ours(fresh: Tiny, tmp_path: Path, name: st
     assert tokens(tuned, name) == expected
 
 
-def test_a_peft_model_of_ours_loads_a_lora(fresh: Tiny, tmp_path: Path) -> None:
-    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
-    expected = tokens(tuned)
-    tuned.save_pretrained(tmp_path / "lora")
-    folder = saved(fresh, tmp_path / "ours", "medusa")
-    model = PeftModel.from_pretrained(fresh("llama"), folder, adapter_name="ours")
-    model.load_adapter(str(tmp_path / "lora"), adapter_name="ft")
-    assert tokens(model, "medusa") == tokens(model) == expected
-    model.load_adapter(saved(fresh, tmp_path / "bita", "bita"), adapter_name="bita")
-    assert tokens(model, "bita") == tokens(model, "medusa") == expected
-    model.delete_adapter("ft")
-    assert tokens(model, "medusa") == tokens(model) == tokens(fresh("llama"))
-
-
 def test_a_peft_model_around_another(fresh: Tiny, tmp_path: Path) -> None:
     """`PeftModel.from_pretrained` takes a `PeftModel`, too."""
     folder = saved(fresh, tmp_path / "ours", "medusa")
@@ -223,14 +208,6 @@ def test_training_on_top_of_a_fine_tune(fresh: Tiny, tmp_path: Path) -> None:
     model(input_ids=ids, labels=ids, anchors=anchors).loss.backward()
     optimizer.step()
     assert tokens(model, "medusa") == tokens(model) == expected
-
-
-def test_a_lora_that_takes_the_name_of_ours(fresh: Tiny, tmp_path: Path) -> None:
-    model = fresh("llama")
-    model.load_adapter(saved(fresh, tmp_path / "ours", "medusa"))
-    tuned = get_peft_model(model, lora()).eval()
-    trained(tuned)
-    assert tokens(tuned, "medusa") == tokens(tuned)
 
 
 def test_choosing(fresh: Tiny, tmp_path: Path) -> None:
@@ -328,20 +305,6 @@ def test_each_is_saved_by_itself(fresh: Tiny, tmp_path: Path) -> None:
     assert tokens(alone, "medusa") == tokens(alone) == expected
 
 
-def test_transformers_saves_the_active_one(fresh: Tiny, tmp_path: Path) -> None:
-    model: Any = fresh("llama")
-    model.add_adapter(lora(modules_to_save=["lm_head"]), adapter_name="ft")
-    folder = saved(fresh, tmp_path / "ours", "medusa")
-    model.load_adapter(folder, adapter_name="ours")
-    for name, part in (("ft", "lm_head"), ("ours", "spec_modules")):
-        model.set_adapter(name)
-        model.save_pretrained(tmp_path / name)
-        with safe_open(tmp_path / name / "adapter_model.safetensors", "pt") as file:
-            names = list(file.keys())
-        assert any(part in key for key in names)
-        assert all(("spec_modules" in key) == (name == "ours") for key in names)
-
-
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_merging_the_lora(fresh: Tiny, tmp_path: Path, ours_first: bool) -> None:
     folder = saved(fresh, tmp_path / "ours", "medusa")
@@ -364,16 +327,6 @@ def test_merging_the_lora(fresh: Tiny, tmp_path: Path, ours_first: bool) -> None
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     alone.load_adapter(folder)
     assert tokens(alone, "medusa") == tokens(alone) == expected
-
-
-def test_unloading_ours_leaves_the_lora(fresh: Tiny) -> None:
-    model = fresh("llama")
-    model.add_adapter(lora(), adapter_name="ft")
-    trained(model, "ft")
-    expected = tokens(model)
-    ours = get_peft_model(model, CONFIGS["medusa"](), "ours")
-    ours.unload()
-    assert set(model.peft_config) == {"ft"} and tokens(model) == expected
 
 
 # -------------------------------------------------------------------------- resized vocabularies
@@ -402,25 +355,6 @@ def test_a_vocabulary_that_grew(fresh: Tiny, tmp_path: Path, name: str, architec
         out = model.generate(prompt(9), max_new_tokens=12, do_sample=True, top_k=0, **more)
         sampled.append(out.tolist())
     assert sampled[0] == sampled[1]
-
-
-def test_own_heads_draft_what_they_know(fresh: Tiny, tmp_path: Path) -> None:
-    """Tokens that the model has gained are never drafted, and lost ones neither."""
-    folder = saved(fresh, tmp_path / "ours", "own heads")
-    for size in (66, 50):
-        model: Any = fresh("llama")
-        model.load_adapter(folder)
-        model.resize_token_embeddings(size)
-        with torch.no_grad():
-            model.lm_head.weight[40:].mul_(3.0)
-        adapter = find_active(model, "MEDUSA")
-        drafter = methods()["medusa"].make_drafter(model, methods()["medusa"].parse_options({}))
-        logits = drafter.logits(drafter.states(torch.randn(2, 32), 2))
-        assert logits.shape == (2, 2, size)
-        assert (logits.softmax(-1)[..., 61:] == 0).all()
-        assert adapter.tensors()["projections"].shape[1] == 61
-        inputs = {"input_ids": prompt(9).clamp(max=49)}
-        assert tokens(model, "own heads", **inputs) == tokens(model, **inputs)
 
 
 def test_a_vocabulary_that_shrank(fresh: Tiny, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from tiny_checkpoint import make_model, make_tokenizer, write_prompts
 
 from hf_spec.tools.bench.prompts import (
     Prompt,
-    batches,
     encode,
     encode_prompts,
     encode_within,
@@ -115,13 +114,3 @@ def test_a_template_that_refuses_a_role_is_reported_with_the_prompt():
     rule = "prompt 'q7': the tokenizer's chat template refuses .* system, user: System role not"
     with pytest.raises(ValueError, match=rule):
         encode_prompts(make_model(), tokenizer, prompts, 8)
-
-
-def test_batches_never_mix_categories():
-    prompts = [Prompt(str(i), "ab"[i % 3 == 0], i) for i in range(10)]
-    made = list(batches(prompts, 4))
-    assert sorted(index for part in made for index in part) == list(range(10))
-    for part in made:
-        assert len({prompts[index].category for index in part}) == 1
-        assert len(part) <= 4 and part == sorted(part)
-    assert [len(part) for part in made] == [4, 4, 2] or [len(p) for p in made] == [4, 2, 4]

@@ -16,7 +16,6 @@ from hf_spec.tools.bench import session
 from hf_spec.tools.bench.contenders import Adapter, contenders, parse_names, read_adapters
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
-from hf_spec.tools.cli.options import parse_kwargs
 
 NEW = 24
 STOCK = "transformers:prompt_lookup"
@@ -167,17 +166,6 @@ def test_sampling_is_seeded(model, tokenizer, prompts):
     assert {row["identical"] for row in sample(1, 2).runs()} == {None}
 
 
-def test_repetition_penalty_passes_through(model, tokenizer, prompts):
-    result = run(
-        model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=NEW,
-        generate_kwargs={"repetition_penalty": 1.5},
-    )  # fmt: skip
-    ids = torch.tensor([encode(tokenizer, prompts[0].text)])
-    out = model.generate(ids, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.5)
-    assert result.measurements[0].rows[0] == out[0, ids.shape[1] :].tolist()
-    assert result.overall("prompt_lookup")["identical"] == len(prompts)
-
-
 def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
     with pytest.raises(ValueError, match="strategy='fastest': choose one of .*prompt_lookup"):
         run(model, tokenizer, prompts, ["fastest"])
@@ -189,20 +177,6 @@ def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
         run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=CONTEXT)
     with pytest.raises(ValueError, match="at least 1"):
         run(model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[0])
-
-
-def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
-    names = parse_names("prompt_lookup,prompt_lookup:chain")
-    options = parse_kwargs(['prompt_lookup:chain={"max_matches": 1, "max_depth": 1}'], names)
-    lineup = contenders(names, options)
-    assert [item.name for item in lineup] == names
-    assert {item.kwargs["assistant_strategy"] for item in lineup} == {"prompt_lookup"}
-    result = run_contenders(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW)
-    chain = result.overall("prompt_lookup:chain")
-    assert chain["identical"] == 2 and chain["tau"] <= 2.0
-    assert set(chain["stats"]["accepted_histogram"]) <= {"1", "2"}
-    with pytest.raises(ValueError, match="strategy='lookup:chain'"):
-        parse_names("lookup:chain")
 
 
 def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
@@ -325,18 +299,3 @@ def test_assistants_one_of_them_an_adapter_s_folder(tmp_path, capsys):
     assert rows["draft_model@small"]["stats"]["num_draft_forwards"] > 0
     batched = [run["strategy"] for run in overall if run["batch_size"] == 2]
     assert batched == ["generate", "draft_model@small", "draft_model@ppd"], "stock takes one row"
-
-
-def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
-    def refuse(model):
-        raise ValueError("the weights are quantized")
-
-    monkeypatch.setattr(hf_spec, "merge_adapter", refuse)
-    model = make_model()
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
-    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
-    result = run_contenders(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
-    assert result.notes == [
-        f"{name} ran with its update beside the weights: the weights are quantized"
-        for name in ("generate@tuned", "space")
-    ]

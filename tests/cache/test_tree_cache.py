@@ -407,32 +407,6 @@ def test_an_empty_cache_takes_shapes_of_its_first_block(specs: str) -> None:
         pair.step()
 
 
-def test_memory_may_run_out_for_some_layers() -> None:
-    """In the first commit; the cache can be used all the same."""
-    pair = Pair(SPECS["layers differ"], [4, 2], capacity=32, seed=3)
-    pair.naive = NaiveCache(pair.specs, 2)
-    pair.cache = cache = TreeCache(len(pair.specs), 2, "cpu")
-    pair.forward(5)
-    allocate, made = cache.states._new, []
-
-    def one_only(*args: Any) -> Tensor:
-        if made:
-            raise MemoryError
-        made.append(allocate(*args))
-        return made[0]
-
-    cache.states._new = one_only
-    with pytest.raises(MemoryError):
-        cache.commit([5, 3])
-    cache.states._new = allocate
-    cache.repair()
-    states = pair.forward(5)
-    cache.commit([5, 3])
-    pair.accept(states, [range(5), range(3)])
-    for _ in range(20):
-        pair.step()
-
-
 def test_an_index_follows_its_keys() -> None:
     """In every step: packed, written, moved, selected, pickled and unpacked."""
 

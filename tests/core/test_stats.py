@@ -2,7 +2,6 @@
 
 import json
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -114,28 +113,6 @@ def test_printed_statistics_are_a_summary() -> None:
     stats.merge(stats)
     assert str(stats).startswith("medusa: 8 tokens in 6 steps, tau 2.00")
     assert stats.speed_beside_plain == 1.5
-
-
-def test_runs_of_other_strategies_have_no_name_and_no_estimate() -> None:
-    total = SpecStats()
-    total.merge(SpecStats("medusa", num_steps=2, draft_seconds=1.0, plain_seconds=2.0))
-    assert (total.strategy, total.speed_beside_plain) == ("medusa", 2.0)
-    total.merge(SpecStats("bita", num_steps=2))
-    assert (total.strategy, total.speed_beside_plain) == ("", None)
-
-
-def test_the_estimate_is_of_timed_plain_steps(tiny: Any) -> None:
-    """Where every step is plain, plain steps take as long as it did, but for the first few."""
-    model, ids = tiny("llama"), torch.arange(1, 9)[None]
-    # An n-gram that cannot occur: there is never a draft.
-    options = {"min_ngram": 32, "max_ngram": 32}
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False,
-        assistant_strategy="prompt_lookup", assistant_kwargs=options,
-    )  # fmt: skip
-    stats = hf_spec.last_stats(model)
-    assert stats is not None and stats.num_steps == 60
-    assert 0.2 < stats.speed_beside_plain < 5  # a busy machine
 
 
 def test_time_outside_phases_is_other(clock: FakeClock) -> None:

@@ -330,31 +330,6 @@ def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyP
             turn.check_use(cache)
 
 
-def test_rows_of_one_length_go_on_with_plain_generation(tiny: Tiny) -> None:
-    """After a canceled stream: the prompt and what was streamed, then something new."""
-    model, ids = tiny("llama_tied"), prompt(12, 2)
-    first = model.generate(ids, **GREEDY, **LOOKUP, return_dict_in_generate=True)
-    turn = torch.cat([first.sequences, prompt(5, 2, seed=50)], 1)
-    full = model.generate(turn, **GREEDY)
-    for at in (2, 9):
-        cache = copy.deepcopy(first[CACHE])
-        with pytest.raises(Failure):
-            model.generate(turn, **GREEDY, **LOOKUP, **{CACHE: cache}, streamer=Fails(at))
-        # Calls of put: the prompt, then the tokens; the one that raised was not seen.
-        seen = turn.shape[1] + at - 2
-        assert turn.shape[1] <= cache.uniform_length() <= max(seen, turn.shape[1])
-        after = torch.cat([full[:, : max(seen, turn.shape[1])], prompt(4, 2, seed=60)], 1)
-        wanted = model.generate(after, **GREEDY).tolist()
-        cropped = copy.deepcopy(cache)
-        cropped.crop(turn.shape[1] - 3 - cache.get_seq_length())
-        assert cropped.tokens == [row[: turn.shape[1] - 3] for row in turn.tolist()]
-        for held in (cache, cropped):
-            for spec in ({}, LOOKUP):
-                again = copy.deepcopy(held)
-                ours = model.generate(after, **GREEDY, **spec, **{CACHE: again})
-                assert ours.tolist() == wanted
-
-
 def test_a_call_that_is_refused_changes_no_cache(tiny: Tiny) -> None:
     model, turn = tiny("llama_tied"), Turn(tiny("llama_tied"), "tree")
     cache = copy.deepcopy(turn.before)

@@ -58,21 +58,18 @@ def check(model: Any, spec: dict[str, Any], way: Any = RECORDED, **settings: Any
 # -- the same tokens ---------------------------------------------------------------------------
 
 
+#: Strategies with their second variant, or the only one.
+SECOND = [[case for case in CASES if case[0] == name][:2][-1] for name, _ in FIRST]
+
+
 @pytest.mark.parametrize(("name", "variant"), CASES, ids=["-".join(case) for case in CASES])
 def test_every_method(tiny: Tiny, name: str, variant: str) -> None:
-    """A ragged batch of the first variant, a row alone of the others."""
-    model = tiny("llama")
-    given = ragged() if (name, variant) in FIRST else {"inputs": prompt()}
+    """A ragged batch of the first variant, a row alone of the others; sampled of the second."""
+    model, case = tiny("llama"), (name, variant)
+    given = ragged() if case in FIRST and case not in SECOND else {"inputs": prompt()}
+    given |= SAMPLED if case in SECOND else {}
     with adapted(model, name, variant):
         check(model, without_pruning(variant_of(name, variant)), **given, max_new_tokens=12)
-
-
-@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
-def test_sampling(tiny: Tiny, name: str, variant: str) -> None:
-    model = tiny("llama")
-    with adapted(model, name, variant):
-        spec = without_pruning(variant_of(name, variant))
-        check(model, spec, inputs=prompt(), max_new_tokens=12, **SAMPLED)
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt2", "bloom"])
@@ -82,10 +79,12 @@ def test_windows_and_positions(shallow: Tiny, architecture: str) -> None:
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")
-@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text", "mamba"])
-def test_recurrent_layers(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "way"), [("falcon_h1", RECORDED), ("mamba", RECORDED), ("qwen3_5_text", CAPTURED)]
+)
+def test_recurrent_layers(kind: str, way: Any) -> None:
     model = with_adapter(recurrent(kind), "medusa", STRATEGIES["medusa"][0])
-    check(model, drafting("medusa", num_draft_tokens=3), **ragged(), max_new_tokens=12)
+    check(model, drafting("medusa", num_draft_tokens=3), way, **ragged(), max_new_tokens=12)
 
 
 def test_a_lora(shallow: Tiny) -> None:
@@ -185,8 +184,10 @@ def cut_into(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("inputs", [{"inputs": prompt()}, ragged()], ids=["one", "three"])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [*zip(FEW, ({"inputs": prompt()}, ragged(), ragged(), {"inputs": prompt()}))],
+)
 def test_parts(shallow: Tiny, cut_into: list[int], name: str, inputs: Any) -> None:
     """Greedy and sampled: layers are compiled once, and all is one record."""
     model, spec = adapt(shallow(layers=3), name), strategy(name, **FEW[name])
@@ -197,14 +198,6 @@ def test_parts(shallow: Tiny, cut_into: list[int], name: str, inputs: Any) -> No
         torch.manual_seed(3)
         found.append(generate(model, dict(inputs), **spec, **way, **SAMPLED).sequences)
         assert torch.equal(found[-1], found[0])
-
-
-@pytest.mark.usefixtures("sizes_as_shipped")
-@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text"])
-def test_parts_of_recurrent_layers(kind: str) -> None:
-    model = with_adapter(recurrent(kind), "medusa", STRATEGIES["medusa"][0])
-    spec = drafting("medusa", num_draft_tokens=3)
-    check(model, spec, CAPTURED, **ragged(), max_new_tokens=12)
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")

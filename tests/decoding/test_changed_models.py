@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
-from modeling_patches.cache_name import CACHE
 from modeling_patches.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("hooks_count")
@@ -148,25 +146,6 @@ def test_hooks_with_a_value_per_row(fresh: Tiny, method: str) -> None:
             check_same(model, drafting(method), **given, max_new_tokens=24, eos_token_id=eos)
 
 
-def test_hooks_that_drop_cached_keys(fresh: Tiny) -> None:
-    """As packages that compress the cache of a prompt."""
-
-    def compress(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        layer = kwargs[CACHE].layers[module.layer_idx]
-        new = kwargs["hidden_states"].shape[1]
-        if getattr(layer, "keys", None) is not None and layer.keys.shape[2] == new == 12:
-            keep = [0, 1, 2, *range(6, 12)]
-            layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
-        return output
-
-    for method in METHODS:
-        model = ready(fresh, method)
-        before = model.generate(prompt(), **GREEDY)
-        for block in model.model.layers:
-            block.self_attn.register_forward_hook(compress, with_kwargs=True)
-        assert check_same(model, drafting(method), prompt(), **GREEDY).tolist() != before.tolist()
-
-
 # -- attention ---------------------------------------------------------------------------------
 
 
@@ -235,19 +214,6 @@ def test_attention_that_ignores_masks_is_refused(
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", replaced)
         with pytest.raises(ValueError, match="does not take explicit masks"):
             model.generate(prompt(), **GREEDY, **LOOKUP)
-    check_same(model, LOOKUP, prompt(), **GREEDY)
-
-
-def test_sdpa_registered_anew(fresh: Tiny) -> None:
-    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    model = fresh("llama")
-    before = model.generate(prompt(), **GREEDY)
-    flatter.boolean = False
-    try:
-        AttentionInterface.register("sdpa", flatter)
-        assert check_same(model, LOOKUP, prompt(), **GREEDY).tolist() != before.tolist()
-    finally:
-        AttentionInterface.register("sdpa", stock)
     check_same(model, LOOKUP, prompt(), **GREEDY)
 
 

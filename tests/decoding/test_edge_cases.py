@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import PAD, Tiny, check_same, plainly, prompt, ragged
 from covering import covering
-from running import drafting, family, fingerprint
+from running import drafting, family, one_of_each_kind
 from test_compiled import adapt, strategy
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
@@ -78,36 +78,6 @@ def test_context_filled_to_the_last_position(tiny: Tiny, spec: Spec, architectur
         check_same(model, spec, **ragged((width, 9, width - 3)), max_new_tokens=new)
 
 
-def test_empty_drafts(tiny: Tiny) -> None:
-    model = tiny()
-    ids = torch.arange(3, 13)[None]  # nothing repeats
-    unmatched = drafting("prompt_lookup", min_ngram=6, max_ngram=6)
-    check_same(model, unmatched, input_ids=ids)
-    stats = hf_spec.last_stats(model)
-    assert stats.num_drafted_tokens == 0 and stats.mean_accepted_tokens == 1
-    assert stats.acceptance_per_position == []
-
-
-@pytest.mark.parametrize("new", [2, 3, 5])
-def test_drafts_longer_than_the_budget(tiny: Tiny, new: int) -> None:
-    for spec in (
-        drafting("prompt_lookup", max_depth=50, max_nodes=60),
-        drafting("layer_skip", skip_attention=[], draft_exit="fixed", max_draft=50),
-    ):
-        for architecture in ("llama", "bloom"):
-            check_same(tiny(architecture), spec, **ragged((24, 6, 15)), max_new_tokens=new)
-
-
-def test_skipping_nothing_accepts_everything(tiny: Tiny) -> None:
-    """A draft by the model itself, unchanged: every candidate is accepted, on every row."""
-    model = tiny()
-    spec = drafting("layer_skip", skip_attention=[], draft_exit="fixed", max_draft=4)
-    check_same(model, spec, **ragged(), max_new_tokens=16)
-    stats = hf_spec.last_stats(model)
-    assert stats.acceptance_per_position == [1.0] * 4
-    assert stats.accepted_histogram == {1: 3, 5: 9}  # the prefill's token, then three full steps
-
-
 # -- dtypes ----------------------------------------------------------------------------------
 
 
@@ -170,10 +140,7 @@ COMPILE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    covering(product(methods(), COMPILE), lambda name, how: [family(name), how]),
-)
+@pytest.mark.parametrize(("name", "compiled"), [*zip(one_of_each_kind(), COMPILE)])
 def test_compiled_models(
     shallow: Any, name: str, compiled: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,19 +155,6 @@ def test_compiled_models(
     assert caplog.text.count("is compiled by torch.compile") == (compiled is not compile_wrapper)
     assert hf_spec.last_stats(model) is not None
     torch._dynamo.reset()
-
-
-def test_device_map_with_hooks(fresh: Tiny, spec: Spec, tmp_path: Any) -> None:
-    """Accelerate's hooks replace every module's forward."""
-    accelerate = pytest.importorskip("accelerate")
-    fresh().save_pretrained(tmp_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
-    check_same(model, spec, **ragged())
-    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    assert hasattr(model, "_hf_hook")
-    check_same(model, spec, **ragged())
-    accelerate.hooks.remove_hook_from_submodules(model)
-    check_same(model, spec, **ragged())
 
 
 @pytest.mark.parametrize(
@@ -264,12 +218,12 @@ def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
 # -- attention back ends ---------------------------------------------------------------------
 
 
-def test_flex_attention(tiny: Tiny, spec: Spec) -> None:
+def test_flex_attention(tiny: Tiny) -> None:
     """As it is, compiled by Inductor: on a CPU that fails for trees and for padded prompts."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("Inductor compiles flex attention with a C++ compiler, and there is none")
     settings = {"input_ids": prompt(9, batch=2), **GREEDY, "max_new_tokens": 6}
-    ours = tiny("llama", "flex_attention").generate(**settings, **spec)
+    ours = tiny("llama", "flex_attention").generate(**settings, **drafting("prompt_lookup"))
     assert ours.tolist() == plainly(tiny("llama"), **settings).tolist()
 
 
@@ -346,20 +300,6 @@ def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
         ValueError, match="flash_attention_2.*attn_implementation='sdpa' or 'eager'"
     ):
         attention_masks.TreeAttention(model)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_forwards_are_as_before_and_a_second_call_adds_nothing(
-    fresh: Tiny, spec: Spec, attention: str
-) -> None:
-    model = fresh("llama", attention)
-    plain, config = model(prompt()).logits, model.config.to_dict()
-    model.generate(prompt(), **GREEDY, **spec)
-    once = fingerprint(model)
-    assert model.config._attn_implementation == attention and model.config.to_dict() == config
-    assert torch.equal(model(prompt()).logits, plain)
-    model.generate(prompt(), **GREEDY, **spec)
-    assert fingerprint(model) == once and torch.equal(model(prompt()).logits, plain)
 
 
 def test_grouped_sdpa_is_sdpa() -> None:

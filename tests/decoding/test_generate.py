@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, VOCAB, Tiny, check_same, plainly, prompt, ragged
+from conftest import EOS, PAD, VOCAB, Tiny, check_same, plainly, prompt, ragged
 from peft import LoraConfig, get_peft_model
 from processors import ByRow
 from tiny_checkpoint import make_model, make_tokenizer
@@ -99,20 +99,6 @@ def test_a_repository_that_asks_for_a_lossy_rule(
     config.save_pretrained(tmp_path / "again")
     saved = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     assert saved["assistant_kwargs"] == TYPICAL
-
-
-def test_a_lossy_rule_of_ones_own(
-    tiny: Tiny, tmp_path: Path, warnings: Callable[[], list[str]]
-) -> None:
-    """Also beside a repository's configuration; and what a repository may ask for unnoticed."""
-    spec: Spec = {"assistant_strategy": "prompt_lookup", "assistant_kwargs": TYPICAL}
-    tiny().generate(prompt(), max_new_tokens=4, **spec)
-    tiny().generate(prompt(), generation_config=hf_spec.SpecConfig(**spec), max_new_tokens=4)
-    hf_spec.SpecConfig("prompt_lookup", {"acceptance": "match"}).save_pretrained(tmp_path)
-    config = hf_spec.SpecConfig.from_pretrained(tmp_path)
-    tiny().generate(prompt(), generation_config=config, max_new_tokens=4)
-    tiny().generate(prompt(), generation_config=config, max_new_tokens=4, **spec)
-    assert warnings() == []
 
 
 def test_peft_model(fresh: Tiny, spec: Spec, decoded: list[str]) -> None:
@@ -299,18 +285,6 @@ def test_streamer_gets_what_plain_generation_puts(
             **GREEDY, **strategy, streamer=streamer, eos_token_id=eos,
         )  # fmt: skip
     assert ours.calls == plain.calls
-
-
-def test_streamer_gets_tokens_as_they_come(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt's first token is there before the second forward."""
-    model, puts, seen = tiny(), Puts(), []
-    hook = model.register_forward_pre_hook(lambda *_: seen.append(len(puts.calls)))
-    try:
-        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], streamer=puts)
-    finally:
-        hook.remove()
-    assert seen[0] == 1 and seen[1] == 2
-    assert seen == sorted(set(seen))  # every step put something
 
 
 # -- outputs ---------------------------------------------------------------------------------

@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from conftest import check_same, prompt, ragged
-from multimodal import IMAGE, KINDS, PATCH, SIZE, VIDEOS, prompts
+from conftest import prompt
+from multimodal import IMAGE, KINDS, SIZE, VIDEOS, prompts
 from multimodal import build as built
-from PIL import Image
 from running import CAPTURED, drafting
 from test_every_architecture import OPTIONS, adapted, check_refusal
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, LlavaProcessor, PreTrainedTokenizerFast, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from hf_spec import last_stats
@@ -128,17 +122,6 @@ def tokens(model_type: str, call: dict[str, Any], **options: Any) -> list[list[i
     return built(model_type).generate(**call, **greedy, **options).tolist()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen3_5", "smolvlm"])
-def test_text_alone(kind: str) -> None:
-    """Also with probes."""
-    model = built(kind)
-    for call in (ragged(), {"input_ids": ragged()["input_ids"][:1]}):
-        wanted = tokens(kind, call)
-        assert tokens(kind, call, **drafting("prompt_lookup")) == wanted
-        with adapted(model, "ppd"):
-            assert tokens(kind, call, **drafting("ppd")) == wanted
-
-
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen3_5"])
 @pytest.mark.parametrize("size", [0, 1], ids=["one", "batch"])
 def test_the_next_turn(kind: str, size: int) -> None:
@@ -178,50 +161,6 @@ def test_a_next_turn_of_another_kind_than_what_is_generated() -> None:
                                   "attention_mask": torch.ones_like(more)})  # fmt: skip
     found = tokens("paligemma", {**turn, "token_type_ids": suffix}, **drafting("prompt_lookup"))
     assert found == wanted
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
-def test_the_callers_dynamic_cache(kind: str) -> None:
-    """It is left as plain generation leaves it, and continued."""
-    model, call, found = built(kind), given(kind, 0), []
-    for spec in ({}, drafting("prompt_lookup")):
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        first = model.generate(**call, max_new_tokens=6, do_sample=False, **{CACHE: cache}, **spec)
-        more = torch.cat([first, prompt(5)], dim=1)
-        found.append(tokens(kind, {"input_ids": more, CACHE: cache}, **spec))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
-def test_several_sequences(kind: str) -> None:
-    options = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 8, "top_k": 1}
-    model, call = built(kind), given(kind, 0)
-    check_same(model, drafting("prompt_lookup"), **call, **options)
-
-
-def test_pipeline(decoded: list[str]) -> None:
-    # That of older versions needs no torchvision.
-    images: Any = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
-    words = {f"w{i}": i for i in range(IMAGE)} | {"<image>": IMAGE, "<video>": 62, "<audio>": 63}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
-    processor = LlavaProcessor(
-        images(size={"shortest_edge": SIZE}, crop_size=[SIZE, SIZE]),
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="w0", extra_special_tokens=["<image>"]
-        ),
-        patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-    )  # fmt: skip
-    ask: Any = pipeline("image-text-to-text", model=built("llava"), processor=processor)
-    image = Image.effect_noise((40, 40), 50).convert("RGB")
-    texts = [
-        ask(
-            images=[image], text="<image> w5 w6 w7 w5 w6",
-            generate_kwargs={"max_new_tokens": 12, "do_sample": False, **spec},
-        )[0]["generated_text"]
-        for spec in ({}, drafting("prompt_lookup"))
-    ]  # fmt: skip
-    assert texts[0] == texts[1] and decoded == ["prompt_lookup"]
 
 
 def test_compiled_steps() -> None:

@@ -1,18 +1,14 @@
 """Inputs beside the prompt reach the forwards that get them in plain generation, and no others."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import architectures
 import pytest
 import torch
-from adapter_oracle import lent
-from conftest import STRATEGIES, Tiny, check_same, prompt, ragged
+from conftest import Tiny, check_same, prompt, ragged
 from running import drafting
-from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-import hf_spec
 from modeling_patches.cache_name import CACHE
 
 Spec = dict[str, Any]
@@ -25,36 +21,6 @@ def test_labels_are_dropped(tiny: Tiny, spec: Spec) -> None:
     model, batch = tiny(), ragged()
     for labels in (batch["input_ids"].clone(), batch["input_ids"][:, :4].clone()):
         check_same(model, {**spec, "labels": labels}, **batch, **GREEDY)
-
-
-def test_labels_leave_probes_under_the_prompt(tiny: Tiny) -> None:
-    model = tiny()
-    with lent(model, hf_spec.BitaConfig(), random=True):
-        spec = drafting("bita")
-        plain = model.generate(prompt(), **GREEDY)
-        drafted = []
-        for labels in ({}, {"labels": prompt()}):
-            assert torch.equal(model.generate(prompt(), **labels, **GREEDY, **spec), plain)
-            drafted.append(hf_spec.last_stats(model).num_drafted_tokens)
-        assert drafted[0] == drafted[1]
-
-
-def test_predict_with_generate(fresh: Tiny, tmp_path: Path) -> None:
-    """``Seq2SeqTrainer`` evaluates with a batch's labels beside its prompts."""
-    pytest.importorskip("accelerate")
-    model = fresh()
-    rows = [{"input_ids": row, "labels": row} for row in prompt(batch=2)]
-
-    def predicted(**options: Any) -> Any:
-        arguments = Seq2SeqTrainingArguments(
-            str(tmp_path), predict_with_generate=True, use_cpu=True, report_to=[],
-            disable_tqdm=True, generation_config=GenerationConfig(**GREEDY, **options),
-        )  # fmt: skip
-        return Seq2SeqTrainer(model, arguments).predict(rows).predictions
-
-    found = predicted(**STRATEGIES["prompt_lookup"])
-    assert found.tolist() == predicted().tolist()
-    assert hf_spec.last_stats(model).num_generated_tokens
 
 
 def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:

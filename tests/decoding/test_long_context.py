@@ -11,11 +11,9 @@ import torch
 from architectures import OVERRIDES, build
 from conftest import _LLAMA, STRATEGIES, prompt, ragged
 from covering import covering
-from running import drafting
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
 #: Where frequencies change.
@@ -91,16 +89,6 @@ def test_calls_that_cross_the_end(kind: str, lengths: tuple[int, ...], name: str
     check_same(kind, given, STRATEGIES[name])
 
 
-def test_special_batches() -> None:
-    """Drafts are accepted on both sides of the end, or the comparisons would mean little; and rows
-    that are all padded: Phi computes its cache anew too early for the frequencies."""
-    padded = {name: torch.nn.functional.pad(t, (3, 0)) for name, t in ragged((20, 9)).items()}
-    for kind in ("dynamic", "longrope", "phi3"):
-        stats = check_same(kind, {"input_ids": prompt(20)}, STRATEGIES["layer_skip"], new=40)
-        assert stats.num_generated_tokens > 1.1 * stats.num_steps
-        check_same(kind, padded, STRATEGIES["prompt_lookup"])
-
-
 @pytest.mark.parametrize(
     ("kind", "lengths", "new", "plain"),
     [
@@ -130,18 +118,6 @@ def test_a_callers_cache_for_rows_that_pass_the_end_together() -> None:
     with pytest.raises(ValueError, match="DynamicCache.*20 tokens.*more than 32.*Leave"):
         model.generate(**given, **{CACHE: cache}, max_new_tokens=24)
     model.generate(**given, **{CACHE: cache}, max_new_tokens=12)
-
-
-@pytest.mark.parametrize("name", [name for name, m in methods().items() if m.needs_adapter])
-def test_adapters(name: str) -> None:
-    """Probes lie deeper than candidates."""
-    for kind in ("dynamic", "phi3"):
-        model = fresh(kind)
-        given = {"input_ids": prompt(20), **GREEDY, "max_new_tokens": 24}
-        plain = fresh(kind).generate(**given)
-        torch.manual_seed(2)
-        model.add_adapter(methods()[name].adapter_config())
-        assert model.generate(**given, **drafting(name)).tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("kind", ["longrope", "phi3"])

@@ -11,7 +11,7 @@ import torch
 from allocations import allocations
 from conftest import PAD, VOCAB, Tiny, prompt, ragged
 from recurrent_models import KINDS, shared_recurrent
-from running import CAPTURED, as_if, drafting, without_pruning
+from running import CAPTURED, as_if, drafting, one_of_each_kind, without_pruning
 from test_method_contract import FIRST, adapted, strategy
 from torch import Tensor
 from transformers import (
@@ -79,7 +79,14 @@ def test_nothing_is_left_of_a_call(
         check_freed(model, {"input_ids": prompt(100)}, **spec, do_sample=False)
         as_if(True, monkeypatch)  # a host that reads waits, so that drafts are prefetched
         check_freed(model, ragged(LONG), **spec, do_sample=True)
-        check_freed(model, ragged(LONG), **without_pruning(spec), do_sample=False, **CAPTURED)
+
+
+@pytest.mark.parametrize("name", one_of_each_kind())
+def test_nothing_is_left_of_a_compiled_call(shallow: Tiny, name: str) -> None:
+    model, variant = shallow(layers=2), dict(FIRST)[name]
+    with adapted(model, name, variant):
+        spec = without_pruning(strategy(name, variant))
+        check_freed(model, ragged(LONG), **spec, max_new_tokens=12, do_sample=False, **CAPTURED)
 
 
 def test_nothing_is_left_of_a_call_that_chooses(tiny: Tiny) -> None:
@@ -89,9 +96,9 @@ def test_nothing_is_left_of_a_call_that_chooses(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_of_a_call_of_a_recurrent_model(kind: str) -> None:
-    model, same = shared_recurrent(kind), {"skip_attention": [], "skip_mlp": []}
-    for spec in (drafting("prompt_lookup"), drafting("layer_skip", **same)):
-        check_freed(model, ragged(LONG), max_new_tokens=12, do_sample=False, **spec)
+    """What drafts runs the layers, too."""
+    spec = drafting("layer_skip", skip_attention=[], skip_mlp=[])
+    check_freed(shared_recurrent(kind), ragged(LONG), max_new_tokens=12, do_sample=False, **spec)
 
 
 def test_nothing_is_left_of_a_trial(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +130,7 @@ def test_a_returned_cache_is_the_caller_s(tiny: Tiny) -> None:
 # -- the most that a call holds --------------------------------------------------------------------
 
 #: Tokens of the prompt, and new ones.
-TEXT, NEW = 2_048, 32
+TEXT, NEW = 2_048, 16
 #: Heads and their dimension: keys and values are most of what a call holds.
 HEADS, DIM, HIDDEN, LAYERS = 4, 32, 64, 12
 #: Bytes per token that a drafter holds of its own: the states that it reads, twice as they are put
@@ -175,9 +182,10 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_if_large")
-@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
-def test_the_peak_of_a_call(monkeypatch: pytest.MonkeyPatch, name: str, variant: str) -> None:
+@pytest.mark.parametrize("name", one_of_each_kind())
+def test_the_peak_of_a_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     as_if(True, monkeypatch)
+    variant = dict(FIRST)[name]
     with adapted(deep(), name, variant):
         given = {"input_ids": prompt(TEXT)}
         check_peak(lambda: given, strategy(name, variant), OWN.get(name, 0))

@@ -14,12 +14,11 @@ import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
 from covering import covering
+from running import one_of_each_kind
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import DynamicCache
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding import selfcheck
-from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 
 pytestmark = pytest.mark.instructions
@@ -45,7 +44,7 @@ def sure(shallow: Any) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", one_of_each_kind())
 def test_every_strategy(sure: Any, name: str) -> None:
     """Under autocast; and prepared by accelerate: it is on in the forward alone, whose outputs are
     float32."""
@@ -124,19 +123,3 @@ def test_compiled_steps(sure: Any, name: str, wrapped: bool) -> None:
         del model.forward
     again = generate(model, inputs, **strategy(name), **CAPTURED)
     assert torch.equal(again.sequences, first.sequences) and not compiled(again)["made"]
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["around", "inside"])
-def test_the_self_check_allows_for_rounding(
-    fresh: Any, monkeypatch: pytest.MonkeyPatch, wrapped: bool
-) -> None:
-    """It does not compare bfloat16 arithmetic as if it were that of the float32 weights."""
-    model = fresh("qwen3")
-    monkeypatch.setattr(selfcheck, "VERIFIED", frozenset())
-    if wrapped:
-        model.forward = torch.autocast(**BF16)(model.forward)
-    trial = selfcheck.Trial(model, padded=True)
-    with torch.autocast(**BF16, enabled=not wrapped), torch.no_grad():
-        problem, error = trial.run(None, True)
-        assert error < selfcheck.tolerance(trial.dtypes) == 1e-1
-        generate(model, prompt(), **strategy("prompt_lookup"))

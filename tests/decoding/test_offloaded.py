@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
 from conftest import Tiny, ragged
-from peft import LoraConfig, get_peft_model
+from running import one_of_each_kind
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
 
-import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.methods.registry import methods
-from modeling_patches.weights import device_of, loaded, output_bias, output_weight, placement
+from modeling_patches.weights import device_of, loaded, placement
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -42,7 +39,8 @@ def dispatched(model: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "offload"),
-    [(name, in_memory) for name in methods()] + [("layer_skip", on_disk), ("medusa", dispatched)],
+    [(name, in_memory) for name in one_of_each_kind()]
+    + [("layer_skip", on_disk), ("medusa", dispatched)],
 )
 def test_every_strategy(shallow: Tiny, tmp_path: Path, name: str, offload: Any) -> None:
     model = adapt(shallow(layers=2), name)
@@ -82,47 +80,6 @@ def test_an_adapter_on_an_offloaded_model(shallow: Tiny, tmp_path: Path, name: s
     model.delete_adapter("loaded")
     adapt(model, name, "new")
     assert torch.equal(generate(model, ragged((12, 5)), **strategy(name)).sequences, plain)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "tuned"),
-    [
-        ("phi", {"modules_to_save": ["lm_head"]}),
-        ("phi", {"modules_to_save": ["embed_tokens"]}),
-        ("phi", {"target_modules": ["q_proj", "lm_head"], "lora_bias": True}),
-        ("llama_tied", {}), ("gpt2", {"target_modules": ["c_attn"]}),
-    ],
-)  # fmt: skip
-def test_heads_and_embeddings(shallow: Tiny, architecture: str, tuned: dict[str, Any]) -> None:
-    """With all that heads can have: a bias, tied ones, such as PEFT has wrapped."""
-    fields = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **tuned}
-    base = shallow(architecture, layers=2)
-    model = get_peft_model(base, LoraConfig("CAUSAL_LM", **fields)).eval()
-    base = model.get_base_model()
-    for part in ("own", "shared"):
-        more = {"projection": part} if part == "own" else {"draft_vocab_size": 20}
-        config = hf_spec.MedusaConfig(num_heads=2, markov_rank=2, **more)
-        model.add_adapter(part, config)
-        model.set_adapter(["default", part])
-        randomise(base, "MEDUSA")
-    for name, parameter in model.named_parameters():
-        if "default" in name:
-            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
-
-    def results() -> list[Any]:
-        found: list[Any] = [generate(model, ragged((12, 5))).sequences]
-        for part in ("own", "shared"):
-            model.set_adapter(["default", part])
-            ours = generate(model, ragged((12, 5)), **strategy("medusa"))
-            assert torch.equal(ours.sequences, found[0])
-            found.append(ours.spec_stats.accepted)
-        return [*found, output_weight(base), output_bias(base)]
-
-    before = results()
-    accelerate.cpu_offload(base, execution_device="cpu")
-    assert offloaded_parts(base)
-    for one, other in zip(before, results(), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_steps_are_not_compiled(shallow: Tiny) -> None:

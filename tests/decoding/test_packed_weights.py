@@ -4,20 +4,16 @@ import copy
 import gc
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import lent
 from conftest import Tiny, prompt, ragged
-from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 
-from hf_spec import LayerSkipConfig, pack_weights
+from hf_spec import pack_weights
 from hf_spec.methods.eagle3 import Eagle3Adapter
-from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.model import packed_weights as packing
 from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
@@ -111,24 +107,6 @@ def test_weights_that_change(shallow: Tiny, used: list[int]) -> None:
     used.clear()
     plain = generate(model, inputs).sequences
     assert torch.equal(generate(model, inputs, **calls()[0]).sequences, plain) and not used
-
-
-def test_with_lora(shallow: Tiny, used: list[int]) -> None:
-    config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    model = shallow()
-    pack_weights(model)
-    model = get_peft_model(model, config).eval()
-    plain = generate(model, prompt()).sequences
-    for kwargs in calls():
-        assert torch.equal(generate(model, prompt(), **kwargs).sequences, plain) and used
-    model.merge_adapter()
-    merged = generate(model, prompt()).sequences
-    for kwargs in calls():
-        assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged)
-    assert pack_weights(model, False) == 0
-    used.clear()
-    assert torch.equal(generate(model, prompt(), **kwargs).sequences, merged) and not used
 
 
 def test_copies_are_shared_and_freed(fresh: Tiny, used: list[int]) -> None:
@@ -231,38 +209,6 @@ def test_drafts_take_them(
         pack_weights(drafter, False)
 
 
-@pytest.mark.parametrize("settings", [{}, CAPTURED], ids=["eager", "captured"])
-def test_learned_updates_draft_beside_them(
-    shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-) -> None:  # fmt: skip
-    """The drafting model has weights of its own in the modules that are packed."""
-    trees: list[Any] = []
-
-    def noted(self: Any, state: Any) -> Any:
-        trees.append(propose(self, state))
-        return trees[-1]
-
-    propose = LayerSkipDrafter.propose
-    monkeypatch.setattr(LayerSkipDrafter, "propose", noted)
-    model = shallow(layers=2)
-    skip = LayerSkipConfig(skip_attention=[1], skip_mlp=[1], draft_rank=4)
-    drafts = []
-    with lent(model, skip, random=True):
-        for packed in (False, True):
-            pack_weights(model, packed)
-            options = {**ALWAYS, "draft_exit": "fixed", "max_draft": 3}
-            kwargs = {"assistant_strategy": "layer_skip", "assistant_kwargs": options, **settings}
-            generate(model, prompt(), **kwargs)
-            assert bool(used) == packed
-            drafts.append([tree.tokens.tolist() for tree in trees])
-            trees.clear()
-    assert drafts[0] == drafts[1] and drafts[0]
-    options = {**options, "skip_attention": [1], "skip_mlp": [1]}
-    generate(model, prompt(), **{**kwargs, "assistant_kwargs": options})
-    assert [tree.tokens.tolist() for tree in trees] != drafts[0], "updates change the drafts"
-
-
 def test_long_prompts_and_gradients_take_the_models_own(
     fresh: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,17 +219,6 @@ def test_long_prompts_and_gradients_take_the_models_own(
     for kwargs in calls(max_nodes=7):
         assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
     assert used and min(used) >= 2 and max(used) <= 4
-
-
-def test_threads(shallow: Tiny, used: list[int]) -> None:
-    """Calls share the copies, and one of plain generation beside them uses none."""
-    model = shallow()
-    plain = generate(model, prompt())
-    pack_weights(model)
-    kwargs: list[dict[str, Any]] = [{}, calls()[0], calls()[0], {}]
-    with ThreadPoolExecutor(len(kwargs)) as pool:
-        outputs = [*pool.map(lambda one: generate(model, prompt(), **one), kwargs)]
-    assert used and all(torch.equal(one.sequences, plain.sequences) for one in outputs)
 
 
 def test_refused(fresh: Tiny) -> None:
@@ -327,14 +262,3 @@ def test_16_bit_needs_instructions(
         )
         assert packing.packable(linear) == supported
     assert not packing.packable(linear.to(torch.float64))
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_logits_of_an_unpacked_prompt_are_of_a_tensor_of_its_own(batch: int, fresh: Any) -> None:
-    """PyTorch's product with a part of another copies the whole weight in 16 bits."""
-    model, seen = adapt(fresh(), "medusa"), []
-    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    generate(model, prompt(12, batch), **strategy("medusa"), max_new_tokens=1)
-    hook.remove()
-    first = seen[0]
-    assert first.shape[:2] == (batch, 1) and first.stride() == torch.empty(first.shape).stride()

@@ -93,17 +93,6 @@ def test_users_dynamic_cache_is_filled_as_by_plain_generation(
             torch.testing.assert_close(mine.values * mask, theirs.values * mask, **CLOSE)
 
 
-@kinds_in_turn(1)
-def test_users_dynamic_cache_over_turns(tiny: Tiny, spec: Spec, architecture: str) -> None:
-    """Speculative and plain turns take each other's cache."""
-    model = tiny(architecture)
-    for order in (({}, spec, {}), (spec, spec, {}, spec)):
-        ids, cache = prompt(), DynamicCache(config=model.config)
-        for number, strategy in enumerate(order):
-            ours = check_same(model, {**strategy, CACHE: cache}, ids, **GREEDY)
-            ids = torch.cat([ours, turn(number)], dim=1)
-
-
 @kinds_in_turn(3)
 def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
     """Rows end at different times, so that padding stands in the middle of the next prompt. Where
@@ -204,24 +193,6 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
         check_same(model, {**spec, CACHE: cache}, **given, **settings)
 
 
-@kinds_in_turn(2)
-def test_an_edit_before_what_plain_generation_appended(
-    tiny: Tiny, spec: Spec, architecture: str
-) -> None:
-    """An older turn changes after a plain one, or the plain turn is taken back."""
-    model = tiny(architecture)
-    out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
-    ids = torch.cat([out.sequences, turn(0)], dim=1)
-    plain = model.generate(ids, **{CACHE: out[CACHE]}, **GREEDY)
-    edited = torch.cat([plain, turn(1)], dim=1)
-    edited[:, 20] += 1
-    for given in (edited, torch.cat([ids[:, :31], turn(2)], dim=1), ids):
-        cache = copy.deepcopy(out[CACHE])
-        ours = check_same(model, {**spec, CACHE: cache}, given, **GREEDY)
-        cached = ours[0, : cache.host_lengths[0]].tolist()
-        assert cache.tokens == [cached] and len(cached) == ours.shape[1] - 1
-
-
 def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
     model = tiny()
     spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
@@ -290,13 +261,6 @@ def test_caches_that_do_not_fit(tiny: Tiny, spec: Spec) -> None:
         model.generate(longer, **{CACHE: rows[CACHE]}, **GREEDY)
 
 
-@kinds_in_turn(6)
-def test_prefill_in_chunks(tiny: Tiny, spec: Spec, architecture: str) -> None:
-    model = tiny(architecture)
-    for inputs in ({"input_ids": prompt(21)}, ragged((21, 4))):
-        check_same(model, {**spec, "prefill_chunk_size": 5}, **inputs, **GREEDY)
-
-
 def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
     for architecture in ("llama", "gpt2"):
         model = tiny(architecture)
@@ -307,14 +271,6 @@ def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
         ours = model.generate(**embeds, **GREEDY, **spec, return_dict_in_generate=True)
         assert ours.sequences.tolist() == expected[:, 12:].tolist()  # new tokens only
         assert ours[CACHE].host_lengths == [27, 20, 24]
-
-
-def test_growth_beyond_the_reserve(tiny: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache grows on the way, and has no more slots than the call needs."""
-    for name, value in {"STEP": 16, "GROWTH": 1}.items():
-        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", value)
-    given = {**ragged(), "max_new_tokens": 60, "do_sample": False}
-    assert tiny().generate(**given, **spec).tolist() == plainly(tiny(), **given).tolist()
 
 
 def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:

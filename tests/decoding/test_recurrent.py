@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import lent
 from conftest import check_same, prompt, ragged
 from covering import EVERY_CASE, covering
-from peft import LoraConfig
 from processors import Criterion, Failure
 from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
 from running import CAPTURED, drafting, experts_are_captured
 from test_after_errors import failing, lines, once_each
-from test_shrinking import StopRowAt, staggered
+from test_shrinking import StopRowAt
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_spec
@@ -121,14 +118,6 @@ def with_adapter(model: Any, name: str, fields: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def test_own_projections_of_final_states_in_float32() -> None:
-    """Which Falcon-Mamba has in bf16, too."""
-    model = recurrent("falcon_mamba").to(torch.bfloat16)
-    with_adapter(model, "medusa", {"num_heads": 2, "projection": "own"})
-    out = model.generate(**one_row(), max_new_tokens=4, do_sample=False, **drafting("medusa"))
-    assert out.shape == (1, 12 + 4)
-
-
 def test_learned_states_beside_recurrent_ones() -> None:
     """Where every layer has keys, too."""
     model = with_adapter(recurrent("falcon_h1"), "bita", {"num_mask_tokens": 3})
@@ -176,27 +165,6 @@ def test_compiled(kind: str, name: str) -> None:
         assert not refused and 0 < stats.details["compiled"]["made"] <= 5
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba"])
-def test_lora(kind: str) -> None:
-    model = recurrent(kind)
-    targets = ["q_proj", "in_proj", "in_proj_qkv"]
-    config = LoraConfig(target_modules=targets, init_lora_weights=False)
-    torch.manual_seed(3)
-    model.add_adapter(config)
-    wanted = model.generate(**ragged(), **GREEDY).tolist()
-    assert wanted != plain(kind, 3)
-    for spec in (LOOKUP, drafting("layer_skip", skip_attention=[1], skip_mlp=[], max_draft=3)):
-        assert model.generate(**ragged(), **GREEDY, **spec).tolist() == wanted
-
-
-def test_low_rank_updates() -> None:
-    """Of the linear modules inside recurrences, in drafting."""
-    model = recurrent("qwen3_5_text")
-    config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[1], draft_rank=2)
-    with lent(model, config, random=True):
-        check("qwen3_5_text", model, **drafting("layer_skip"))
-
-
 def test_padding_where_the_first_layer_has_no_keys() -> None:
     """MiniMax's own cache then counts no tokens, and plain generation hides all keys of a padded
     row: such a batch is refused."""
@@ -231,29 +199,6 @@ def test_plain_steps_are_those_of_plain_generation(
 
 
 # -- options of generate -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba"])
-def test_sampling_and_processors(kind: str) -> None:
-    """The same seed gives the same tokens, and rules that know a row's tokens the same choices."""
-    model = shared_recurrent(kind)
-    sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8}
-    processed = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    for given, settings in ((one_row(), sampled), (ragged(), processed)):
-        found = []
-        for spec in ({}, LOOKUP):
-            torch.manual_seed(5)
-            found.append(model.generate(**given, **settings, **spec).tolist())
-        assert found[0] == found[1]
-        assert found[0] != plain(kind, len(given["input_ids"]))
-
-
-@pytest.mark.parametrize("kind", ["kimi_linear", "mamba"])
-def test_batches_that_shrink(kind: str) -> None:
-    model = shared_recurrent(kind)
-    wanted = model.generate(**staggered(8, NEW), **GREEDY).tolist()
-    for spec in (LOOKUP, SAME_MODEL):
-        assert model.generate(**staggered(8, NEW), **GREEDY, **spec).tolist() == wanted
 
 
 # -- caches --------------------------------------------------------------------------------------
@@ -316,18 +261,6 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert second[CACHE] is first[CACHE]
         check_states(model, second[CACHE], real(second.sequences, turn))
         monkeypatch.setattr("hf_spec.model.appending.RECURRENT_CHUNK", 4)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba"])
-def test_a_returned_cache_holds_no_rows_of_the_last_step(kind: str) -> None:
-    """The states at both ends of the answer, and nothing else."""
-    out = shared_recurrent(kind).generate(
-        **ragged(), **GREEDY, **SAME_MODEL, return_dict_in_generate=True
-    )
-    states = out[CACHE].recurrent
-    size = sum(tensor.numel() for tensor in states.version.tensors)
-    held = [one for one in tree_leaves(states.__getstate__()) if isinstance(one, Tensor)]
-    assert 2 * size <= sum(tensor.numel() for tensor in held) <= 2 * size + states.visible.numel()
 
 
 @pytest.mark.parametrize(
@@ -412,12 +345,6 @@ def test_prompts_in_which_transformers_loses_a_state(kind: str) -> None:
     with pytest.raises(ValueError, match=f"a DynamicCache as {CACHE}: .*loses its recurrent st"):
         model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: past})
     same(past, before)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm3"])
-def test_prompts_in_chunks(kind: str) -> None:
-    model = shared_recurrent(kind)
-    check_same(model, LOOKUP, **ragged(), **GREEDY, prefill_chunk_size=5)
 
 
 def same(one: DynamicCache, other: DynamicCache) -> None:

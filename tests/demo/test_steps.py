@@ -1,12 +1,15 @@
 """What a StepStreamer records of a call, and texts split by their steps."""
 
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import PAD, ragged
 from conftest import prompt as token_ids
+from matplotlib.colors import to_rgba
 from running import drafting
 from tiny_checkpoint import make_tokenizer
 
@@ -99,8 +102,28 @@ def test_trees_of_heads(shipped, strategy, options):
     streamer, new = recorded(model, inputs["input_ids"], **drafting(strategy, **options))
     assert new == recorded(model, inputs["input_ids"])[1]
     check(streamer, options.get("num_draft_tokens", 15))
+    if strategy == "medusa":
+        check_drawn(streamer)
     if "num_draft_tokens" in options:  # such a draft is forwarded whole
         assert 5 in {len(step.tokens) - 1 for step in streamer.trees.values()}
+
+
+def check_drawn(streamer: StepStreamer) -> None:
+    """A box for each token of a step's tree, and one for each step's part of a line."""
+    sys.path.append(str(Path(__file__).parents[2] / "docs" / "scripts"))
+    from step_plots import ACCEPTED, REJECTED, plot_texts, plot_tree
+
+    tokenizer = make_tokenizer()
+    step = max(streamer.trees.values(), key=lambda step: len(step.accepted))
+    (axes,) = plot_tree(tokenizer, step).get_axes()
+    assert len(axes.texts) == len(step.tokens) + 1  # the model's own token
+    colors = [text.get_bbox_patch().get_facecolor() for text in axes.texts]
+    assert colors.count(to_rgba(ACCEPTED)) == len(step.accepted) - 1
+    assert colors.count(to_rgba(REJECTED)) == len(step.tokens) - len(step.accepted)
+    (axes,) = plot_texts(tokenizer, {"medusa": streamer.steps}, width=20).get_axes()
+    assert len(axes.patches) > 1
+    with pytest.raises(ValueError, match="give at least one each"):
+        plot_texts(tokenizer, {})
 
 
 def test_a_batch_is_refused(tiny):

@@ -22,7 +22,6 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.repo_files import shim_text
 from hf_spec.core.checks import INSTALL
 from hf_spec.tools import cli
-from hf_spec.tools.hub import folder as folder_module
 from hf_spec.tools.hub.card import render_card, write_card
 from hf_spec.tools.hub.folder import (
     attached,
@@ -108,13 +107,6 @@ def test_transformers_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path
     assert (
         shim(tmp_path / "custom_generate" / "generate.py")["SETTINGS"]["strategy"] == "layer_skip"
     )
-
-
-def test_nothing_half_written_stays(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), folder_module.staging(tmp_path / "out") as staged:
-        (staged / "half").write_text("x")
-        raise RuntimeError
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -311,31 +303,6 @@ def test_the_shim_loads_its_adapter(
     assert calls == [(("org/skip",), {"adapter_name": name, "adapter_kwargs": pinned})]
 
 
-@pytest.mark.parametrize("asked", ["typical", "match"])
-def test_the_shim_says_that_it_asks_for_a_lossy_rule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str
-) -> None:
-    """Once, and not where the caller chose the rule himself."""
-    monkeypatch.setattr(GenerationMixin, "generate", lambda model, **kwargs: kwargs)
-    path = tmp_path / "generate.py"
-    name = f"org/{tmp_path.name}"  # what is said once is said once in a process
-    path.write_text(shim_text("layer_skip", {"acceptance": asked}, "LAYER_SKIP", name))
-    generate, model = shim(path)["generate"], SimpleNamespace(load_adapter=lambda *_, **__: None)
-    generate(model, assistant_kwargs={"acceptance": "typical"})
-    assert caplog.messages == []
-    for _ in range(2):
-        assert generate(model)["assistant_kwargs"] == {"acceptance": asked}
-    said = [message.partition(", which")[0] for message in caplog.messages]
-    assert said == ([f"{name} asks for acceptance='typical'"] if asked == "typical" else [])
-
-
-def test_the_shim_without_hf_spec(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scope = shim(adapter / "custom_generate" / "generate.py")
-    monkeypatch.setitem(sys.modules, "hf_spec", None)  # None makes the import fail
-    with pytest.raises(ImportError, match=re.escape(INSTALL)):
-        scope["generate"](None)
-
-
 # -- push ----------------------------------------------------------------------------------------
 
 
@@ -405,17 +372,6 @@ def test_push_keeps_a_card_that_a_person_wrote(adapter: Path, hub: list, text: s
     assert pushed_card(adapter, hub) == text
 
 
-def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:
-    card = adapter / "README.md"
-    for change in (
-        lambda text: text.replace("# skip", "# Skip, mine"),
-        lambda text: text + "More.",
-    ):
-        write_card(adapter)
-        card.write_text(change(card.read_text()))
-        assert pushed_card(adapter, hub) == card.read_text()
-
-
 def test_push_renews_the_card_of_a_folder_that_was_renamed(
     adapter: Path, checkpoint: Path, hub: list
 ) -> None:
@@ -433,16 +389,6 @@ def test_push_renews_the_card_of_a_folder_that_was_renamed(
     found = pushed_card(folder, hub)
     assert "Not measured yet" in found and str(checkpoint.parent) not in found
     assert "base_model: org/base\n" in found and "license: mit\n" in found
-
-
-def test_push_renews_the_card_that_peft_wrote(checkpoint: Path, tmp_path: Path, hub: list) -> None:
-    config = hf_spec.LayerSkipConfig(skip_attention=[1])
-    model = get_peft_model(load_checkpoint(checkpoint), config)
-    model.save_pretrained(tmp_path)
-    assert str(checkpoint) in (tmp_path / "README.md").read_text()
-    found = pushed_card(tmp_path, hub)
-    assert found == render_card(tmp_path, "org/skip", "org/base")
-    assert str(checkpoint) not in found and "base_model: org/base\n" in found
 
 
 @pytest.mark.parametrize("name", ["bita", "medusa", "ppd", "propd", "space"])

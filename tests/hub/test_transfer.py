@@ -1,7 +1,6 @@
 """Published checkpoints in, other programs' files out."""
 
 import json
-import re
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -252,25 +251,6 @@ def test_import_and_export_commands(checkpoint: Path, tmp_path: Path, capsys: An
     assert (
         "adapters of 'medusa' can be exported to no format, not 'sglang'" in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("heads.pt", "--type", "prompt_lookup"), "type='prompt_lookup': choose one of .*medusa"),
-        (("heads.pt", "--type", "medusas"), "type='medusas' .did you mean 'medusa'"),
-        (("absent.pt", "--type", "medusa"), "there is no file"),
-        (("heads.pt", "--type", "medusa", "--strategy-kwargs", '{"a": 1}'), "no option 'a'"),
-    ],
-)
-def test_wrong_input_is_told_before_a_model_is_loaded(
-    tmp_path: Path, capsys: Any, monkeypatch: Any, arguments: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "heads.pt").write_bytes(b"no pickle")
-    code = command("import", *arguments, "--model", tmp_path / "nowhere", "--output", "out")
-    error = capsys.readouterr().err
-    assert code == 2 and re.search(message, error) and error.count("\n") == 1
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from hf_spec.methods.ppd.dynamic_tree import (
     best_size,
     best_trees,
     chain,
-    forward_seconds,
     likeliest_paths,
     long_run,
     make_dynamic_tree,
@@ -178,12 +177,6 @@ def test_accuracies_are_those_of_the_predictions(fresh: Tiny, num_ept: int) -> N
     np.testing.assert_allclose(table[:, 0], hits / places)
 
 
-def test_answers_that_are_too_short(fresh: Tiny) -> None:
-    drafter = drafter_of(adapted(fresh("llama")))
-    with pytest.raises(ValueError, match="answers end after a few tokens: give other prompts"):
-        measure_accuracies(drafter, [([5, 6], [7, 8])])
-
-
 def test_the_size_goes_by_step_times() -> None:
     """Where step tokens are free the largest tree is as good as any; where they cost as much as a
     step, none pays."""
@@ -194,21 +187,6 @@ def test_the_size_goes_by_step_times() -> None:
     assert 24 >= free["size"] > cheap["size"] > dear["size"] == 2
     assert free["tau"] == pytest.approx(free["speedup"]) and free["tau"] > cheap["tau"]
     assert states == best_trees(table, int(cheap["size"]))
-
-
-def test_seconds_of_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest of several, which never fall with the number of tokens."""
-    clock = {"now": 0.0}
-    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
-    spent = {1: [9.0, 1.0], 2: [3.0], 4: [2.0, 4.0], 6: [5.0]}
-
-    def forward(input_ids: torch.Tensor, use_cache: bool) -> None:
-        times = spent[input_ids.shape[1]]
-        clock["now"] += times.pop(0) if len(times) > 1 else times[0]
-
-    forward.device = torch.device("cpu")  # type: ignore[attr-defined]
-    seconds = forward_seconds(forward, range(6))
-    assert [seconds(n) for n in range(1, 7)] == [1.0, 3.0, 3.0, 3.0, 4.0, 5.0]
 
 
 NEW = {"max_new_tokens": 24, "do_sample": False}

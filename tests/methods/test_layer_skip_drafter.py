@@ -1,29 +1,25 @@
 """``layer_skip``: draft exit by hand, drafts against a stock cache, layer 0 left out, options."""
 
 import random
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, prompt, ragged
+from conftest import Tiny, prompt
 from naive_cache import pack
-from running import CAPTURED, draft_everything, running
+from running import running
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
-from hf_spec.core.host_tree import HostTree, Row
+from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.calibration import AGAIN, Calibration
-from hf_spec.drafting.lookup import BatchLookup, merged
-from hf_spec.drafting.ngram import Limits
+from hf_spec.drafting.calibration import AGAIN
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
@@ -63,48 +59,12 @@ def test_what_each_mode_does(mode: str) -> None:
     assert (one.gamma == before) == (mode in ("threshold", "fixed"))
 
 
-@pytest.mark.parametrize(("step", "alpha"), [(0.01, 0.85), (0.1, 0.7)])
-def test_gamma_settles_where_the_target_is_the_median_rate(step: float, alpha: float) -> None:
-    """Planted: a token of draft probability c is accepted with the chance c.
-
-    Gamma moves as far up as down, so that it stays where rates (AR, smoothed) are below the target
-    as often as above it. That takes 1,000 stages and more by the paper's numbers. Rates are skewed,
-    so that their mean is below. The standard deviation of the share is about 0.02, since rates of
-    neighboring stages are alike; the seed is fixed.
-    """
-    rng = random.Random(0)
-    one = ThresholdExit(LayerSkipOptions(threshold_step=step, target_acceptance=alpha))
-    below, rates = [], []
-    for stage in range(6000):
-        drafted = accepted = 0
-        right = go_on = True
-        while go_on and drafted < 12:
-            chance = rng.betavariate(3, 1)
-            right = right and rng.random() < chance
-            drafted, accepted, go_on = drafted + 1, accepted + right, one.go_on(chance)
-        one.update(accepted / drafted)
-        assert one.acceptance is not None
-        if stage >= 3000:
-            below.append(one.acceptance <= alpha)
-            rates.append(accepted / drafted)
-    assert sum(below) / len(below) == pytest.approx(0.5, abs=0.06)
-    assert alpha - 0.13 < sum(rates) / len(rates) < alpha
-
-
 # -- options -------------------------------------------------------------------------------------
 
 
 def test_without_layers_to_skip_the_error_says_where_to_get_them(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=r"skip_attention.*load a LAYER_SKIP adapter.*hf-spec se"):
         LayerSkipDrafter(tiny(), LayerSkipOptions())
-
-
-def test_empty_lists_skip_nothing(tiny: Tiny) -> None:
-    model, ids = tiny(), torch.tensor([[5, 6, 7]])
-    plain = model(ids).logits
-    for options, nothing in (({"skip_attention": []}, True), ({"skip_mlp": [1]}, False)):
-        drafting = LayerSkipDrafter(model, LayerSkipOptions(**options)).drafting
-        assert torch.equal(drafting.run(model, ids).logits, plain) == nothing
 
 
 # -- drafting ------------------------------------------------------------------------------------
@@ -265,14 +225,6 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
 # -- the policy's exit: trees --------------------------------------------------------------------
 
 
-def test_gamma_decides_while_no_price_is_known() -> None:
-    one = ThresholdExit(LayerSkipOptions(threshold=0.5))
-    assert one.any_goes_on([0.1, 0.1], [0.2, 0.5])  # of the surest row
-    assert not one.any_goes_on([0.1, 0.1], [0.2, 0.4])
-    assert not one.any_goes_on([0.1, 0.0], [0.2, 0.9])  # which is not finished
-    assert one.any_goes_on([1.0], [])  # and drafts begin
-
-
 def test_steps_in_which_no_draft_pays_look_again_seldom(setting: Callable[..., Setting]) -> None:
     one, drafter = timed(setting, [6], 1.01)
     for _ in range(2 * AGAIN):
@@ -427,20 +379,6 @@ def test_drafts_are_sampled_for_rejection_alone(setting: Callable[..., Setting])
         assert (tree.q is not None) == (tree.host is None) == sampled
 
 
-def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> None:
-    one, inner = timed(setting, [12], -1.0)
-    chain = [path for path in nodes_of(inner.propose(one.state), 0) if len(path) == 4]
-    row = one.state.tokens[0]
-    # What is drafted has followed the root before: one node each, as likely as the surer says.
-    one.state.tokens[0] = [*row[:2], row[-1], *chain[0], *row[2:]]
-    one.state.lookups = BatchLookup(Limits(), 1)
-    tree = inner.propose(one.state)
-    own, found = nodes_of(tree, 0), nodes_of(merged(tree, one.state.lookup()), 0)
-    assert set(own) < set(found)  # look-ups go deeper
-    assert chain[0] in found and found[chain[0]] >= own[chain[0]]
-    assert inner.policy_chooses
-
-
 def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:
     """It must bring its price beyond the tokens that are candidates already."""
     one, drafter = timed(setting, [6])
@@ -459,53 +397,6 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
     one.state.looked_up = [Row([-1, 0, 1], [0, other, chain[1]], [1.0, 0.4, 0.4])]
     drafter.propose(one.state)
     assert one.state.stats.num_draft_forwards == 4
-
-
-@pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_everything(monkeypatch)
-
-
-@pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize(
-    ("settings", "lookup"),
-    [
-        ({"do_sample": True, "temperature": 1.5, "top_k": 12}, False),
-        ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, True),
-        (CAPTURED, True),
-    ],
-    ids=["sampled", "processors", "compiled"],
-)
-def test_trees_change_nothing(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], lookup: bool
-) -> None:
-    """Tokens are those of plain generation, also where an alternative was the right one."""
-    model, compiled = tiny("llama"), settings is CAPTURED
-    inputs = {"input_ids": prompt()} if "do_sample" in settings else ragged((12, 5))
-    given: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    torch.manual_seed(3)
-    plain = model.generate(**inputs, **given | ({} if compiled else settings))
-    right: list[int] = []
-    learn = Calibration.learn
-
-    def note(self: Calibration, trees: HostTree, trust: Any, came: Any) -> None:
-        for one, tokens in zip(trees.rows((trees.probs > 0).sum(1) - 1), came):
-            below = [n for n, parent in enumerate(one.parents) if parent == 0]
-            right.extend(rank for rank, n in enumerate(below) if one.tokens[n] == tokens[:1][0])
-        learn(self, trees, trust, came)
-
-    monkeypatch.setattr(Calibration, "learn", note)
-    torch.manual_seed(3)
-    options = {"max_draft": 2 if compiled else 6}  # each size of a tree is a graph
-    ours = model.generate(
-        **inputs, **given | settings, assistant_strategy="layer_skip",
-        assistant_kwargs={"skip_attention": [1], "skip_mlp": [0, 2], "lookup": lookup, **options},
-    )  # fmt: skip
-    assert torch.equal(ours, plain)
-    assert set(right) > {0}  # alternatives, too
-    stats = hf_spec.last_stats(model)
-    assert stats.num_generated_tokens > stats.num_row_steps
-    assert not stats.details.get("compiled", {}).get("refused")
 
 
 # -- gamma between calls -------------------------------------------------------------------------
@@ -536,25 +427,3 @@ def test_a_call_goes_on_where_the_one_before_ended(fresh: Tiny) -> None:
         assert risen == pytest.approx(options.get("threshold", 0.6) + 0.001 * stages)
     forget(model)
     assert stages_and_gamma(model)[1] == gamma
-
-
-def test_adapters_have_a_gamma_of_their_own(fresh: Tiny) -> None:
-    model, gammas = fresh("llama"), []
-    for name in ("one", "other"):
-        model.add_adapter(hf_spec.LayerSkipConfig(skip_mlp=[1]), name)
-        model.set_adapter(name)
-        gammas.append(stages_and_gamma(model, skip_mlp=None)[1])
-    assert gammas[0] == gammas[1] > 0.6
-
-
-def test_no_update_of_another_thread_is_lost() -> None:
-    options = LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0)
-    one = ThresholdExit(options)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda _: [one.update(0.5) for _ in range(500)], range(8)))
-    finally:
-        sys.setswitchinterval(before)
-    assert one.gamma == pytest.approx(0.0001 * 4000)

@@ -7,8 +7,6 @@ without our code, with layers left out.
 import copy
 import gc
 import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -207,34 +205,6 @@ def test_modules_without_a_plain_weight_are_updated_by_hooks(tiny: Tiny) -> None
     torch.testing.assert_close(merged, hooks, rtol=0, atol=1e-5)
     names = {name.rpartition(".")[2] for name in drafter.learned.weights if ".2." in name}
     assert names == {"gate_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_other_threads_see_the_models_own_weights(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
-    added(model)
-    ids, calls = prompt(), 4
-    with torch.no_grad():
-        logits = model(ids).logits
-    plain = model.generate(ids, max_new_tokens=16, do_sample=False)
-    _COPIES.clear()
-    start = threading.Barrier(4)
-
-    def run(drafts: bool) -> bool:
-        start.wait()
-        if drafts:
-            same = (
-                model.generate(ids, max_new_tokens=16, do_sample=False,
-                               **drafting("layer_skip", **FIXED))
-                for _ in range(calls)
-            )  # fmt: skip
-            return all(torch.equal(plain, one) for one in same)
-        with torch.no_grad():
-            return all(torch.equal(model(ids).logits, logits) for _ in range(8 * calls))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(run, [True, False] * 2))
-    assert sum(update is find_active(model, "LAYER_SKIP").update
-               for update in _COPIES) == 1  # fmt: skip
 
 
 def test_compiled_steps_have_merged_weights(tiny: Tiny) -> None:

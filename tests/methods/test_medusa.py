@@ -134,26 +134,6 @@ def test_loss_against_one_place_at_a_time(
     assert out["labels"][0].tolist() == [[-100, first[4]], [first[9], first[10]], [-100, -100]]
 
 
-def test_padding_on_either_side_gives_the_same_loss(fresh: Tiny) -> None:
-    model = fresh("gpt2")  # learned positions
-    peft_model = get_peft_model(model, hf_spec.MedusaConfig(num_heads=2))
-    ids = prompt(12, 1)
-
-    def loss(front: int, back: int) -> torch.Tensor:
-        def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
-            return functional.pad(tensor, (front, back), value=value)
-
-        with torch.no_grad():
-            return peft_model(
-                input_ids=pad(ids, 0), labels=pad(ids, -100),
-                anchors=torch.tensor([[3, 8]]) + front, attention_mask=pad(torch.ones_like(ids), 0),
-            )["loss"]  # fmt: skip
-
-    for front, back in ((3, 0), (0, 3)):
-        # fp32 with other reduction orders.
-        torch.testing.assert_close(loss(front, back), loss(0, 0), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("architecture", "kwargs"),
     [
@@ -183,23 +163,6 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
             if active[row]:
                 expected = token_hidden(model, torch.tensor([ids[:-1]]))[0, -1]
                 torch.testing.assert_close(hidden[row], expected, **CLOSE)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_first_step_behind_the_prompt_drafts(fresh: Tiny, compiled: bool) -> None:
-    """From the prompt's last hidden state; also if the model is compiled as a whole, whose prefill
-    and steps run uncompiled."""
-    model = fresh()
-    expected = run(model)
-    trained_like(model)
-    widths: list[int] = []
-    first: Any = model.model.layers[0]
-    first.register_forward_pre_hook(lambda m, args: widths.append(args[0].shape[1]))
-    if compiled:
-        model.compile(backend="eager")
-    assert run(model, assistant_strategy="medusa") == expected
-    assert widths[:3] == [12, 1 + 8, 1 + 8]  # the prompt, and steps
-    assert len(widths) == hf_spec.last_stats(model).num_steps  # the prompt is one
 
 
 def test_plain_steps_keep_the_hidden_state(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

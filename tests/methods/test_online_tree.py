@@ -66,26 +66,6 @@ def test_hits_by_hand() -> None:
     assert rates.counts.tolist() == counts
 
 
-def test_hits_settle_at_the_planted_chances() -> None:
-    """Within four standard deviations of an average with alpha; the seed is fixed."""
-    rates = HitRates(1)
-    for rank in np.random.default_rng(1).choice([0, 1, RANKS], size=4000, p=[0.6, 0.3, 0.1]):
-        rates.observe(1, int(rank))
-    deviation = math.sqrt(0.25 * HIT_ALPHA / 2)
-    np.testing.assert_allclose(rates.chances[0, :2], [0.6, 0.3], atol=4 * deviation)
-
-
-def test_hits_with_options() -> None:
-    """Another alpha, which counts as soon as a mean would be slower, and another K."""
-    for ranks, alpha in ((1, 0.5), (4, 0.01), (100, 1.0)):
-        rates = HitRates(1, alpha, ranks)
-        assert rates.cumulative.shape == (1, ranks) and rates.cumulative.max() <= 1.0
-        before = rates.cumulative[0, 0]
-        rates.observe(1, ranks)  # a miss
-        weight = max(alpha, 1 / (GUESSED + 1))
-        assert rates.cumulative[0, 0] == pytest.approx((1 - weight) * before)
-
-
 @every_prediction
 def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     """The rank of each token that came, given those before it, as far as the row knows."""

@@ -8,7 +8,7 @@ import pytest
 import hf_spec
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.decoding.strategy import resolve
-from hf_spec.drafting.options import ACCEPTANCE_RULES, DraftOptions, changed, key_of
+from hf_spec.drafting.options import DraftOptions, changed, key_of
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy.tree_source import drafted_depth, static_tree
 
@@ -173,10 +173,6 @@ def test_time_counts_where_the_output_cannot_depend_on_it(
     assert resolved(True, drafting="always") == (False, False)
     for chosen in (True, False):
         assert resolved(True, lookup=chosen) == resolved(False, lookup=chosen) == (timed, chosen)
-
-
-def test_only_typical_acceptance_is_lossy() -> None:
-    assert [rule for rule, lossless in ACCEPTANCE_RULES.items() if not lossless] == ["typical"]
 
 
 def test_options_that_ask_for_the_same_have_one_key() -> None:

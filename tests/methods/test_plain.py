@@ -42,16 +42,6 @@ def test_tokens_of_generate(
             assert turn == 0 or stats.details["compiled"]["made"] == 0
 
 
-@pytest.mark.usefixtures("sizes_as_shipped")
-def test_a_warm_up(shallow: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees of one size."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
-    model, way = shallow(), {**RECORDED, "assistant_strategy": "plain"}
-    assert hf_spec.warm_up(model, assistant_strategy="plain", **RECORDED, max_length=60) == 1
-    output = model.generate(prompt(), **way, max_new_tokens=40, return_dict_in_generate=True)
-    assert output.spec_stats.details["compiled"]["made"] == 0
-
-
 def test_it_takes_no_options_of_drafting(tiny: Tiny) -> None:
     for name in ("tree", "num_draft_tokens", "max_depth", "lookup", "lookup_history", "acceptance"):
         with pytest.raises(ValueError, match=f"'plain' has no option '{name}'"):

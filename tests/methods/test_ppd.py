@@ -4,7 +4,6 @@ The oracle runs one place at a time by stock forwards, with masks written as the
 """
 
 import random
-from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -315,47 +314,6 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
 
 
 # -- inside a draft model -----------------------------------------------------------------------
-
-
-def forwards(model: Any, generate: Callable[[], Any]) -> tuple[list, int]:
-    """What ``generate`` returns, and how many forward passes ``model`` took in it."""
-    count = [0]
-    handle = model.get_decoder().register_forward_hook(lambda m, a, out: count.append(1))
-    try:
-        return generate().tolist(), len(count) - 1
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_draft_model_drafts_with_its_own_adapter(
-    fresh: Tiny, decoded: list[str], do_sample: bool
-) -> None:
-    """Stock assisted decoding; drafts are the same, for fewer passes of the draft model."""
-    large, small = fresh("qwen2"), fresh("llama_tied")
-    config = small.generation_config
-    # Drafts of this many tokens, whatever their chances.
-    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 8, "constant"
-    config.assistant_confidence_threshold = 0
-    settings = {"max_new_tokens": NEW, "do_sample": do_sample}
-
-    def assisted() -> Any:
-        torch.manual_seed(0)
-        return large.generate(prompt(), **settings, assistant_model=small)
-
-    with_adapter(small, {})
-    alone, before = forwards(small, assisted)
-    calls = forwards(large, assisted)
-    assert decoded == []
-    config.assistant_strategy = "ppd"
-    config.assistant_kwargs = {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1}
-    config.assistant_kwargs["drafting"] = "always"
-    ours, after = forwards(small, assisted)
-    assert ours == alone and decoded
-    assert after < before
-    assert forwards(large, assisted) == calls  # every draft was as long and as good
-    if not do_sample:
-        assert ours == large.generate(prompt(), **settings).tolist()
 
 
 def test_a_strategy_and_a_draft_model(fresh: Tiny) -> None:

@@ -145,16 +145,6 @@ def test_confidence_follows_what_was_accepted(seed: int) -> None:
         assert 0.0 < confidence.deeper <= 1.0
 
 
-def test_what_was_right_to_the_end_is_trusted_further_than_what_broke_off() -> None:
-    start, whole, broken = Confidence().deeper, Confidence(), Confidence()
-    whole.observe(2, 6, 6)
-    broken.observe(2, 1, 6)
-    assert broken.deeper < start < whole.deeper
-    missed = Confidence()
-    missed.observe(2, 0, 6)  # says nothing about going deeper
-    assert missed.deeper == start
-
-
 def drafter(**options: float) -> PromptLookupDrafter:
     return PromptLookupDrafter(model=None, options=PromptLookupOptions(**options))
 
@@ -200,15 +190,6 @@ def test_rows_are_drafted_for_themselves() -> None:
         one.observe(state, tree, HostResult([[]] * 4, emitted, [0] * 4))
         for own, confidence in zip(one.lookups.rows, confidences):
             assert vars(own.confidence) == vars(confidence)
-
-
-def test_min_probability_prunes_drafts() -> None:
-    rows = [[1, 2, 1, 3, 1]]
-    for floor, candidates in ((0.0, 12), (0.3, 1), (1.0, 0)):
-        one = drafter(max_depth=6, max_nodes=20, min_probability=floor)
-        state = state_of(rows, [True], max_depth=9)
-        one.start(state)
-        assert one.propose(state).row_sizes == (candidates,)
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.int32])

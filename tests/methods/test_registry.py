@@ -36,8 +36,3 @@ def test_half_an_adapter() -> None:
     with pytest.raises(ValueError, match="only one of adapter_config and adapter_module"):
         register_method(half)
     assert "half" not in methods()
-
-
-def test_every_adapter_has_a_section_of_the_card() -> None:
-    for method in methods().values():
-        assert method.card.is_file() == (method.adapter_config is not None)

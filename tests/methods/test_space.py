@@ -8,10 +8,10 @@ import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import Tiny, prompt, ragged
-from peft import LoraConfig, get_peft_model
-from running import drafting, every_step
+from peft import get_peft_model
+from running import every_step
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -157,21 +157,6 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     assert together == pytest.approx(sum(alone) / len(alone), rel=1e-4)
 
 
-def test_p_ar_of_one_is_plain_fine_tuning(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
-    adapter = added(model, p_ar=1.0)
-    batch = batch_of(some_rows(), 4)
-    for training in (True, False):
-        model.train(training)
-        output = space.loss(model, adapter, TrainingBatch(**batch))
-        ar, _ = naive(model, adapter, batch)
-        torch.testing.assert_close(output["loss"].double(), torch.stack(ar).mean())
-        assert "logits" not in output
-        output["loss"].backward()
-        # Data-parallel wrappers wait for a gradient of every parameter.
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
 # -- decoding ------------------------------------------------------------------------------------
 
 
@@ -256,19 +241,6 @@ def test_merging_and_other_adapters(tiny: Tiny) -> None:
     assert torch.equal(logits(model), plain)
 
 
-def test_merge_and_unload_gives_the_fine_tuned_model(tiny: Tiny, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny("llama"))
-    peft_model = get_peft_model(model, tuned())
-    randomise(peft_model, "SPACE")
-    active = logits(model)
-    merged = peft_model.merge_and_unload()
-    # Empty ones of other types may be there, of tests before.
-    assert hooked(merged) == 0 and "type_space" not in getattr(merged, "spec_modules", {})
-    torch.testing.assert_close(logits(merged), active, rtol=1e-4, atol=1e-3)
-    merged.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
-
-
 def test_a_loaded_adapter_is_merged_too(tiny: Tiny) -> None:
     """``merge_adapter`` of the package works where there is no PeftModel."""
     model = copy.deepcopy(tiny("llama"))
@@ -305,36 +277,6 @@ def test_what_cannot_be_merged(tiny: Tiny) -> None:
     weight.data = weight.data.to(torch.int8)
     with pytest.raises(ValueError, match=r"cannot merge into .* is quantized .*of torch.int8"):
         model.merge_adapter()
-
-
-def test_beside_a_lora(tiny: Tiny) -> None:
-    """Both change the model; ours may stand inside LoRA's wrappers."""
-    model = copy.deepcopy(tiny("llama"))
-    base = logits(model)
-    added(model, "ours")
-    ours = logits(model)
-    lora = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model.add_adapter(lora, "lora")
-    model.set_adapter(["ours", "lora"])
-    assert not any(torch.equal(logits(model), one) for one in (ours, base))
-    assert tokens(model, assistant_strategy="space") == tokens(model)
-    added(model, "on_top", seed=3)
-    assert not any("base_layer" in name for name in find_active(model, "SPACE").tensors())
-    assert hooked(model) == 3 * 7
-    for name in ("on_top", "lora"):
-        model.set_adapter("ours")
-        assert torch.equal(logits(model), ours)
-        model.delete_adapter(name)
-    assert torch.equal(logits(model), ours)
-
-
-def test_beside_skipped_modules(tiny: Tiny) -> None:
-    """Of which OPT's are linear, and updated themselves."""
-    model = copy.deepcopy(tiny("opt"))
-    added(model, "ours")
-    options = {"skip_attention": [], "skip_mlp": [1], "draft_exit": "fixed", "max_draft": 2}
-    assert tokens(model, **drafting("layer_skip", **options)) == tokens(model)
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
 def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(tiny: Tiny) -> None:
@@ -382,11 +324,3 @@ def test_the_default_targets_are_recorded(
     assert again.peft_config["default"].target_modules == names
     weights = [find_active(one, "SPACE").tensors() for one in (model, again)]
     assert weights[0].keys() == weights[1].keys()
-
-
-def test_mask_tokens_begin_as_embeddings_of_tokens(fresh: Any) -> None:
-    model = fresh()
-    model.add_adapter(space.SpaceConfig())
-    masks = find_active(model, "SPACE").tensors()["masks"].detach()
-    embeddings = model.get_input_embeddings().weight.detach()
-    assert all(bool((embeddings == mask).all(1).any()) for mask in masks)

@@ -4,26 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import batch_of, hooked, randomise, with_updates
-from conftest import Tiny, prompt, ragged
+from adapter_oracle import hooked, randomise, with_updates
+from conftest import Tiny, prompt
 from naive_cache import pack, row_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.methods.space import adapter as objective
 from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
 from modeling_patches.cache_name import CACHE
 
-GREEDY = {"max_new_tokens": 16, "do_sample": False}
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
 
 
@@ -38,10 +35,6 @@ def added(model: PreTrainedModel, name: str = "one", **fields: Any) -> Any:
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(prompt(9)).logits
-
-
-def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
-    return model.generate(**ragged(), **GREEDY, **kwargs).tolist()
 
 
 def step(model: Any, inputs: ProbeInputs) -> tuple[Output, TreeCache]:
@@ -122,29 +115,3 @@ def test_experts_are_left_out(fresh: Tiny) -> None:
     model = fresh("mixtral")
     modules = hf_spec.SpaceConfig().modules(model)
     assert modules and not any("expert" in name for name in modules)
-
-
-#: Counting in a circle of four.
-ROWS = [
-    ([4 + (i + s) % 4 for s in range(6)], [4 + (i + s) % 4 for s in range(6, 20)]) for i in range(4)
-]
-
-
-def test_the_loss_is_that_of_the_mask_tokens(fresh: Tiny) -> None:
-    """The same in training and evaluation, whatever ``p_ar``: the model itself is not trained."""
-    values = []
-    for p_ar in (0.0, 0.5, 1.0):
-        model = fresh("llama")
-        adapter = added(model, p_ar=p_ar)
-        for training in (True, False):
-            model.train(training)
-            output = objective.loss(model, adapter, TrainingBatch(**batch_of(ROWS, 8)))
-            losses = torch.nn.functional.cross_entropy(
-                output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
-            )
-            counts = (output["labels"] != -100).sum(-1)
-            per_anchor = losses.sum(-1) / counts.clamp(min=1)
-            expected = (per_anchor.sum(-1) / (counts > 0).sum(-1)).mean()
-            torch.testing.assert_close(output["loss"], expected)
-            values.append(float(output["loss"].detach()))
-    assert values == pytest.approx(values[:1] * 6)

@@ -143,23 +143,6 @@ def test_equals_zeroed_outputs(architecture, choice):
     assert left == [fingerprint(model)] * 2, "another use adds nothing"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt", "bloom"])
-@torch.inference_mode()
-def test_a_step_after_a_full_prefill(architecture):
-    """Drafting: the full model's cache, then one token without some sublayers."""
-    model = build(architecture)
-    skip = ([1, 3], [1, 2])
-    cache, expected_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model(tokens(), **{CACHE: cache})
-    model(tokens(), **{CACHE: expected_cache})
-    step = tokens()[:, :1]
-    expected = reference(model, *skip)(step, **{CACHE: expected_cache}).logits
-    with running(LayerSkipper(model, *skip).changes):
-        logits = model(step, **{CACHE: cache}).logits
-    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
-    assert [layer.get_seq_length() for layer in cache.layers] == [10, 9, 10, 9]
-
-
 @torch.inference_mode()
 def test_hooks_of_skipped_modules_do_not_run():
     """They expect other widths where an MLP is two modules of its layer."""

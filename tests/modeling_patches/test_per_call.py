@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modeling_patches import per_call
-from modeling_patches.per_call import Changes, plain, replaced, step_aside
+from modeling_patches.per_call import Changes, plain, step_aside
 
 
 class Block(nn.Module):
@@ -93,15 +93,6 @@ def test_hooks_run_in_the_order_in_which_they_were_added() -> None:
     ]  # fmt: skip
 
 
-def test_none_leaves_things_as_they_are_and_zero_does_not() -> None:
-    model, changes = Model(), Changes()
-    changes.before(model.first, lambda args, kwargs: None)
-    changes.after(model.first, lambda args, kwargs, output: None)
-    assert value(model, changes) == value(model) == 4
-    changes.after(model.second, lambda args, kwargs, output: 0)
-    assert changes.run(model, ONE) == 0
-
-
 def test_a_function_instead_of_a_method() -> None:
     model, changes = Model(), Changes()
     model.first.factor = lambda: 7  # type: ignore[method-assign]
@@ -113,13 +104,6 @@ def test_a_function_instead_of_a_method() -> None:
     assert value(model) == 14
     assert plain(model.first, "factor")() == 7, "what the instance had"
     assert plain(model.second, "factor")() == 2
-
-
-def test_functions_of_no_module() -> None:
-    changes, owner = Changes(), object()
-    changes.instead(owner, "name", len)
-    assert changes.run(replaced, owner, "name") is len
-    assert replaced(owner, "name") is changes.run(replaced, owner, "other") is None
 
 
 def test_update_adds_behind() -> None:

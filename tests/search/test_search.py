@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +120,6 @@ def test_other_settings_a_broken_study_no_optuna(
     assert "pip install 'hf_spec[search]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("room", [2_000, 5_000])  # for no trial, and for some
-def test_a_disk_that_is_full(made: Path, capsys: pytest.CaptureFixture[str], room: int) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        assert search(made, output=f"full-{room}") == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    error = capsys.readouterr().err
-    assert error.startswith(f"hf-spec: cannot write to '{made / f'full-{room}'}': File too large")
-    assert error.count("\n") == 1
-
-
 def test_interrupted(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,23 +146,6 @@ def test_interrupted(
     ended = [one for one in study.trials if one.state.name == "COMPLETE"]
     assert len(ended) == 4 and data["held_out"] == 0
     assert "development prompts" in (made / "again" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--dtype", "int3"], "--dtype='int3'"),
-        (["--held-out", "2"], "--held-out 2: of 3 prompts 2 are searched on, which leaves 1"),
-        (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
-        (["--model", "/nowhere"], "cannot load model '/nowhere': there is no such folder"),
-    ],
-)
-def test_bad_input_ends_in_one_line(
-    made: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
-    assert search(made, *more, output="bad") == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
 
 
 LAYERS = 4

@@ -8,9 +8,7 @@ import pytest
 from tiny_checkpoint import EOS, make_tokenizer
 from tokenizers import processors
 
-from hf_spec.tools.training.anchors import AnswerDataset, collate
 from hf_spec.tools.training.dataset import read_answers, read_provenance
-from hf_spec.tools.training.train import split
 
 pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
@@ -131,40 +129,6 @@ def test_bos_is_for_prompts_and_eos_comes_once(tmp_path: Path) -> None:
     tokenizer.eos_token = None
     write(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b"}])
     assert read_answers(tmp_path, tokenizer)[0]["answer_ids"] == byte_ids("b")
-
-
-def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
-    """What Arrow allocates while an epoch is read stays far below what the data take."""
-    from accelerate.data_loader import prepare_data_loader
-    from torch.utils.data import DataLoader
-
-    count, length = 1200, 500
-    ids = pyarrow.list_(pyarrow.int32())
-    columns = {
-        "prompt_ids": pyarrow.array([[row] for row in range(count)], ids),
-        "answer_ids": pyarrow.array([[7] * length] * count, ids),
-    }
-    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
-    del columns
-    size, before = count * length * 4, pyarrow.total_allocated_bytes()
-    rows, held_out = split(read_answers(tmp_path), 20)
-    most = pyarrow.total_allocated_bytes() - before
-    loader = DataLoader(AnswerDataset(rows, 4), 10, shuffle=True, collate_fn=collate)
-    seen: list[list[int]] = []
-    for process in range(2):
-        share = prepare_data_loader(
-            loader, num_processes=2, process_index=process, use_seedable_sampler=True,
-            data_seed=3, put_on_device=False,
-        )  # fmt: skip
-        seen.append([])
-        for batch in share:
-            seen[-1] += batch["input_ids"][:, 0].tolist()
-            most = max(most, pyarrow.total_allocated_bytes() - before)
-    assert most < size / 20
-    one, two = map(set, seen)
-    assert not one & two and len(one) + len(two) == len(seen[0]) + len(seen[1])
-    kept_out = {ids[0] for ids in held_out["prompt_ids"]}
-    assert one | two | kept_out == set(range(count)) and len(kept_out) == 20
 
 
 def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:

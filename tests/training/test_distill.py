@@ -16,7 +16,7 @@ import forks
 import pytest
 import torch
 from peft import get_peft_model
-from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
+from tiny_checkpoint import make_model, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
@@ -159,7 +159,8 @@ def test_rows_are_those_of_plain_generate(
     assert measured["tokens_per_second"] == pytest.approx(tokens / measured["seconds"])
     drafts = "assistant_strategy" in made["chosen"]
     assert drafts == (name is not None)
-    assert measured["tau"] > 1.0 if drafts else measured["tau"] == 1.0
+    if options.get("drafting") != "auto":  # which goes by step times
+        assert measured["tau"] > 1.0 if drafts else measured["tau"] == 1.0
     assert (made["strategy"], made["strategy_kwargs"]) == (name, options)
     assert made["adapter"] == ("skip" if name == "layer_skip" else None)
     plain = AutoModelForCausalLM.from_pretrained(root / "m")
@@ -210,37 +211,6 @@ def test_provenance_of_a_limited_run(
     assert all(row["answer_ids"] == by_text[row["prompt"]] for row in rows)
     places = [list(by_text).index(row["prompt"]) for row in rows]
     assert places == sorted(places)
-
-
-def test_the_tokenizers_hash() -> None:
-    first, same, other = (make_tokenizer(chat) for chat in (True, True, False))
-    assert work.tokenizer_sha256(first) == work.tokenizer_sha256(same)
-    assert work.tokenizer_sha256(first) != work.tokenizer_sha256(other)
-    before = work.tokenizer_sha256(same)
-    same(["a", "bcd"], padding=True, truncation=True, max_length=2)  # leaves settings behind
-    assert work.tokenizer_sha256(same) == before
-    same.add_tokens(["new"])
-    assert work.tokenizer_sha256(same) != before
-
-
-def test_a_prompt_that_does_not_fit_is_cut(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    long = write_prompts(tmp_path / "p.jsonl", [{"prompt": "short"}, {"prompt": "long " * CONTEXT}])
-    assert distill(root, tmp_path / "out", "--prompts", str(long)) == 0
-    assert "examples: 2, 1 of them with a cut prompt" in capsys.readouterr().out
-    short, cut = rows_of(tmp_path / "out")
-    assert len(cut["prompt_ids"]) + NEW <= CONTEXT < len(cut["prompt"])
-    template = make_tokenizer().apply_chat_template(
-        [{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
-    assert cut["prompt_ids"][:1] == template[:1] and cut["prompt_ids"][-2:] == template[-2:]
-    assert read_provenance(tmp_path / "out")["truncated_prompts"] == 1
-    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32).eval()
-    for row in (short, cut):
-        ids = torch.tensor([row["prompt_ids"]])
-        out = model.generate(ids, max_new_tokens=NEW, do_sample=False)
-        assert out[0, ids.shape[1] :].tolist() == row["answer_ids"]
 
 
 def test_batches_hold_each_prompt_once_and_similar_lengths() -> None:
@@ -460,58 +430,3 @@ def test_folders_of_others_and_damaged_ones(
 
 
 # -------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--strategy", "fastest"], "strategy='fastest': choose one of none, "),
-        (["--strategy-kwargs", '{"color": 1}'], "has no option 'color'"),
-        (["--strategy-kwargs", '{"acceptance": "typical"}'], "changes the answers"),
-        (["--strategy", "none", "--strategy-kwargs", "{}"], "--strategy-kwargs needs a strategy"),
-        (["--strategy", "none", "--adapter", "/a"], "cannot read adapter '/a'"),
-        (["--temperature", "0.7"], "--temperature needs --do-sample"),
-        (["--do-sample", "--temperature", "0"], "--temperature=0.0: must be a number in (0.0"),
-        (["--do-sample", "--top-p", "1.5"], "--top-p=1.5: must be a number in (0.0, 1.0]"),
-        (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
-        (["--output", "/dev/null"], "cannot write to --output"),
-        (["--adapter", "skip", "--strategy", "prompt_lookup"], "is for strategy 'layer_skip'"),
-        (["--adapter", "skip", "--strategy", "none"], "--adapter needs a strategy"),
-        (["--adapter", "tuned"], "changes the answers, which are to be the model's own"),
-        (["--strategy", "medusa"], "strategy 'medusa' needs a trained adapter: give --adapter"),
-        (["--prompts", "a.jsonl", "--prompts", "a.jsonl"], "a.jsonl' are given twice"),
-    ],
-)
-def test_bad_input_ends_in_one_line(
-    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str],
-    more: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(root)
-    assert distill(root, tmp_path / "out", *more) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
-
-
-def test_what_only_the_model_tells(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out"
-    for more, message in (
-        (("--model", "/nowhere"), "cannot load model '/nowhere': there is no such folder\n"),
-        (("--max-new-tokens", str(CONTEXT)), f"={CONTEXT} leaves no room for a prompt"),
-    ):
-        assert distill(root, output, *more) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
-    # What failed before its first answer leaves nothing to be continued.
-    assert distill(root, output, "--limit", "1") == 0
-
-
-def test_missing_packages(
-    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert distill(root, tmp_path) == 2
-    error = capsys.readouterr().err
-    assert "(accelerate, datasets)" in error and "pip install 'hf_spec[train]'" in error

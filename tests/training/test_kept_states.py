@@ -70,46 +70,6 @@ def test_states_are_those_of_a_forward(
         assert forwards.count == count, part
 
 
-def test_no_room_lost_file_and_another_base(fresh: Tiny, tmp_path: Path, batches: Any) -> None:
-    model, folder = fresh("llama"), tmp_path / "states"
-    forwards, (ids, mask) = Forwards(model), batches[0]
-
-    def again(keeper: KeptStates) -> int:
-        """Sequences that run although they were run before."""
-        token = KEEPER.set(keeper)
-        try:
-            token_hidden(model, ids, mask)
-            forwards.count = 0
-            token_hidden(model, ids, mask)
-        finally:
-            KEEPER.reset(token)
-        return forwards.count
-
-    width = token_hidden(model, ids, mask).shape[-1]
-    assert again(kept(folder, num_bytes=4 * width * 8)) == 1  # room for 8 of 11 tokens
-    assert len(list(folder.glob("*.safetensors"))) == 1
-    both = kept(tmp_path / "both", num_bytes=4 * width * 8)  # all files together
-    assert again(both) == 1
-    token = KEEPER.set(both)
-    try:
-        for _ in range(2):
-            forwards.count = 0
-            token_hidden(model, ids, mask, (1,))
-    finally:
-        KEEPER.reset(token)
-    assert forwards.count == len(ids)
-    assert again(kept(folder, base="other")) == 0  # with room for all
-    one = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    one.rename(one.with_suffix(".tmp"))  # as an interrupted write leaves it
-    token = KEEPER.set(kept(folder, base="other"))
-    try:
-        forwards.count = 0
-        token_hidden(model, ids, mask)
-        assert forwards.count == 1  # what was lost
-    finally:
-        KEEPER.reset(token)
-
-
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
 def test_training(
     fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

@@ -1,8 +1,6 @@
 """Training end to end on a tiny model: what is learned, kept, resumed, recorded and refused."""
 
 import json
-import re
-import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +24,9 @@ from trained import (
     same,
     weights,
 )
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 import hf_spec
-from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
@@ -154,42 +151,6 @@ def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert made["history"][-1]["minutes"] == 1.0 and "eval_tau" in made["history"][-1]
 
 
-@pytest.mark.parametrize("length", [1.0, 20.0])
-def test_evaluations_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: float
-) -> None:
-    """The last one ends with the time that was asked for, and none decodes for more than a tenth;
-    the first one's length is not known before."""
-    clock, limits = FakeClock(), []
-    monkeypatch.setattr("hf_spec.tools.training.trainer.time", SimpleNamespace(monotonic=clock))
-    step = SpecTrainer.training_step
-
-    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
-        clock.now += 1.0
-        return step(self, *args, **kwargs)
-
-    def decode(self: Any, model: Any, share: slice, seconds: float) -> SpecStats:
-        clock.now += min(length, seconds)
-        limits.append(seconds)
-        return SpecStats()
-
-    class Watch(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.began = clock.now
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.seconds = clock.now - self.began
-
-    monkeypatch.setattr(SpecTrainer, "training_step", slow)
-    monkeypatch.setattr(EvalDecoding, "measure", decode)
-    settings = {**SETTINGS, "max_minutes": 1.0, "eval_steps": 40}
-    del settings["max_steps"]
-    train(make_model(), answers(), "bita", tmp_path, CONFIG, settings, callbacks=[watch := Watch()])
-    assert 59.0 <= watch.seconds <= 61.0 and limits == [6.0, 6.0]
-    rates = history(tmp_path, "learning_rate")
-    assert rates[-1] < 0.01 * max(rates)
-
-
 def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of the training guide, on the same data: the same weights as the command's."""
     guide = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
@@ -265,42 +226,6 @@ def test_the_commonest_tokens_are_predicted(
 # -- refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prompt_lookup"], "nothing to train; choose one of bita, dflash"),
-        (
-            ["bitta"],
-            r"no method 'bitta' to train \(did you mean 'bita'\?\); choose one of bita, dflash",
-        ),
-        (
-            ["bita", "--num-mask-token", "3"],
-            r"'--num-mask-token' \(did you mean '--num-mask-tokens'\?\)",
-        ),
-        (["bita", "--num-mask-tokens"], "num-mask-tokens: expected one argument"),
-        (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
-        (["bita", "--prompt-depth=medium"], "prompt_depth='medium'"),
-        (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
-        (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
-        (["bita", "--max-steps", "many"], "'hf-spec train bita': argument --max_steps.*'many'"),
-        (["bita", "--held-out", "0"], "held_out=0: must be a whole number of at least 1"),
-        (["bita", "--max-steps", "0"], "max_steps=0: must be a whole number of at least 1"),
-        (["bita", "--max-minutes", "0"], r"max_minutes=0.0: must be a number in \(0"),
-        (["bita", "--max-minutes", "5", "--warmup-steps", "9"], "a share of the training"),
-        (["bita", "--adapter", "/none"], "Can't find 'adapter_config.json' at '/none'"),
-        (["space", "--update", "none", "--p-ar", "1.0"], "p_ar=1.0: nothing is trained"),
-        (["bita", "--model="], "'hf-spec train bita' needs --model"),
-    ],
-)
-def test_bad_input_is_told_before_anything_is_loaded(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    needed = ["--model", "/none", "--data", "/none", "--output", str(tmp_path / "out")]
-    assert cli.main(["train", arguments[0], *needed, *arguments[1:]]) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
-
-
 def test_options_are_fields_of_config_and_training_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -331,25 +256,6 @@ def test_options_are_fields_of_config_and_training_arguments(
         assert "\nOptions of" not in capsys.readouterr().out
 
 
-def test_interrupts_and_missing_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n' * 3)
-    monkeypatch.setattr("hf_spec.tools.cli.train.load_model", lambda *_, pack: (None, None))
-    monkeypatch.setattr("hf_spec.tools.training.train.train", interrupt)
-    command = ["train", "bita", "--model", "M", "--data", str(tmp_path)]
-    command += ["--output", str(tmp_path / "out")]
-    assert cli.main(command) == 130
-    error = capsys.readouterr().err
-    assert "interrupted; the same command with --resume" in error and "Traceback" not in error
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(command) == 2
-    assert "pip install 'hf_spec[train]'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("rows", "held_out", "kept"), [(24, 32, 6), (24, 4, 4), (2, 32, 1)])
 def test_a_quarter_is_held_out_at_most(rows: int, held_out: int, kept: int) -> None:
     data = Dataset.from_dict({"row": list(range(rows))})
@@ -367,32 +273,3 @@ def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) ->
     assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
     with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
         check_lengths(rows, 3)
-
-
-@pytest.mark.parametrize("saves", ["_save", "_save_optimizer_and_scheduler"])
-def test_a_disk_that_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saves: str
-) -> None:
-    """One line that names the folder; with room again, the training goes on."""
-    base, data, output = save_checkpoint(tmp_path / "base"), tmp_path / "data", tmp_path / "a"
-    data.mkdir()
-    answers().to_parquet(data / "answers.parquet")
-    command = ["train", "bita", *as_options(base, data, **SETTINGS), "--output", str(output)]
-    limits, save = resource.getrlimit(resource.RLIMIT_FSIZE), getattr(SpecTrainer, saves)
-
-    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step > 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
-        return save(self, *args, **kwargs)
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(SpecTrainer, saves, full)
-            assert cli.main(command) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    error = re.split("[\r\n]", capsys.readouterr().err.strip())[-1]
-    assert error.startswith(f"hf-spec: cannot write to '{output / 'checkpoints'}': ")
-    assert cli.main([*command, "--resume"]) == 0
-    made = record(output)
-    assert made["settings"]["steps"] == 6 and made["timed_steps"] == 3

@@ -112,19 +112,6 @@ def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
         assert_same_history(one, two, rel=1e-3, batches=True)
 
 
-@pytest.mark.environment
-def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Two processes stop after a checkpoint, one goes on; and the other way round."""
-    whole, one, two = (tmp_path / name for name in ("whole", "one", "two"))
-    train_all(whole, ["bita"], 4)
-    train_all(one, ["bita"], 4, stop=True)
-    in_two(train_all, two, ["bita"], 2, True)
-    train_all(two, ["bita"], 4, resume=True)
-    in_two(train_all, one, ["bita"], 2, False, True)
-    for resumed in (one, two):
-        assert_same_history(whole / "bita", resumed / "bita", rel=1e-4)
-
-
 def shard_on_cpus() -> None:
     """accelerate shards over accelerators only; torch does over CPUs, too."""
     from accelerate.state import AcceleratorState, PartialState

@@ -1,0 +1,117 @@
+"""What commands say of bad input: one line, before a model is loaded or a file is written."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import write_prompts
+
+import hf_spec
+from hf_spec.tools import cli
+
+#: Options of each command, which a row's own follow.
+GIVEN = {
+    "bench": "--model /nowhere --prompts a.jsonl --output out --device cpu --dtype float32",
+    "distill": "--model m --prompts a.jsonl --output out --device cpu --dtype float32",
+    "train": "--model /none --data /none --output out",
+    "search": "--model /nowhere --prompts a.jsonl --output out --dtype float32 --device cpu",
+    "import": "--model /nowhere --output out",
+}
+#: Words of a command, those of ``train`` and ``import`` with their argument, and what it says.
+MESSAGES = [
+    # names
+    ("bench --strategies fastest", "strategy='fastest': choose one of"),
+    ("bench --strategies medsa", "strategy='medsa' (did you mean 'medusa'?): choose"),
+    ("bench --strategies ''", "no strategy is named; leave the option out"),
+    ("distill --strategy fastest", "strategy='fastest': choose one of none, "),
+    ("train prompt_lookup", "nothing to train; choose one of bita, dflash"),
+    ("train bitta", "no method 'bitta' to train (did you mean 'bita'?); choose one of bita, dfl"),
+    ("import a.jsonl --type prompt_lookup", "type='prompt_lookup': choose one of "),
+    ("import a.jsonl --type medusas", "type='medusas' (did you mean 'medusa'"),
+    # options
+    ("bench --frobnicate", "No such option: --frobnicate"),
+    ("bench --dtype bfloat", "--dtype='bfloat' (did you mean 'bfloat16'?): choose one of"),
+    ("bench --dtype int3", "--dtype='int3': choose one of native, auto, bfloat16"),
+    ("search --dtype int3", "--dtype='int3'"),
+    ("bench --batch-size 0", "--batch-size '0': must be numbers from 1"),
+    ("bench --limit 0", "--limit"),
+    ("bench --temperature 0.7", "--temperature needs --do-sample"),
+    ("distill --temperature 0.7", "--temperature needs --do-sample"),
+    ("distill --do-sample --temperature 0", "--temperature=0.0: must be a number in (0.0"),
+    ("bench --do-sample --top-p 1.5", "--top-p=1.5: must be a number in (0.0, 1.0]"),
+    ("bench --backend eager", "--backend needs --compile"),
+    ("search --held-out 2 --limit 2", "--held-out 2: of 3 prompts 2 are searched on, which lea"),
+    ("train bita --num-mask-token 3", "'--num-mask-token' (did you mean '--num-mask-tokens'?)"),
+    ("train bita --num-mask-tokens", "num-mask-tokens: expected one argument"),
+    ("train bita --num-mask-tokens none", "num_mask_tokens='none'"),
+    ("train bita --prompt-depth=medium", "prompt_depth='medium'"),
+    ("train bita --max-steps many", "'hf-spec train bita': argument --max_steps"),
+    ("train bita --held-out 0", "held_out=0: must be a whole number of at least 1"),
+    ("train bita --max-steps 0", "max_steps=0: must be a whole number of at least 1"),
+    ("train bita --max-minutes 0", "max_minutes=0.0: must be a number in (0"),
+    ("train bita --max-minutes 5 --warmup-steps 9", "a share of the training"),
+    ("train bita --model=", "'hf-spec train bita' needs --model"),
+    ("train space --update none --p-ar 1.0", "p_ar=1.0: nothing is trained"),
+    # options of strategies
+    ("bench --strategy-kwargs prompt_lookup", "must be NAME=JSON"),
+    ("bench --strategy-kwargs layer_skip={}", "a NAME that takes part"),
+    ("bench --strategy-kwargs prompt_lookup={", "not JSON"),
+    ("bench --strategy-kwargs 'prompt_lookup={\"max_ngram\": 0}'", "max_ngram"),
+    ("bench --strategy-kwargs 'prompt_lookup={\"color\": 1}'", "color"),
+    ("distill --strategy-kwargs '{\"color\": 1}'", "has no option 'color'"),
+    ("distill --strategy-kwargs '{\"acceptance\": \"typical\"}'", "changes the answers"),
+    ("distill --strategy none --strategy-kwargs {}", "--strategy-kwargs needs a strategy"),
+    ("train bita --strategy-kwargs {", "--strategy-kwargs: not JSON"),
+    ("train bita --strategy-kwargs '{\"top\": 1}'", "no option 'top'"),
+    # assistants and adapters
+    ("bench --strategies transformers:assisted", "needs another model that drafts"),
+    ("bench --strategies draft_model", "'draft_model' needs another model that drafts"),
+    ("bench --strategies bita", "'bita' needs a trained adapter: give its folder"),
+    ("bench --assistant /no --strategies prompt_lookup", "no strategy here needs the"),
+    ("bench --adapter /nowhere", "cannot read adapter '/nowhere': there is no such folder"),
+    ("distill --strategy none --adapter /a", "cannot read adapter '/a'"),
+    ("distill --adapter skip --strategy prompt_lookup", "is for strategy 'layer_skip'"),
+    ("distill --adapter skip --strategy none", "--adapter needs a strategy"),
+    ("distill --adapter tuned", "changes the answers, which are to be the model's own"),
+    ("distill --strategy medusa", "strategy 'medusa' needs a trained adapter: give --adapter"),
+    ("train bita --adapter /none", "Can't find 'adapter_config.json' at '/none'"),
+    # files
+    ("bench --prompts none.jsonl", "none.jsonl': No such file"),
+    ("bench --prompts bad.jsonl", "bad.jsonl, line 2: needs one of the fields"),
+    ("bench --output a.jsonl", "cannot write to --output"),
+    ("bench", "cannot load model '/nowhere': there is no such folder"),
+    ("distill --prompts /nowhere.jsonl", "cannot read '/nowhere.jsonl': No such file"),
+    ("distill --prompts a.jsonl", "a.jsonl' are given twice"),
+    ("distill --output /dev/null", "cannot write to --output"),
+    ("import absent.pt --type medusa", "there is no file"),
+    ("import a.jsonl --type medusa --strategy-kwargs '{\"a\": 1}'", "no option 'a'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts, good and bad ones, and configs of two adapters."""
+    folder = tmp_path_factory.mktemp("messages")
+    write_prompts(folder / "a.jsonl", [{"prompt": text} for text in "abc"])
+    write_prompts(folder / "bad.jsonl", [{"prompt": "x"}, {"promt": "y"}])
+    hf_spec.LayerSkipConfig(skip_attention=[1]).save_pretrained(folder / "skip")
+    hf_spec.SpecConfig("layer_skip").save_pretrained(folder / "skip")
+    hf_spec.SpaceConfig(update="lora").save_pretrained(folder / "tuned")
+    hf_spec.SpecConfig("space").save_pretrained(folder / "tuned")
+    return folder
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(("words", "message"), MESSAGES)
+def test_bad_input_ends_in_one_line(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: str, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(made)
+    command, *more = shlex.split(words)
+    first = 1 if command in ("train", "import") else 0
+    given = shlex.split(GIVEN[command])
+    assert cli.main([command, *more[:first], *given, *more[first:]]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
+    assert not Path("out").exists() or not [*Path("out").iterdir()]
