@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import peft
+from packaging.version import Version
 from peft import PeftConfig
 from torch import nn
 from transformers import GenerationMixin
@@ -63,7 +65,10 @@ class SpecPeftConfig(PeftConfig):
         known = [item.name for item in fields(cls)]
         unknown = sorted(given.keys() - {*known})
         version = given.get("format_version", FORMAT_VERSION)  # newer ones: see __post_init__
-        if unknown and version == FORMAT_VERSION:
+        # A field may also be one that a newer PEFT gives all configs.
+        written_by = given.get("peft_version") or peft.__version__
+        newer = Version(str(written_by)) > Version(peft.__version__)
+        if unknown and version == FORMAT_VERSION and not newer:
             raise ValueError(
                 f"{cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}. If an "
                 "adapter_config.json has it, another version of hf_spec wrote that, and weights "

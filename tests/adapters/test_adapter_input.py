@@ -473,3 +473,13 @@ def test_an_adapter_whose_weights_were_never_loaded(base_path: str) -> None:
     for ask in (lambda: find_active(base, "SAMPLE"), lambda: require_active(base, "SAMPLE", "x")):
         with pytest.raises(ValueError, match=r"'default' was attached without its weights \(masks"):
             ask()
+
+
+def test_fields_that_a_newer_peft_gives_all_configs() -> None:
+    """PEFT drops them with a warning, as for its own adapters."""
+    written = {"peft_type": "MEDUSA", "num_heads": 3, "of_all_configs": 1}
+    with pytest.raises(ValueError, match="no field 'of_all_configs'"):
+        PeftConfig.from_peft_type(**written, peft_version="0.21.0")
+    with pytest.warns(UserWarning, match="of_all_configs"):
+        found: Any = PeftConfig.from_peft_type(**written, peft_version="99.0")
+    assert found.num_heads == 3
