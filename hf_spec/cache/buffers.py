@@ -244,6 +244,17 @@ class AttentionStates:
         rings = [(self.slots(window), window) for window in {*self.windows.values()}]
         return max((written - n + window - 1 for n, window in rings if written > n), default=0)
 
+    def widen(self, layer: AttentionLayer, name: str, dtype: torch.dtype) -> None:
+        """Hold what a layer calls so, and all that share its buffer, in this dtype."""
+        if self.is_empty:  # the layer's first block, not yet in a shared buffer
+            layer.attach(name, layer.with_front[name].to(dtype), self.front)
+            return
+        for place, (storage, members) in enumerate(self._groups):
+            if (layer.index, name) in members:
+                wide = self._new(tuple(storage.shape), dtype, storage.device).copy_(storage)
+                self._groups[place] = wide, members
+        self.attach()
+
     # -- slots -------------------------------------------------------------------------------
 
     def write(self, view: Tensor, slots: Tensor, states: Tensor) -> None:

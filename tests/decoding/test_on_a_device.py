@@ -19,6 +19,7 @@ from test_method_contract import CASES, RUNS, adapted, strategy
 from transformers import StoppingCriteria
 
 from hf_spec.decoding.step import Steps
+from hf_spec.methods.mtp.weights import mtp_layers
 
 NEW = 20
 TRANSFER = "core/verify to_host: read"
@@ -64,13 +65,16 @@ def generate(
     monkeypatch: pytest.MonkeyPatch, model: Any, inputs: dict[str, Any], **settings: Any
 ) -> tuple[torch.Tensor, list[Waits]]:
     """Tokens of a call on the device, and its steps."""
-    torch.manual_seed(3)
     with monkeypatch.context() as patch, emulated(patch) as device:
         there = {name: values.to(DEVICE) for name, values in inputs.items()}
         if "assistant_model" in settings:  # which tests share
             settings["assistant_model"] = copy.deepcopy(settings["assistant_model"]).to(DEVICE)
         steps = steps_of(patch, device)
-        output = model.to(DEVICE).generate(**there, **settings)
+        model.to(DEVICE)
+        if settings.get("assistant_strategy") == "mtp":
+            mtp_layers(model)  # layers without data draw numbers where the device is emulated
+        torch.manual_seed(3)
+        output = model.generate(**there, **settings)
         return output.cpu(), steps
 
 
