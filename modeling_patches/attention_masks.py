@@ -1,4 +1,4 @@
-"""Converts a boolean (batch, 1, query, key) mask to the format that a model's attention takes.
+"""Converts masks (batch, 1, query, key) to the format that a model's attention takes.
 
 This module knows the attention back ends of Transformers and how models receive masks, but no
 trees. :class:`TreeAttention` converts masks and provides the changes that such forwards need: a
@@ -8,21 +8,27 @@ back end that takes the masks, and the architecture's own patches.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches.fingerprint import is_users_attention
 from modeling_patches.per_call import Changes, Replaceable, step_aside
 from modeling_patches.positions import tree_positions
+from modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
+
+#: The attention whose trees run in the kernel of :mod:`.tree_attention`; all else runs in sdpa.
+TREE_ATTENTION = "tree_attention"
 
 
 def grouped_sdpa(
@@ -41,7 +47,7 @@ def grouped_sdpa(
         kwargs: with ``softcap`` or ``s_aux`` (sinks), which sdpa does not have, the model's own
             eager attention runs.
     """
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+    if _only_eager(kwargs):
         return _eager_attention(module)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -60,6 +66,96 @@ def grouped_sdpa(
     )  # fmt: skip
     output = output.reshape(batch, heads, length, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
+
+
+def _only_eager(kwargs: dict[str, Any]) -> bool:
+    """Whether these arguments of an attention function ask for what sdpa does not have."""
+    return kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+
+
+def prompt_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What ``tree_attention`` is where no tree runs: ``sdpa``, or the model's own eager attention
+    for what sdpa does not have. Masks are those of sdpa."""
+    if not _only_eager(kwargs):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is None:  # causal, and no key before the first query but for one query
+        shape = 1, 1, query.shape[2], key.shape[2]
+        attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device)
+        attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])
+    if attention_mask.dtype == torch.bool:
+        attention_mask = _added(attention_mask, query.dtype)
+        # As in masks of eager attention: padding sees nothing, and its softmax must not be empty.
+        attention_mask = attention_mask.clamp_(min=torch.finfo(query.dtype).min)
+    eager = _eager_attention(module)
+    found: tuple[Tensor, Tensor | None] = eager(module, query, key, value, attention_mask, **kwargs)
+    return found
+
+
+AttentionInterface.register(TREE_ATTENTION, prompt_attention)
+AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
+
+
+def packed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The kernel of :mod:`.tree_attention` for packed masks; :func:`grouped_sdpa` for others, and
+    for what the kernel has not. Arguments as there."""
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        attend = grouped_sdpa
+    elif dropout or any(kwargs.get(name) is not None for name in _NOT_IN_KERNEL):
+        attend, attention_mask = grouped_sdpa, _dense(attention_mask, key.shape[2], query.dtype)
+    else:
+        from modeling_patches.tree_attention import tree_attention
+
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        cap, near = kwargs.get("softcap") or 0.0, kwargs.get("sliding_window") or 0
+        sinks = kwargs.get("s_aux")
+        found = tree_attention(query, key, value, attention_mask, sinks, scale, cap, near)
+        return found, None
+    return attend(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+#: Arguments of attention functions that the kernel has not: biases of scores, chosen keys.
+_NOT_IN_KERNEL = ("position_bias", "indices", "block_indices", "sinks")
+
+
+def unpacked(mask: Tensor, slots: int) -> Tensor:
+    """The boolean mask ``(batch, 1, query, slots)``, True = attend, of a packed one.
+
+    Args:
+        mask: ``(batch, 1, query, 2 + 2 * words)`` int64. A query sees the slots from the first
+            number to before the second, and of each word, which is a pair of numbers, slot
+            ``first + j`` where bit ``j`` of ``second`` is set. All but the first number and the
+            bits are the same for all queries of a row.
+    """
+    slot, column = torch.arange(slots, device=mask.device), mask[..., None]
+    seen = (slot >= column[:, :, :, 0]) & (slot < column[:, :, :, 1])
+    for word in range(2, mask.shape[3], 2):
+        bit = slot - column[:, :, :, word]
+        is_set = (column[:, :, :, word + 1] >> bit.clamp(0, 63)) & 1 != 0
+        seen = seen | (is_set & (bit >= 0) & (bit < 64))
+    return seen
+
+
+def _dense(mask: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+    """What a packed mask adds to scores; made once per forward, not once per layer."""
+    made: Tensor | None = getattr(mask, "_dense", None)
+    if made is None or made.shape[3] != slots or made.dtype != dtype:
+        made = mask._dense = _added(unpacked(mask, slots), dtype)  # type: ignore[attr-defined]
+    return made
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to be added to scores."""
+    # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, -torch.inf)
 
 
 def _eager_attention(module: Any) -> Any:
@@ -96,9 +192,10 @@ class TreeAttention:
     """How a model runs forwards with 4-D masks: masks are converted, and ``changes`` run.
 
     ``eager`` and functions that the user has registered stay as they are; ``sdpa`` becomes
-    :func:`grouped_sdpa` where the model looks attention up by name, and so does, with one warning,
-    anything else: flash takes no such mask, and flex would be compiled for trees of every size,
-    which on CPUs takes minutes or fails.
+    :func:`grouped_sdpa` where the model looks attention up by name, ``tree_attention`` becomes
+    :func:`packed_attention`, and anything else, with one warning, :func:`grouped_sdpa`: flash takes
+    no such mask, and flex would be compiled for trees of every size, which on CPUs takes minutes or
+    fails.
 
     Args:
         checkpointing: whether forwards are recomputed for their gradients, which rules out changes;
@@ -107,24 +204,29 @@ class TreeAttention:
     Attributes:
         locals: what each kind of layer sees (None = all), keyed as the model's forward wants its
             masks; a single entry "" where it wants one mask.
+        packs: whether masks of trees are packed, see :func:`unpacked`.
         positions: to be set before each forward; None where the model needs none.
         changes: the changes that forwards run with.
 
     Raises:
-        ValueError: if the model needs changes that are ruled out.
+        ValueError: if the model needs changes that are ruled out, or its attention is
+            ``tree_attention`` and there is no such kernel for it.
     """
 
     def __init__(self, model: Any, checkpointing: bool = False) -> None:
         step_aside(model)
         self.locals = local_attention(model)
         self.changes = Changes()
-        current = model.config.get_text_config(decoder=True)._attn_implementation
+        current = _text(model)._attn_implementation
         users = is_users_attention(current)
         #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
         self._boolean = users and ALL_MASK_ATTENTION_FUNCTIONS.get(current) is sdpa_mask
+        self.packs = current == TREE_ATTENTION and not checkpointing
+        check_attention(model)
         self.positions = tree_positions(model, self.changes)
         if checkpointing:
-            if self.positions is not None or not (users or current in ("eager", "sdpa")):
+            takes_masks = users or current in ("eager", "sdpa", TREE_ATTENTION)
+            if self.positions is not None or not takes_masks:
                 raise ValueError(
                     f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
                     "takes tree masks only with changes of ours, and activations are computed "
@@ -136,14 +238,15 @@ class TreeAttention:
 
     def _take_over(self, model: Any, current: str) -> None:
         """Let attention that is looked up by name take tree masks."""
-        by_name = getattr(model, "_supports_attention_backend", False)
+        by_name = self.packs or getattr(model, "_supports_attention_backend", False)
         if by_name and current in ALL_ATTENTION_FUNCTIONS:
             stock = ALL_ATTENTION_FUNCTIONS[current]
             if not isinstance(stock, Replaceable):
                 stock = Replaceable(AttentionInterface, current, stock)
                 AttentionInterface.register(current, stock)
-            self.changes.instead(AttentionInterface, current, grouped_sdpa)
-            if current != "sdpa":
+            attend = packed_attention if self.packs else grouped_sdpa
+            self.changes.instead(AttentionInterface, current, attend)
+            if current not in ("sdpa", TREE_ATTENTION):
                 _warn_switched(current)
         elif current != "sdpa":
             raise ValueError(
@@ -153,19 +256,52 @@ class TreeAttention:
             )
 
     def convert(self, masks: dict[str, Tensor], dtype: torch.dtype) -> Any:
-        """Boolean masks (True = attend), keyed like ``locals`` -> the forward's attention_mask."""
+        """Masks, boolean (True = attend) or packed, keyed like ``locals`` -> the forward's
+        attention_mask."""
         made = {id(mask): mask for mask in masks.values()}
-        if not self._boolean:
+        for key, mask in made.items():
             # Additive for sdpa, too: it would otherwise convert a boolean mask in every layer.
-            # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
-            for key, mask in made.items():
-                zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-                made[key] = zeros.masked_fill_(~mask, -torch.inf)
+            if mask.dtype == torch.bool and not self._boolean:
+                made[key] = _added(mask, dtype)
         if "" in masks:
             return made[id(masks[""])]
         by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
         by_kind |= {kind: by_kind[name] for kind, name in BESIDE_STATES.items() if name in by_kind}
         return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
+
+
+def check_attention(model: Any) -> None:
+    """Check that trees of a model can run in the kernel of :mod:`.tree_attention`, if its attention
+    is ``tree_attention``.
+
+    Raises:
+        ValueError: they cannot; the message says why.
+    """
+    if _text(model)._attn_implementation == TREE_ATTENTION and (why := _no_kernel(model)):
+        raise ValueError(
+            f"attn_implementation={TREE_ATTENTION!r}: {why}. Give attn_implementation='sdpa'."
+        )
+
+
+def _no_kernel(model: Any) -> str | None:
+    """Why trees of a model cannot run in the kernel; None if they can."""
+    name, device = type(model).__name__, placement(model).device
+    if "ALL_ATTENTION_FUNCTIONS" not in vars(sys.modules[type(model).__module__]):
+        return f"{name} has attention of its own"
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=_text(model)).layers}
+    if "DynamicIndexedLayer" in kinds:
+        return f"{name} chooses the keys that each query sees"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs Triton (pip install triton), which is not installed"
+    from modeling_patches.tree_attention import INTERPRETS
+
+    if device.type not in ("cuda", "xpu") and not (INTERPRETS and device.type == "cpu"):
+        return f"its kernel is for GPUs, and the model is on {device}"
+    return None
+
+
+def _text(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
 
 
 def local_attention(model: Any) -> dict[str, Local | None]:
@@ -174,7 +310,7 @@ def local_attention(model: Any) -> dict[str, Local | None]:
     Raises:
         ValueError: for a mixture of layers that the model does not name in its config.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = _text(model)
     layers = DynamicCache(config=text).layers
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
     found: dict[str, Local | None] = {}

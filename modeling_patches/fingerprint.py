@@ -113,7 +113,7 @@ def _is_stock_attention(function: Any) -> bool:
     return (
         function is None  # the model's own
         or function is torch._C._nn.scaled_dot_product_attention
-        or _origin(function).startswith("transformers.")
+        or _origin(function).startswith(("transformers.", "modeling_patches."))
     )
 
 

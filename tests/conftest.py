@@ -4,12 +4,18 @@ The initializer's range is large, so that greedy outputs vary with the prompt, w
 and then repeat themselves; drafts are rejected and accepted alike.
 """
 
+# ruff: noqa: E402
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
+
+# Before Triton is imported: its kernels run on CPUs, by its interpreter. Workers get this, too.
+_ON_DEVICE = any(argument.startswith("--device") for argument in sys.argv)
+os.environ.setdefault("TRITON_INTERPRET", "0" if _ON_DEVICE else "1")
 
 import models_page
 import pytest

@@ -20,11 +20,14 @@ import modeling_patches
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("transformers", "peft", "accelerate", "torch")
 #: Modules that need packages which are not always installed, or end the process.
-NOT_IMPORTED = ("hf_spec.tools.cli.__main__", "modeling_patches.served_models")
+NOT_IMPORTED = (
+    "hf_spec.tools.cli.__main__", "modeling_patches.served_models",
+    "modeling_patches.tree_attention",
+)  # fmt: skip
 #: Private by name only.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
 #: Attributes of ours on objects of others.
-MARKS = {"_hf_spec", "_static_steps", "_tell_made", "_tiled", "_warms_up"}
+MARKS = {"_dense", "_hf_spec", "_static_steps", "_tell_made", "_tiled", "_warms_up"}
 
 
 class Row(NamedTuple):

@@ -1,8 +1,8 @@
 """Attention masks: that of a tree, and what else limits attention, to be joined by ``&``.
 
-Each is ``(batch, 1, query, key)`` bool, True = attend. Keys are slots of the cache, whose row ``r``
-holds ``lengths[r]`` accepted tokens followed by the nodes of the tree; that of a layer with a
-window holds the last of them, in a ring.
+Each but :func:`packed` is ``(batch, 1, query, key)`` bool, True = attend. Keys are slots of the
+cache, whose row ``r`` holds ``lengths[r]`` accepted tokens followed by the nodes of the tree; that
+of a layer with a window holds the last of them, in a ring.
 """
 
 from __future__ import annotations
@@ -45,6 +45,33 @@ def tree(ancestors: Tensor, lengths: Tensor, keys: int | Tensor) -> Tensor:
     held = torch.arange(keys, device=lengths.device) if isinstance(keys, int) else keys
     column = (held + 1 - lengths[:, None]).clamp(0, nodes + 1)[:, None].expand(-1, count, -1)
     return seen.gather(2, column)[:, None]
+
+
+def packed(
+    ancestors: Tensor, begin: Tensor, lengths: Tensor, front: Tensor | None = None
+) -> Tensor:
+    """The mask of a tree's nodes in the few numbers that
+    :func:`modeling_patches.attention_masks.unpacked` reads.
+
+    Args:
+        ancestors, lengths: as for :func:`tree`.
+        begin: ``(batch, query)`` the first slot of the prefix that each sees.
+        front: ``(batch, query, slots)`` bool, what each sees of slots before the prefix, which
+            ``begin`` and ``lengths`` do not count; None if there are none.
+
+    Returns:
+        ``(batch, 1, query, numbers)`` int64.
+    """
+    front = ancestors[:, :, :0] if front is None else front
+    count = front.shape[2]
+    end = (lengths + count)[:, None].expand_as(begin)
+    numbers = [begin + count, end]
+    for seen, base in ((front, torch.zeros_like(end)), (ancestors, end)):
+        for first in range(0, seen.shape[2], 64):
+            word = seen[:, :, first : first + 64].long()
+            bits = word << torch.arange(word.shape[2], device=word.device)
+            numbers += [base + first, bits.sum(2)]
+    return torch.stack(numbers, dim=2)[:, None]
 
 
 def window(size: int, queries: Tensor, keys: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.methods.registry import Method, get_method
+from modeling_patches.attention_masks import check_attention
 from modeling_patches.support import activated_loras, check_cache_stays, check_model
 
 #: Options of other decoding modes.
@@ -42,6 +43,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     warn_if_lossy(config.assistant_kwargs, ACCEPTANCE_RULES[options.acceptance])
     config.assistant_kwargs = options
     check_model(model)
+    check_attention(model)
     check_cache_stays(model)
     _raise(config, _of_other_modes(config))
     if method.needs_assistant or assistant is not None:

@@ -60,3 +60,10 @@ def near(local: Local, queries: Tensor, keys: Tensor) -> Tensor:
     """The keys that local attention sees, given ``(batch, query)`` and ``(batch, key)`` positions:
     ``(batch, 1, query, key)``."""
     return (masks.chunk if local.chunked else masks.window)(local.size, queries, keys)
+
+
+def first_near(local: Local, queries: Tensor) -> Tensor:
+    """The first position that local attention sees from each of these: ``(batch, query)``."""
+    if local.chunked:
+        return queries // local.size * local.size
+    return (queries - local.size + 1).clamp(min=0)

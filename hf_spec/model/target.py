@@ -21,7 +21,7 @@ from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.model.block import Block, near, slot_positions
+from hf_spec.model.block import Block, first_near, near, slot_positions
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -269,6 +269,11 @@ class Target:
             for kind, local in attention.locals.items()
         }
         front = cache.states.front if cache.block and cache.block.front else 0
+        learned, visible = None, block.visible
+        if front and self.front_seen is not None:
+            seen = self.front_seen[block.kinds.to(lengths.device)]
+            learned = seen.new_zeros((*positions.shape, front))
+            learned[:, -block.tree.num_probes :, front - self.num_front :] = seen
         made: dict[Local | None, Tensor] = {}
         at_keys: dict[Local | None, Tensor] = {}
         by_position = attention.positions is not None or any(kinds.values())
@@ -279,24 +284,32 @@ class Target:
             slots = min(keys, cache.states.slots(local and local.size))
             held = torch.arange(keys, device=lengths.device)[None]
             if slots < keys:
-                held = masks.places(lengths + block.visible.shape[2], slots)
-            if block.visible.shape[1:] == (1, 1):  # a plain step: its token is behind the prefix
-                made[local] = (held <= lengths[:, None])[:, None, None]
-            else:
-                made[local] = masks.tree(block.visible, lengths, held)
+                held = masks.places(lengths + visible.shape[2], slots)
             if by_position:
                 at_keys[local] = slot_positions(lengths, block.tree.depths, held, last)
+            if attention.packs and slots == keys:
+                begin, seen = torch.zeros_like(positions), visible
+                if local is not None:
+                    begin = first_near(local, at_queries)
+                    at_nodes = torch.minimum(lengths[:, None] + block.tree.depths, last)
+                    seen = seen & near(local, at_queries, at_nodes)[:, 0]
+                made[local] = masks.packed(seen, begin, lengths, learned)
+                continue
+            if visible.shape[1:] == (1, 1):  # a plain step: its token is behind the prefix
+                made[local] = (held <= lengths[:, None])[:, None, None]
+            else:
+                made[local] = masks.tree(visible, lengths, held)
             if local is not None:
                 made[local] &= near(local, at_queries, at_keys[local])
+            if learned is not None:
+                made[local] = torch.cat([learned[:, None], made[local]], dim=3)
+            if attention.packs:  # a ring, whose slots are bits
+                none, start = visible[:, :, :0], torch.zeros_like(positions)
+                made[local] = masks.packed(none, start, start[:, 0], made[local][:, 0])
         if attention.positions is not None:
             # Front slots stand where the sequence begins, as in prefix tuning.
             by_kind = {kind: pad(at_keys[local], (front, 0)) for kind, local in kinds.items()}
             attention.positions.set(at_queries, by_kind, self.padding)
-        if front and self.front_seen is not None:
-            seen = self.front_seen[block.kinds.to(lengths.device)]
-            learned = seen.new_zeros((*positions.shape, front))[:, None]
-            learned[:, 0, -block.tree.num_probes :, front - self.num_front :] = seen
-            made = {local: torch.cat([learned, mask], dim=3) for local, mask in made.items()}
         return attention.convert({kind: made[one] for kind, one in kinds.items()}, self.dtype)
 
     def select(self, rows: Sequence[int]) -> None:

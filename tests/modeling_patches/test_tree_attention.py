@@ -1,0 +1,334 @@
+"""The kernel equals attention with a dense mask: by Triton's interpreter, which computes on a CPU
+what a GPU would, or on a GPU (``--device cuda``)."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from adapter_oracle import lent
+from conftest import VOCAB, Tiny, check_same, prompt, ragged
+from covering import covering
+from random_trees import random_tree
+from replay import RECORDED, Replay
+from running import CAPTURED, drafting
+from torch import Tensor
+
+from hf_spec.core import mask as masks
+from hf_spec.core.tree import Tree
+from hf_spec.methods.registry import methods
+from hf_spec.model import captures
+from hf_spec.model.block import first_near, near
+from modeling_patches.attention_masks import TREE_ATTENTION, Local, unpacked
+
+pytest.importorskip("triton", reason="Triton is not installed: its kernel cannot run")
+
+from modeling_patches import tree_attention as kernel  # noqa: E402
+
+#: Names and values of what a case has.
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "dims": ((16, 16), (24, 40), (64, 64), (80, 80), (192, 128)),
+    "groups": (1, 3, 4),
+    "nodes": (1, 5, 70),
+    "lengths": ((140,), (0, 131), (64, 200)),
+    "local": (None, Local(20), Local(70), Local(48, True)),
+    "cap": (0.0, 3.0),
+    "sinks": (False, True),
+    "front": (0, 16, 80),
+    "dtype": (torch.float32, torch.float16),
+    "splits": (1, 2, 11),
+}
+#: Some of all combinations, of which :func:`covering` takes those that have every pair.
+CASES = covering(random.Random(0).sample([*itertools.product(*FEATURES.values())], 1500))
+
+
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None, cap: float
+) -> Tensor:
+    """By the definition, in float64: ``(batch, nodes, heads, dim)``."""
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (one.double() for one in (query, key, value))
+    scores = query @ key.repeat_interleave(groups, 1).mT * query.shape[3] ** -0.5
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], 3)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2)
+
+
+def emulated(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, scale: float,
+    cap: float, near: int,
+) -> Tensor:  # fmt: skip
+    """What the kernel computes, without it: the interpreter is slow."""
+    query = query * (scale * query.shape[3] ** 0.5)
+    found = dense(query, key, value, unpacked(mask, key.shape[2]), sinks, cap)
+    return found.to(query.dtype).contiguous()
+
+
+def trees(seed: int, nodes: int, lengths: tuple[int, ...]) -> tuple[Tree, Tensor]:
+    rng = random.Random(seed)
+    return Tree.of_shapes([random_tree(rng, nodes) for _ in lengths]), torch.tensor(lengths)
+
+
+def masked(tree: Tree, lengths: Tensor, local: Local | None, front: Tensor | None) -> Tensor:
+    """The packed mask of all nodes."""
+    positions, seen = lengths[:, None] + tree.depths, tree.ancestors
+    begin = torch.zeros_like(positions)
+    if local is not None:
+        begin, seen = first_near(local, positions), seen & near(local, positions, positions)[:, 0]
+    return masks.packed(seen, begin, lengths, front)
+
+
+@pytest.mark.parametrize("local", FEATURES["local"])
+@pytest.mark.parametrize(("nodes", "front"), [(1, 0), (7, 16), (70, 80)])
+def test_packed_is_dense(nodes: int, front: int, local: Local | None) -> None:
+    tree, lengths = trees(nodes, nodes, (0, 131))
+    slots = 131 + nodes + 9
+    learned = torch.rand(2, nodes, front) < 0.5
+    expected = masks.tree(tree.ancestors, lengths, slots)
+    positions = lengths[:, None] + tree.depths
+    at = torch.arange(slots).repeat(2, 1)
+    at.scatter_(1, lengths[:, None] + torch.arange(nodes), positions)
+    if local is not None:
+        expected = expected & near(local, positions, at)
+    expected = torch.cat([learned[:, None], expected], 3)
+    found = unpacked(masked(tree, lengths, local, learned), slots + front)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_is_attention(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict(zip(FEATURES, case))
+    (dim, value_dim), dtype, lengths = given["dims"], given["dtype"], given["lengths"]
+    torch.manual_seed(0)
+    tree, on_device = trees(0, given["nodes"], lengths)
+    heads, slots = 2 * given["groups"], given["front"] + max(lengths) + given["nodes"] + 5
+    # As a model has them: heads beside each other, and a part of a larger buffer.
+    query = torch.randn(len(lengths), given["nodes"], heads, dim, dtype=dtype).transpose(1, 2)
+    key = torch.randn(len(lengths), 2, slots + 30, dim, dtype=dtype)[:, :, :slots]
+    value = torch.randn(len(lengths), 2, slots + 30, value_dim, dtype=dtype)[:, :, :slots]
+    sinks = torch.randn(heads, dtype=dtype) if given["sinks"] else None
+    front = torch.rand(len(lengths), given["nodes"], given["front"]) < 0.5
+    mask = masked(tree, on_device, given["local"], front)
+    monkeypatch.setattr(kernel, "split_count", lambda *_: given["splits"])
+    found = kernel.tree_attention(
+        query, key, value, mask, sinks, dim**-0.5, given["cap"], getattr(given["local"], "size", 0)
+    )
+    expected = dense(query, key, value, unpacked(mask, slots), sinks, given["cap"])
+    assert found.dtype == dtype and found.shape == expected.shape
+    close = {"rtol": 1e-5, "atol": 4e-6} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 2e-3}
+    torch.testing.assert_close(found.double(), expected, **close)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (64, 64), (256, 128), (256, 256)])
+@pytest.mark.parametrize("shared", [64, 99, 163, 227])  # KiB, of GPUs from AMD's to the H100
+@pytest.mark.parametrize("rows", [4, 64, 256])
+def test_tiles_fit(rows: int, dim: int, value_dim: int, itemsize: int, shared: int) -> None:
+    cut = kernel.tiling(rows, dim, value_dim, itemsize, 132, shared * 2**10)
+    tile = (dim + value_dim) * cut.slots * itemsize
+    assert cut.rows * dim * itemsize + cut.stages * tile < shared * 2**10
+    assert cut.rows in (16, 32, 64, 128) and 64 % cut.slots == 0 and cut.resident >= 132
+
+
+#: Compiles both kernels for a GPU of the H100's kind, or AMD's, as a launch would.
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from modeling_patches import tree_attention as kernel
+
+kind, number, heads, dim, value_dim, capped, merged = eval(sys.argv[1])
+target = GPUTarget("cuda", 90, 32) if kind == "cuda" else GPUTarget("hip", "gfx942", 64)
+shared = 227 * 2**10 if kind == "cuda" else 2**16
+itemsize = 4 if number == "fp32" else 2
+padded, value_padded = kernel._padded(dim), kernel._padded(value_dim)
+cut = kernel.tiling(64, padded, value_padded, itemsize, 132, shared)
+held = {"GROUPS": heads, "V": value_dim, "VP": value_padded, "SINKS": True}
+split = {"D": dim, "DP": padded, "M": cut.rows, "N": cut.slots, "CAPPED": capped,
+         "MERGED": merged, "PRECISION": "ieee" if itemsize == 4 else "tf32"}
+types = {"parts": "*fp32", "mask": "*i64", "scale": "fp32", "cap": "fp32",
+         **dict.fromkeys(("q", "k", "v", "out", "sinks"), "*" + number)}
+options = {"num_warps": cut.warps, "num_stages": cut.stages}
+for function, given in ((kernel._split, {**held, **split}), (kernel._merge, {**held, "S": 64})):
+    names = function.arg_names
+    signature = {n: "constexpr" if n in given else types.get(n, "i32") for n in names}
+    constants = {(names.index(name),): value for name, value in given.items()}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=target, options=options)
+    assert made.metadata.shared <= shared, (made.metadata.shared, cut)
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("cuda", "bf16", 4, 128, 128, False, True), ("cuda", "fp32", 1, 192, 128, True, False),
+     ("hip", "fp16", 4, 128, 128, False, True)],
+    ids=str,
+)  # fmt: skip
+def test_it_compiles(case: tuple[Any, ...], tmp_path: Path) -> None:
+    """What the interpreter takes is not always what a GPU's compiler takes."""
+    own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    script = tmp_path / "compiles.py"
+    script.write_text(COMPILE)
+    found = subprocess.run(
+        [sys.executable, str(script), repr(case)], capture_output=True, text=True,
+        env={**os.environ, **own, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-2000:]
+
+
+def test_splits_fill_the_device() -> None:
+    assert kernel.split_count(8, 2048, 264) == 33  # one wave of as many programs as run at once
+    assert kernel.split_count(256, 2048, 264) == 1  # which nearly as many are, without
+    assert kernel.split_count(8, 3, 264) == 1  # too little to split
+    for programs, tiles in itertools.product((1, 24, 100, 300), (16, 129, 2049)):
+        assert 1 <= kernel.split_count(programs, tiles, 132) <= tiles // kernel.LEAST
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the kernel's queries; small caches are split, too."""
+    made: list[tuple[int, ...]] = []
+    run = kernel.tree_attention
+
+    def counted(query: Tensor, *rest: Any) -> Tensor:
+        made.append(tuple(query.shape))
+        return run(query, *rest)
+
+    monkeypatch.setattr(kernel, "tree_attention", counted)
+    monkeypatch.setattr(kernel, "split_count", lambda *_: 2)
+    return made
+
+
+#: Kinds of attention, and strategies whose trees, probes or pruning differ.
+RUNS = [
+    ("llama", "bita"), ("llama", "ppd"), ("llama", "propd"), ("llama", "layer_skip"),
+    ("gemma3", "bita"), ("cohere2", "space"), ("gpt_oss", "medusa"), ("llama4_text", "medusa"),
+    ("deepseek_v3", "prompt_lookup"), ("qwen3_next", "prompt_lookup"),
+]  # fmt: skip
+BY_KERNEL = [
+    ("llama", "medusa"), ("mistral", "prompt_lookup"), ("gemma2", "medusa"),
+    ("gpt_oss", "prompt_lookup"),
+]  # fmt: skip
+
+
+def check_model(tiny: Tiny, name: str, strategy: str, **settings: Any) -> None:
+    if name in ("gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next"):
+        model: Any = architectures.build(name)
+        model.set_attn_implementation(TREE_ATTENTION)
+    else:
+        model = tiny(name, TREE_ATTENTION)
+    config = methods()[strategy].adapter_config
+    adapter = lent(model, config(), random=True) if config else nullcontext()
+    with adapter:
+        check_same(model, drafting(strategy), **ragged((12, 7)), **settings)
+
+
+@pytest.mark.parametrize(("name", "strategy"), RUNS)
+def test_the_same_tokens(
+    tiny: Tiny, name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def counted(query: Tensor, *rest: Any) -> Tensor:
+        made.append(query.shape[2])
+        return emulated(query, *rest)
+
+    monkeypatch.setattr(kernel, "tree_attention", counted)
+    check_model(tiny, name, strategy)
+    assert max(made) > 1
+
+
+@pytest.mark.parametrize("strategy", ["medusa", "bita"])
+def test_windows_that_are_rings(tiny: Tiny, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their slots are bits, since tokens are not in order."""
+    made: list[tuple[int, int]] = []
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *rest: Any) -> Tensor:
+        made.append((key.shape[2], mask.shape[3]))
+        return emulated(query, key, value, mask, *rest)
+
+    monkeypatch.setattr(kernel, "tree_attention", counted)
+    model = tiny("gemma3", TREE_ATTENTION)
+    with lent(model, methods()[strategy].adapter_config(), random=True):
+        check_same(model, drafting(strategy), prompt(110), max_new_tokens=16)
+    slots = [count for count, _ in made]
+    assert min(slots) < max(slots) and max(numbers for _, numbers in made) > 4
+
+
+@pytest.mark.parametrize(("name", "strategy"), BY_KERNEL)
+def test_the_same_tokens_by_the_kernel(
+    tiny: Tiny, calls: list[tuple[int, ...]], name: str, strategy: str
+) -> None:
+    check_model(tiny, name, strategy, max_new_tokens=8)
+    assert any(shape[2] > 1 for shape in calls)
+
+
+@pytest.mark.parametrize("way", [CAPTURED, RECORDED], ids=["compiled", "recorded"])
+def test_in_programs(
+    shallow: Tiny,
+    calls: list[tuple[int, ...]],
+    way: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One program serves all lengths: the kernel is an operation that it contains."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    model: Any = shallow("mistral")
+    model.set_attn_implementation(TREE_ATTENTION)
+    given = {"return_dict_in_generate": True, **way, **drafting("prompt_lookup", max_nodes=4)}
+    output = check_same(model, given, prompt(), max_new_tokens=5)
+    found = output.spec_stats.details["compiled"]
+    assert found["kept"] and not found["refused"] and calls
+
+
+def test_long_prompts_in_chunks(tiny: Tiny, calls: list[tuple[int, ...]]) -> None:
+    """A continued prompt runs through forwards of trees: chains of more nodes than a word has."""
+    model = tiny("llama", TREE_ATTENTION)
+    given = {"return_dict_in_generate": True, "max_new_tokens": 2, "do_sample": False}
+    first = model.generate(prompt(8), **given, assistant_strategy="plain")
+    longer = torch.cat([first.sequences, prompt(66, seed=4)], 1)
+    plain = model.generate(longer, **given)
+    output = model.generate(
+        longer, past_key_values=first.past_key_values, **given, assistant_strategy="plain"
+    )
+    assert output.sequences.tolist() == plain.sequences.tolist()
+    assert max(shape[2] for shape in calls) > 64
+
+
+# -- what it is refused for -----------------------------------------------------------------------
+
+
+def test_refused_without_triton(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from modeling_patches import attention_masks
+
+    model = tiny("llama", TREE_ATTENTION)
+    monkeypatch.setattr(attention_masks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs Triton.*attn_implementation='sdpa'"):
+        model.generate(prompt(), assistant_strategy="prompt_lookup")
+
+
+def test_refused_on_cpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "INTERPRETS", False)
+    model = tiny("llama", TREE_ATTENTION)
+    if model.device.type == "cpu":
+        with pytest.raises(ValueError, match="is for GPUs, and the model is on cpu"):
+            model.generate(prompt(), assistant_strategy="prompt_lookup")
+    assert model.generate(prompt(), max_new_tokens=2).shape == (1, 14)  # plain generation runs
+
+
+def test_refused_where_keys_are_chosen() -> None:
+    model: Any = architectures.build("deepseek_v32")
+    model.set_attn_implementation(TREE_ATTENTION)
+    with pytest.raises(ValueError, match="chooses the keys that each query sees"):
+        model.generate(torch.randint(3, VOCAB, (1, 5)), assistant_strategy="prompt_lookup")
