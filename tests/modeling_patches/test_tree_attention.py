@@ -1,6 +1,7 @@
 """The kernel equals attention with a dense mask: by Triton's interpreter, which computes on a CPU
 what a GPU would, or on a GPU (``--device cuda``)."""
 
+import copy
 import itertools
 import os
 import random
@@ -225,7 +226,7 @@ BY_KERNEL = [
 
 def check_model(tiny: Tiny, name: str, strategy: str, **settings: Any) -> None:
     if name in ("gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next"):
-        model: Any = architectures.build(name)
+        model: Any = copy.deepcopy(architectures.build(name))  # which tests share
         model.set_attn_implementation(TREE_ATTENTION)
     else:
         model = tiny(name, TREE_ATTENTION)
@@ -328,7 +329,7 @@ def test_refused_on_cpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refused_where_keys_are_chosen() -> None:
-    model: Any = architectures.build("deepseek_v32")
+    model: Any = copy.deepcopy(architectures.build("deepseek_v32"))
     model.set_attn_implementation(TREE_ATTENTION)
     with pytest.raises(ValueError, match="chooses the keys that each query sees"):
         model.generate(torch.randint(3, VOCAB, (1, 5)), assistant_strategy="prompt_lookup")
