@@ -150,9 +150,6 @@ class TreeDrafter(Drafter, Holds):
     def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
         return self.using(tensors)
 
-    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Predictions:
-        return self.predict(root, depth, width, noise)
-
     def kept(self) -> Sequence[Tensor]:
         return ()
 
@@ -181,10 +178,10 @@ class TreeDrafter(Drafter, Holds):
                 predictions.
         """
         width = 1 + max(max(tree.ranks) for tree in trees)
-        predictions = self.predict(state.root, depth, width)
+        predictions = self.levels(state.root, depth, width)
         return predictions.ranked(trees, state.root), None
 
-    def predict(
+    def levels(
         self, root: Tensor, depth: int, width: int, noise: Tensor | None = None
     ) -> Predictions:
         """Predictions from the hidden states of the previous step.

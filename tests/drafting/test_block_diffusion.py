@@ -186,7 +186,7 @@ def check_trees(drafter: Any, io: dict[str, Tensor], step: str, root: Tensor) ->
             own = scores[parents[node]] + log_probs[depths[node] - 1, tokens[node]]
             torch.testing.assert_close(own, scores[node], **CLOSE)
         state, depth = SimpleNamespace(root=root), drafter.distances
-        predictions = drafter.predict(state, depth, 20)
+        predictions = drafter.levels(state, depth, 20)
         tree = Tree.unpacked(grow(predictions, root, len(tokens) - 1, depth))
         assert tree.host.probs[0].sum() > scores.exp().sum() - 1e-5
 

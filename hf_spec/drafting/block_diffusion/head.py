@@ -45,6 +45,7 @@ class BlockHead(ConditionalHead):
         self.top_k: int | None = None
 
     @classmethod
+    @abstractmethod
     def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
         """Tensors of a new head by name, with which it changes nothing.
 
@@ -53,7 +54,6 @@ class BlockHead(ConditionalHead):
             known: how many tokens may come before.
             model: the base model.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def given(

@@ -114,7 +114,7 @@ class OnlineTrees(AdaptiveTrees):
     def predictions(
         self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int
     ) -> Expands:
-        made = drafter.predict(state.root, depth, max(width, self.hits.ranks))
+        made = drafter.levels(state.root, depth, max(width, self.hits.ranks))
         self._predicted = made, state.root
         return Ranked(made, self.hits.chances)
 
