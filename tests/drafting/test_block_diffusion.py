@@ -185,8 +185,8 @@ def check_trees(drafter: Any, io: dict[str, Tensor], step: str, root: Tensor) ->
         for node in range(1, len(tokens)):
             own = scores[parents[node]] + log_probs[depths[node] - 1, tokens[node]]
             torch.testing.assert_close(own, scores[node], **CLOSE)
-        state, depth = SimpleNamespace(root=root), drafter.distances
-        predictions = drafter.levels(state, depth, 20)
+        depth = drafter.distances
+        predictions = drafter.levels(root, depth, 20)
         tree = Tree.unpacked(grow(predictions, root, len(tokens) - 1, depth))
         assert tree.host.probs[0].sum() > scores.exp().sum() - 1e-5
 
