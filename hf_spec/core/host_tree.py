@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_spec.core.probes import ProbeGroup, ProbeLayout
 from hf_spec.core.token_tree import depths_of
 
 
@@ -82,17 +83,33 @@ class HostTree(NamedTuple):
     depths: Any
     tokens: Any
 
-    def ancestors(self) -> Any:
+    def ancestors(
+        self, group: ProbeGroup | None = None, probes: ProbeLayout | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> Any:  # fmt: skip
         """``(batch, nodes, nodes)`` bool: whether the second node is the first one, or an ancestor
-        of it; padding has none."""
-        batch, nodes = self.parents.shape
-        seen = np.zeros((batch, nodes, nodes), bool)
-        row, own = np.arange(batch)[:, None], np.arange(nodes)
+        of it, or a probe of its group that it sees.
+
+        Args:
+            group, probes: the probes under the nodes, which come after these; None for none.
+            shape: numbers of nodes and of probes, padding included; None for no padding. Padding
+                has no ancestors; that of probes sees what the root sees.
+        """
+        batch, count = self.parents.shape
+        nodes, behind = shape or (count, 0 if probes is None else probes.kinds.shape[1])
+        seen = np.zeros((batch, nodes + behind, nodes + behind), bool)
+        row, own = np.arange(batch)[:, None], np.arange(count)
         above = np.where(self.probs > 0, self.parents, own)
         node = np.broadcast_to(own, above.shape)
         for _ in range(int(self.depths.max()) + 1):
             seen[row, own, node] = True
             node = above[row, node]
+        if group is not None and probes is not None:
+            end = nodes + probes.kinds.shape[1]
+            seen[:, nodes:end] = seen[row, probes.nodes]
+            seen[:, nodes:end, nodes:end] = probes.visible(group)
+        everyone = np.arange(nodes + behind)
+        seen[:, everyone, everyone] = True
         return seen
 
     def rows(self, sizes: Sequence[int]) -> list[Row]:

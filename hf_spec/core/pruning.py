@@ -8,6 +8,7 @@ dropped nodes are dropped with them. This module knows only trees.
 import dataclasses
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -68,10 +69,8 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
     rank = torch.where(valid, log_p.clamp(min=_LEAST), 3 * _LEAST)
     rank = torch.where(likely, rank, rank + 2 * _LEAST)
     order = rank.argsort(dim=-1, descending=True, stable=True)
-    parts = [torch.stack([likely.sum(-1), valid.sum(-1)], dim=1), order]
-    parts += [] if tree.probe_counts is None else [tree.probe_counts]
     # The deeper layers' number of nodes: with the step's result, all that the host waits for.
-    found = torch.cat(parts, dim=1).tolist()
+    found = torch.cat([torch.stack([likely.sum(-1), valid.sum(-1)], dim=1), order], dim=1).tolist()
     wanted, real = sum(row[0] for row in found), [row[1] for row in found]
     count = next(n for n in range(1, size + 1) if sum(min(n, most) for most in real) >= wanted)
     if count == size:
@@ -79,9 +78,10 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
     nodes = order[:, :count].sort(dim=-1).values
     alive = connected(tree, torch.zeros_like(likely).scatter_(1, nodes, True))
     rows, first, counts = nodes, None, None
-    if tree.first_probe is not None and tree.probe_counts is not None:
+    if tree.first_probe is not None and tree.probe_counts is not None and tree.probes is not None:
         under = alive.gather(1, tree.parents[:, size:])  # whose probes are kept
-        most = max(sum(row[2 + size + node] for node in row[2 : 2 + count]) for row in found)
+        kept_counts = np.take_along_axis(tree.probes.counts, np.array(found)[:, 2 : 2 + count], 1)
+        most = int(kept_counts.sum(1).max())
         chosen = torch.argsort(~under, dim=-1, stable=True)[:, :most]
         rows = torch.cat([nodes, size + chosen], dim=1)
         # Probes keep their order, so a group moves forward by the probes dropped before it.
@@ -92,7 +92,7 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
     kept[:, :count] = alive.gather(1, nodes)
     return _of_rows(
         tree, rows, nodes, valid=kept, row_sizes=tuple(min(count, most) - 1 for most in real),
-        first_probe=first, probe_counts=counts,
+        first_probe=first, probe_counts=counts, probes=None,
     ), rows  # fmt: skip
 
 

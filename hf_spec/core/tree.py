@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_spec.core.host_tree import HostTree, Row
-from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.probes import ProbeGroup, ProbeLayout
+from hf_spec.core.token_tree import TokenTree, depths_of
 from hf_spec.core.transfer import sent
 
 
@@ -43,6 +43,7 @@ class Tree:
         first_probe: ``(batch, tokens)`` index of the first probe of each node that has a token,
             counted after these nodes.
         probe_counts: ``(batch, tokens)`` how many probes each of them has.
+        probes: where they are, on the host; None if it does not know, or there are none.
         q: ``(batch, tokens, vocab)`` distribution that each draft token was sampled from, after all
             logits processors; None if none was sampled. That of the root is ignored.
         host: the same trees on the host if the probabilities of their nodes are known. The policy
@@ -63,6 +64,7 @@ class Tree:
     group: ProbeGroup | None = None
     first_probe: Tensor | None = None
     probe_counts: Tensor | None = None
+    probes: ProbeLayout | None = None
     q: Tensor | None = None
     host: HostTree | None = None
     above: Sequence[Sequence[int]] | None = None
@@ -105,18 +107,43 @@ class Tree:
         return Tree.of_host(host, [len(row.tokens) - 1 for row in rows], device)
 
     @staticmethod
-    def of_host(host: HostTree, sizes: Sequence[int], device: torch.device | str) -> Tree:
-        """Trees that the host knows, with these numbers of draft tokens, in one transfer."""
-        nodes = host.tokens.shape[1]
-        real = np.arange(nodes) <= np.array(sizes)[:, None]
-        parents, depths = host.parents * real, np.where(real, host.depths, 1)
-        parents[:, 0] = -1
+    def of_host(
+        host: HostTree, sizes: Sequence[int], device: torch.device | str,
+        group: ProbeGroup | None = None, probes: ProbeLayout | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> Tree:  # fmt: skip
+        """Trees that the host knows, with these numbers of draft tokens, in few transfers.
+
+        Args:
+            host: the trees without probes.
+            group, probes: the probes under their nodes; None for none.
+            shape: numbers of nodes with a token, and of probes, padding included; None for no
+                padding.
+        """
+        batch, count = host.tokens.shape
+        nodes, behind = shape or (count, 0 if probes is None else probes.kinds.shape[1])
+        real = np.arange(count) <= np.array(sizes)[:, None]
+        depths = np.where(real, host.depths, 1)
         row_depths = tuple((depths * real).max(1).tolist())
-        tokens, above, deep, valid = sent(np.stack([host.tokens, parents, depths, real]), device)
-        return Tree(
-            tokens, above, deep, valid.bool(), tuple(sizes), row_depths,
-            all(depth + 1 == nodes for depth in row_depths), host=host, above=parents.tolist(),
+        above = host.parents * real
+        above[:, 0] = -1
+        parts = np.zeros((4 if probes is None else 6, batch, nodes + behind), np.int64)
+        parts[:4, :, :count] = host.tokens, above, depths, real
+        if group is not None and probes is not None:
+            end = nodes + probes.kinds.shape[1]
+            under = probes.depths(depths, group)
+            parts[:4, :, nodes:end] = probes.kinds, probes.nodes, under, probes.real
+            parts[4:, :, :count] = probes.first, probes.counts
+        tokens, parents, deep, valid, *places = sent(parts, device)
+        first, counts = (part[:, :nodes] for part in places) if places else (None, None)
+        tree = Tree(
+            tokens, parents, deep, valid.bool(), tuple(sizes), row_depths,
+            all(depth + 1 == nodes for depth in row_depths), group, first, counts, probes,
+            host=host, above=above.tolist(),
         )  # fmt: skip
+        if shape is None:  # else it is forwarded; it may still be cut
+            return tree
+        return tree.with_ancestors(sent(host.ancestors(group, probes, shape), device))
 
     @staticmethod
     def packed(parents: Tensor, depths: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
@@ -177,38 +204,26 @@ class Tree:
         """The parents of the nodes that have a token: in a transfer if the host does not know."""
         return self.parents[:, : self.num_tokens].tolist() if self.above is None else self.above
 
+    @property
+    def structure(self) -> HostTree:
+        """The trees without probes on the host, whose tokens and probabilities it may not know."""
+        if self.host is not None:
+            return self.host
+        above = self.parents_on_host()
+        real = np.arange(self.num_tokens) <= np.array(self.row_sizes)[:, None]
+        depths = np.array([depths_of(row) for row in above])
+        parents = np.maximum(np.array(above), 0)
+        return HostTree(real.astype(float), parents, depths, np.zeros_like(parents))
+
     @cached_property
     def ancestors(self) -> Tensor:
         """``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k, which is q, one of its
         ancestors, or a probe of its group."""
-        nodes = self.num_tokens
-        order = torch.arange(self.num_nodes, device=self.parents.device)
-        own, rows = order[:nodes], (self.batch_size, -1, -1)
-        if self.host is not None:
-            seen = sent(self.host.ancestors(), order.device)
-        elif self.is_chain and min(self.row_sizes) + 1 == nodes:
-            seen = (own <= own[:, None]).expand(rows)
-        else:
-            seen = torch.eye(nodes, dtype=torch.bool, device=order.device).repeat(rows[0], 1, 1)
-            above = self.parents[:, :nodes].clamp(min=0)
-            up = step = torch.where(self.valid[:, :nodes], above, own)
-            for _ in range(self.max_depth):
-                seen.scatter_(2, up[:, :, None], True)
-                up = step.gather(1, up)
-        if not self.num_probes or self.group is None:
-            return seen
-        everyone = seen.new_zeros(self.batch_size, self.num_nodes, self.num_nodes)
-        everyone[:, :nodes, :nodes] = seen
-        anchors, real = self.parents[:, nodes:], self.valid[:, nodes:]
-        everyone[:, nodes:, :nodes] = seen.gather(1, anchors[:, :, None].expand(-1, -1, nodes))
-        # A probe sees its own group. Padding has none; it sees what the root sees, and itself.
-        group = torch.where(real, anchors, order[nodes:])
-        same = group[:, :, None] == group[:, None, :]
-        kinds, (_, visible) = self.tokens[:, nodes:], group_tensors(self.group, str(order.device))
-        everyone[:, nodes:, nodes:] = same & visible[kinds].gather(
-            2, kinds[:, None].expand_as(same)
-        )
-        return everyone
+        nodes, device = self.num_nodes, self.parents.device
+        if self.is_chain and self.host is None and min(self.row_sizes) + 1 == nodes:
+            order = torch.arange(nodes, device=device)
+            return (order <= order[:, None]).expand(self.batch_size, -1, -1)
+        return sent(self.structure.ancestors(self.group, self.probes), device)
 
     @property
     def drafted(self) -> Tree:
@@ -221,7 +236,7 @@ class Tree:
         tree = dataclasses.replace(
             self, tokens=self.tokens[:, :nodes], parents=self.parents[:, :nodes],
             depths=self.depths[:, :nodes], valid=self.valid[:, :nodes], group=None,
-            first_probe=None, probe_counts=None,
+            first_probe=None, probe_counts=None, probes=None,
         )  # fmt: skip
         return tree.with_ancestors(self.ancestors[:, :nodes, :nodes])
 
@@ -251,7 +266,7 @@ class Tree:
         if self.num_probes:
             tokens = torch.cat([tokens, self.tokens[:, self.num_tokens :]], dim=1)
         # Trees without tokens are kept from step to step: their ancestors are computed once.
-        return self.changed(tokens=tokens, q=q).with_ancestors(self.ancestors)
+        return self.changed(tokens=tokens, q=q, host=None).with_ancestors(self.ancestors)
 
     def without(self, tokens: Sequence[int]) -> Tree:
         """The trees in which draft tokens of these ids cannot be accepted."""
@@ -259,7 +274,7 @@ class Tree:
         found = torch.isin(self.tokens, unwanted).to(self.valid.device)
         found[:, 0] = False
         found[:, self.num_tokens :] = False  # probes, whose tokens are indices
-        return self.changed(valid=self.valid & ~found)
+        return self.changed(valid=self.valid & ~found, host=None)
 
     def within(self, depths: Sequence[int]) -> Tree:
         """The trees in which draft tokens deeper than this, per row, cannot be accepted."""
@@ -267,7 +282,7 @@ class Tree:
             return self
         deep = self.depths > sent(depths, self.depths.device)[:, None]
         deep[:, self.num_tokens :] = False  # probes
-        return self.changed(valid=self.valid & ~deep)
+        return self.changed(valid=self.valid & ~deep, host=None)
 
     def likeliest(self, count: int) -> Tree:
         """The ``count`` likeliest draft tokens of trees without probes."""
@@ -286,35 +301,30 @@ class Tree:
         )  # fmt: skip
 
     def attach_probes(
-        self, group: ProbeGroup, counts: Sequence[Sequence[int]] | None = None
-    ) -> Tree:
+        self, group: ProbeGroup, counts: Sequence[Sequence[int]] | None = None,
+        shared: bool = False,
+    ) -> Tree:  # fmt: skip
         """The trees with probes of a group: so many of the first ones under each node of each
-        row's tree as ``counts`` has, or all of them."""
-        nodes, device = self.num_nodes, self.parents.device
+        row's tree as ``counts`` has, or all of them. ``shared``: all nodes have those of the root,
+        a node of depth d without the first d."""
+        host, nodes = self.structure, self.num_nodes
         counts = [[len(group)] * nodes] * self.batch_size if counts is None else counts
-        count = sent([[*row, *[0] * (nodes - len(row))] for row in counts], device, torch.long)
-        end = count.cumsum(-1)
-        first = end - count
-        places = torch.arange(max(map(sum, counts)), device=device).expand(len(count), -1)
-        real = places < end[:, -1:]
-        # A probe belongs to the first node whose probes end after it.
-        anchors = torch.searchsorted(end, places.contiguous(), right=True) * real
-        kinds = (places - first.gather(1, anchors)) * real
-        depths = self.depths.gather(1, anchors) + group_tensors(group, str(device))[0][kinds]
-
-        def joined(own: Tensor, probes: Tensor) -> Tensor:
-            return torch.cat([own, probes], dim=1)
-
-        return dataclasses.replace(
-            self, tokens=joined(self.tokens, kinds.to(self.tokens.device)),
-            parents=joined(self.parents, anchors), depths=joined(self.depths, depths),
-            valid=joined(self.valid, real), group=group, first_probe=first, probe_counts=count,
-        )  # fmt: skip
+        probes = ProbeLayout.of([[*row, *[0] * (nodes - len(row))] for row in counts])
+        if shared:
+            own = np.where(host.probs > 0, host.depths, 1)
+            probes = probes._replace(first=own, counts=probes.counts[:, :1] - own)
+        tree = Tree.of_host(host, self.row_sizes, self.parents.device, group, probes)
+        if self.host is None:
+            tree = tree.with_tokens(self.tokens, self.q)
+        return tree.changed(whole=self.whole)
 
     # -- for compiled code -------------------------------------------------------------------
 
     def padded(self, tokens: int, probes: int) -> Tree:
         """The trees padded to these numbers of nodes with tokens, and of probes."""
+        if self.host is not None:
+            shape, device = (tokens, probes), self.parents.device
+            return Tree.of_host(self.host, self.row_sizes, device, self.group, self.probes, shape)
         nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
 
         def wider(part: Tensor) -> Tensor:

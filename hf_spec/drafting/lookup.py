@@ -132,11 +132,9 @@ def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
 
 def _appended(tree: Tree, lookups: Sequence[Row]) -> Tree:
     """The trees, which are forwarded whole, with looked-up draft tokens appended."""
-    sizes, nodes, parts = tree.row_sizes, tree.num_tokens, [tree.tokens[:, : tree.num_tokens]]
-    if tree.probe_counts is not None:
-        parts.append(tree.probe_counts.to(tree.tokens.device))
-    # One transfer: the device has chosen the tokens that looked-up ones may be equal to.
-    known = torch.cat(parts, dim=1).tolist()
+    sizes = tree.row_sizes
+    # A transfer: the device has chosen the tokens that looked-up ones may be equal to.
+    known = tree.tokens[:, : tree.num_tokens].tolist()
     own = [
         Row([*parents[: size + 1]], tokens[: size + 1], [1.0] * (size + 1))
         for parents, tokens, size in zip(tree.parents_on_host(), known, sizes)
@@ -149,12 +147,9 @@ def _appended(tree: Tree, lookups: Sequence[Row]) -> Tree:
             certain[row, : size + 1] = q[row, : size + 1]
         q = certain
     both = both.changed(q=q, host=None)
-    if tree.group is None or tree.probe_counts is None:
+    if tree.group is None or tree.probes is None:
         return both
     # No probes at looked-up nodes: lookups hit in runs, so the next step mostly has one again, and
     # probes of all of them would be most of the step.
-    counts = [
-        [*counts[nodes:][: size + 1], *[0] * (len(row.tokens) - size - 1)]
-        for counts, size, row in zip(known, sizes, rows)
-    ]
+    counts = [[*row[: size + 1]] for row, size in zip(tree.probes.counts.tolist(), sizes)]
     return both.attach_probes(tree.group, counts)

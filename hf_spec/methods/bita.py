@@ -191,10 +191,9 @@ class BitaDrafter(ProbeDrafter):
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         if self.options.tree != STRAIGHTFORWARD:
             return super().attach_probes(tree, ahead)
-        count = len(self.group)
-        probed = super().attach_probes(tree, [[count] + [0] * (len(row) - 1) for row in ahead])
         # After c accepted draft tokens, the first c predictions of the root's group are outdated.
-        return probed.changed(first_probe=tree.depths, probe_counts=count - tree.depths)
+        counts = [[len(self.group)] + [0] * (len(row) - 1) for row in ahead]
+        return tree.attach_probes(self.group, counts, shared=True)
 
 
 METHOD = Method(

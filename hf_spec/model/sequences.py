@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.stateful import sequence_cache, states_before
-from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.transfer import sent
 from hf_spec.model.block import near
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -107,7 +108,8 @@ class _Run:
         self.anchors = anchors = anchors.to(self.device)
         self.batch, self.seq = input_ids.shape
         self.group = group
-        offsets, self.within = group_tensors(group, str(self.device))
+        offsets = sent(group.offsets, self.device, torch.long)
+        self.within = sent(group.visible, self.device, torch.bool)
         self.positions = (self.real.long().cumsum(-1) - 1).clamp(min=0)
         at = self.positions.gather(1, anchors)
         self.probe_positions = (at[:, :, None] + offsets).flatten(1)
