@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class Acceptance:
         self.recorded: list[tuple[Tensor, Tensor]] = []
         #: Rows whose scores are known: more than are wanted, if it is not known which are.
         self._scored: Sequence[bool] = ()
+        #: Number of logits, and their device, once they are known.
+        self._drawn_for: tuple[int, torch.device]
         self.noise: SamplingNoise | None = None
         if self.do_sample and options.acceptance == "match":
             ids = scorer.sequences.ids
@@ -78,15 +80,18 @@ class Acceptance:
         """
         if self.matches(tree):
             return GREEDY
-        scorer, noise, key = self.scorer, self.noise, self.scorer.key
-        if not recorded or noise is None or key is None or self.records or tree.q is not None:
+        noise, key = self.noise, self.scorer.key
+        if not recorded or key is None or self.records or tree.q is not None:
+            return None
+        if self.options.acceptance == "typical":
+            return self._typical_program(tree, key)
+        if noise is None:
             return None
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
-            every, rows = logits.flatten(0, 1), torch.arange(len(logits), device=logits.device)
-            scores = scorer(every, tree.tokens.new_zeros(len(every), 0), [True] * len(every))
+            rows = torch.arange(len(logits), device=logits.device)
             chosen = inputs[0][rows[:, None], tree.depths[:, : logits.shape[1]]]
-            p = scores.unflatten(0, logits.shape[:2]).softmax(-1)
+            p = self._rowwise(tree, logits).softmax(-1)
             return verify.match(tree, verify.sample(p, chosen))
 
         def later(inputs: Sequence[Tensor], result: StepResult, depth: int) -> Tensor:
@@ -98,6 +103,23 @@ class Acceptance:
 
         drawn = noise.drawn(bucket(tree.max_depth + 1 + ahead))
         return VerifyProgram(("sampled", key, noise.temperature), accept, [drawn], later)
+
+    def _typical_program(self, tree: Tree, key: Hashable) -> VerifyProgram:
+        """Typical acceptance, whose bonus token is sampled with numbers that are drawn before."""
+        limits = self.options.typical_epsilon, self.options.typical_delta
+
+        def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
+            def select(scores: Tensor, active: Tensor, depth: int) -> Tensor:
+                return verify.sample(scores.softmax(-1), *inputs) if inputs else scores.argmax(-1)
+
+            active = tree.valid[:, 0]  # what finished rows get does not matter
+            return verify.typical(tree, self._rowwise(tree, logits), select, active, *limits)
+
+        drawn = [
+            torch.empty(tree.batch_size, width, device=device).exponential_()
+            for width, device in [self._drawn_for] * self.do_sample
+        ]
+        return VerifyProgram(("typical", key, limits, self.do_sample), accept, drawn)
 
     def __call__(self, tree: Tree, logits: Tensor, unfinished: list[bool]) -> StepResult:
         """Choose the accepted path of every row that is unfinished, by logits ``(batch, tokens,
@@ -111,6 +133,7 @@ class Acceptance:
             # emitted, as the token after its parent.
             tree = tree.without(list(eos))
         self.recorded = []
+        self._drawn_for = logits.shape[-1], logits.device
         active = sent(unfinished, logits.device)
         if self.options.acceptance == "typical":
             return self._typical(tree.drafted, logits, active)
@@ -163,18 +186,21 @@ class Acceptance:
             self.recorded = [(logits[rows, nodes].float(), scores[rows, nodes]) for nodes in path]
         return result
 
+    def _rowwise(self, tree: Tree, logits: Tensor) -> Tensor:
+        """:meth:`_everywhere` of processors that treat each row alone."""
+        every = logits.flatten(0, 1)
+        scores = self.scorer(every, tree.tokens.new_zeros(len(every), 0), [True] * len(every))
+        return scores.unflatten(0, logits.shape[:2])
+
     def _everywhere(self, tree: Tree, logits: Tensor) -> Tensor:
         """Scores ``(batch, tokens, vocab)`` float32 at all nodes."""
-        batch, nodes = tree.tokens.shape
         if self.scorer.rowwise:
-            every = logits.flatten(0, 1)
-            scores = self.scorer(every, tree.tokens.new_zeros(len(every), 0), [True] * len(every))
-            return scores.unflatten(0, (batch, nodes))
+            return self._rowwise(tree, logits)
         scores = logits.to(torch.float32, copy=True)
         for node, depths in enumerate(tree.depths.T.tolist()):
             # The nodes on the path to this one come first, by their depths.
             off_path = ~tree.ancestors[:, node]
-            order = tree.depths.masked_fill(off_path, nodes).argsort(dim=1)
+            order = tree.depths.masked_fill(off_path, tree.num_nodes).argsort(dim=1)
             for depth in set(depths):
                 rows = [own == depth for own in depths]
                 suffix = tree.tokens.gather(1, order[:, 1 : depth + 1])

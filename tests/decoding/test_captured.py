@@ -72,6 +72,25 @@ def test_every_method(tiny: Tiny, name: str, variant: str) -> None:
         check(model, without_pruning(variant_of(name, variant)), **given, max_new_tokens=12)
 
 
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_typical_acceptance(shallow: Tiny, settings: dict[str, Any]) -> None:
+    """The tokens of eager steps, also of a seed where nothing is recorded any more."""
+    model, made = adapt(shallow(), "medusa"), []
+    lossy = drafting("medusa", num_draft_tokens=6, acceptance="typical", typical_epsilon=0.02)
+    given = {**lossy, **settings, "max_new_tokens": 24}
+
+    def tokens(**way: Any) -> Tensor:
+        torch.manual_seed(3)
+        output = generate(model, ragged(), **given, **way)
+        assert output.spec_stats.num_drafted_tokens > 0
+        made.append(compiled(output)["made"] if way else 0)
+        return output.sequences
+
+    for _ in range(2):
+        tokens(**RECORDED)
+    assert torch.equal(tokens(**RECORDED), tokens()) and made[0] and not made[2]
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt2", "bloom"])
 def test_windows_and_positions(shallow: Tiny, architecture: str) -> None:
     model = adapt(shallow(architecture, layers=2), "medusa")
