@@ -30,9 +30,10 @@ FOLDERS = {
     "org/model-propd": "adapters/propd", "medusa": "adapters/medusa", "space": "adapters/space",
     "M": "model", "DIR": "adapters/medusa", "skip": "adapters/layer_skip",
     "small-ppd": "adapters/ppd",
+    "hub_cards/adapters/smollm2-135m-instruct-medusa": "adapters/medusa",
 }  # fmt: skip
-#: A model for chats: the demo model with this template.
-CHAT = "Qwen/Qwen3-0.6B"
+#: Models for chats: the demo model with this template.
+CHATS = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B"
 TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
 PARSER = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
 
@@ -46,12 +47,13 @@ def with_python(pages: list[Path]) -> list[Path]:
 def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What examples take for granted, in a folder with everything they name."""
     for name, target in FOLDERS.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(DEMO / target)
-    (tmp_path / CHAT).mkdir(parents=True)
-    for file in (DEMO / "model").iterdir():
-        (tmp_path / CHAT / file.name).symlink_to(file)
-    (tmp_path / CHAT / "chat_template.jinja").write_text(TEMPLATE)
+    for chat in CHATS:
+        (tmp_path / chat).mkdir(parents=True)
+        for file in (DEMO / "model").iterdir():
+            (tmp_path / chat / file.name).symlink_to(file)
+        (tmp_path / chat / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers" / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n')
     monkeypatch.chdir(tmp_path)

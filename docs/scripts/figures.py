@@ -36,6 +36,14 @@ FILLS = {
     "token": "#dcdcdc", "root": "#8fb7e8", "draft": "#cfe2f9", "probe": "#f7d08a",
     "learned": "#f3b6a6", "gone": "#ffffff", "model": "#e8e3f3", "plain": "#ffffff",
 }  # fmt: skip
+#: The benchmark table that ``gain.svg`` shows, and its rows by what they are called there.
+GPU_TABLE = "## On a GPU"
+GAINS = {
+    "plain `generate`": "plain generate",
+    "plain `generate`, compiled by Transformers": "plain generate, compiled: 44 s",
+    "`prompt_lookup`, [CUDA graphs](../guides/compiled.md)": "prompt_lookup, recorded: 4 s",
+    "`medusa`, CUDA graphs": "medusa, recorded: 4 s",
+}
 #: The benchmark table that ``speed.svg`` shows, and its columns by what they are called there.
 TABLE = "### bfloat16, with AMX"
 SHOWN = {"speedup (95 %)": "as it is", "compiled (95 %)": "compiled"}
@@ -395,6 +403,52 @@ def drawn(figure: Any) -> Scheme:
     return scheme
 
 
+def gain() -> Scheme:
+    """Tokens per second on a GPU, plain and with strategies."""
+    found = read_gains(BENCHMARKS.read_text())
+    figure, axes = plt.subplots(figsize=(8.6, 2.3))
+    colors = ["#b9b9b9" if name.startswith("plain") else "#3f6fb5" for name in found]
+    bars = axes.barh(list(found), list(found.values()), 0.62, color=colors)
+    axes.bar_label(bars, padding=4)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, max(found.values()) * 1.1), xticks=[])
+    axes.set_title(
+        "tokens per second, a model of 8B parameters on one H200, one request", fontsize=11,
+        loc="left",
+    )  # fmt: skip
+    axes.tick_params("y", length=0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    return drawn(figure)
+
+
+def read_gains(text: str) -> dict[str, float]:
+    """Tokens per second of the rows of `GAINS`, by their names in the picture."""
+    rows = [line.split("|") for line in text.partition(GPU_TABLE)[2].splitlines() if is_row(line)]
+    cells = {row[1].strip(): row[2].strip() for row in rows}
+    return {shown: float(cells[name]) for name, shown in GAINS.items()}
+
+
+def choose() -> Scheme:
+    """Which strategy to begin with."""
+    scheme = Scheme(15.6, 7.6)
+    questions = [
+        ("MTP layers in the checkpoint?", "mtp"),
+        ("a released drafter for it?", "hf-spec import: eagle3, dflash, dspark"),
+        ("a small model with its tokenizer?", "draft_model"),
+        ("an hour of a GPU?", "hf-spec distill, then train medusa"),
+    ]
+    for order, (question, answer) in enumerate(questions):
+        y = 6.8 - 1.5 * order
+        asked = scheme.box(0.3, y, question, "root", width=6.6)
+        scheme.arrow((6.9, y), (8.4, y), gap=2)
+        scheme.text(7.6, y + 0.25, "yes", fontsize=9)
+        scheme.box(8.4, y, answer, "draft", width=7.0)
+        scheme.arrow((asked[0], y - 0.36), (asked[0], y - 1.14), gap=1)
+        scheme.text(asked[0] + 0.5, y - 0.75, "no", fontsize=9)
+    scheme.box(0.3, 0.8, "prompt_lookup", "draft", width=6.6)
+    return scheme
+
+
 def read_speeds(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     """Contenders and, eager and compiled, their speedups, as the benchmark page has them, fastest
     first; None for what was not measured.
@@ -434,8 +488,8 @@ def speed_in(cell: str) -> float | None:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        speed, steps, architecture, plain, prompt_lookup, layer_skip, bita, space, ppd, medusa,
-        eagle3, propd, mtp, draft_model, dflash, dspark,
+        gain, speed, choose, steps, architecture, plain, prompt_lookup, layer_skip, bita, space,
+        ppd, medusa, eagle3, propd, mtp, draft_model, dflash, dspark,
     )
 }  # fmt: skip
 

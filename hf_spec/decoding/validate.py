@@ -16,17 +16,25 @@ from hf_spec.methods.registry import Method, get_method
 from modeling_patches.attention_masks import check_attention
 from modeling_patches.support import activated_loras, check_cache_stays, check_model
 
-#: Options of other decoding modes.
-_OTHER_MODES = (
-    "penalty_alpha", "dola_layers", "low_memory", "prompt_lookup_num_tokens",
-    "assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type",
-    "constraints", "force_words_ids",
-)  # fmt: skip
+_ONE_OF_TWO = "Leave one of the two out."
+#: Options of other decoding modes, and what to do without them.
+_OTHER_MODES = {
+    "prompt_lookup_num_tokens": (
+        "Drop it: assistant_strategy='prompt_lookup', and lookups beside other strategies, choose "
+        "by themselves how many tokens to draft."
+    ),
+    "use_mtp": "Drop it: assistant_strategy='mtp' drafts with the same layers.",
+    "assistant_early_exit": "Drop it: assistant_strategy='layer_skip' drafts with some layers.",
+    "speculation_type": "Drop it: the strategy alone names the drafter.",
+    **dict.fromkeys(
+        ("penalty_alpha", "dola_layers", "low_memory", "assistant_ensemble_weight",
+         "constraints", "force_words_ids"), _ONE_OF_TWO,
+    ),
+}  # fmt: skip
 
 
 #: What is wrong, if anything; the option, its value, why it is refused, and what to do.
 Refusal = tuple[object, str, Any, str, str]
-_ONE_OF_TWO = "Leave one of the two out."
 
 
 def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -68,10 +76,10 @@ def _of_other_modes(config: GenerationConfig) -> Iterator[Refusal]:
     for option in ("num_beams", "num_beam_groups"):
         value = getattr(config, option, None) or 1
         yield value > 1, option, value, "beam search keeps several hypotheses per row.", _ONE_OF_TWO
-    for option in _OTHER_MODES:
+    for option, remedy in _OTHER_MODES.items():
         value = getattr(config, option, None)
         wrong = value is not None and value is not False
-        yield wrong, option, value, "it names another decoding method.", _ONE_OF_TWO
+        yield wrong, option, value, "it names another decoding method.", remedy
 
 
 def _of_the_call(
