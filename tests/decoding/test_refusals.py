@@ -50,13 +50,21 @@ def test_options(tiny: Tiny, kwargs: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("use_mtp", True), ("speculation_type", "dflash"), ("low_memory", True)]
+    ("option", "value", "remedy"),
+    [
+        ("use_mtp", True, "assistant_strategy='mtp'"),
+        ("speculation_type", "dflash", "the strategy alone"),
+        ("low_memory", True, "Leave one"),
+        ("prompt_lookup_num_tokens", 5, "assistant_strategy='prompt_lookup'"),
+    ],
 )
-def test_modes_that_not_every_release_has(tiny: Tiny, spec: Spec, option: str, value: Any) -> None:
+def test_modes_that_not_every_release_has(
+    tiny: Tiny, spec: Spec, option: str, value: Any, remedy: str
+) -> None:
     """A configuration keeps options that its release does not know."""
     model, config = tiny(), GenerationConfig(**GREEDY, **spec)
     setattr(config, option, value)
-    with no_forward(model), pytest.raises(ValueError, match=f"{option}={value!r}.*Leave one"):
+    with no_forward(model), pytest.raises(ValueError, match=f"{option}={value!r}.*{remedy}"):
         model.generate(prompt(), generation_config=config)
 
 
