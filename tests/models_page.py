@@ -120,9 +120,9 @@ def tables(outcomes: Outcomes) -> str:
     every = sorted(kind for kind in built if len(works[kind]) == len(strategies))
     some = sorted(built - set(refused) - set(every))
     lines = [
-        f"Of the {len(outcomes)} causal model types of Transformers {release}, {len(every)} run "
-        f"with every strategy, {len(some)} with some and {len(refused)} with none; "
-        f"{len(outcomes) - len(built)} were not built tiny.",
+        f"Transformers {release} has {len(outcomes)} causal model types. Every strategy works with "
+        f"{len(every)} of them, some strategies with {len(some)}, and none with {len(refused)}. "
+        f"{len(outcomes) - len(built)} types have no tiny version that could be tried.",
         "",
         "## By name",
         "",
