@@ -27,7 +27,7 @@ def bench(
     adapter: opt.Adapters = None,
     assistant: Annotated[
         list[str] | None,
-        Option(help="Smaller model that drafts, or, for stock assistance, an adapter; repeatable."),
+        Option(help="Smaller model that drafts; repeatable."),
     ] = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
@@ -133,23 +133,10 @@ def bench(
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` with an assistant model: that of a folder or repository,
-    or the base of an adapter folder, which drafts in Transformers' assisted decoding with the
-    adapter's strategy."""
-    from hf_spec.files import read_json
-    from hf_spec.tools.bench.contenders import read_adapters
-    from hf_spec.tools.hub.folder import CONFIG
-
-    dtype, config = str(model.dtype).removeprefix("torch."), Path(path, CONFIG)
-    adapters = read_adapters([path]) if config.is_file() else []
-    if adapters:
-        path = read_json(config).get("base_model_name_or_path") or path
-    device = str(model.device)
+    """Keyword arguments for ``generate`` with an assistant model."""
+    dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
     # If the model is packed, it is where it drafts.
-    assistant, assistant_tokenizer = load_model(path, dtype, device, None, adapters, pack=False)
-    for adapter in adapters:
-        assistant.generation_config.assistant_strategy = adapter.strategy
-        assistant.generation_config.assistant_kwargs = adapter.options
+    assistant, assistant_tokenizer = load_model(path, dtype, device, pack=False)
     keywords = {"assistant_model": assistant}
     if assistant_tokenizer.get_vocab() != tokenizer.get_vocab():
         keywords |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
