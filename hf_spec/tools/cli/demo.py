@@ -41,7 +41,7 @@ def demo(
     check_writable(output)
 
     from hf_spec.tools.bench import report
-    from hf_spec.tools.bench.results import ALL
+    from hf_spec.tools.data import ALL
     from hf_spec.tools.demo.demo import run_demo
 
     with progress_bar("demo") as progress:
