@@ -31,7 +31,7 @@ metric_list: [{metric: exact_match}]
 """
 
 
-def test_lm_eval(tmp_path: Path) -> None:
+def test_lm_eval(tmp_path):
     """A batch ends when each of its rows has had the text of ``until``."""
     pytest.importorskip("lm_eval", reason="needs lm-eval, see CONTRIBUTING.md")
     checkpoint = save_checkpoint(tmp_path / "model")
@@ -100,7 +100,7 @@ def demo() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_xgrammar(demo: tuple[Any, Any], batch: int) -> None:
+def test_xgrammar(demo, batch):
     """Its matchers, one per row, must accept each row's own tokens, once and in order."""
     xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar, see CONTRIBUTING.md")
     model, tokenizer = demo
@@ -124,7 +124,7 @@ def test_xgrammar(demo: tuple[Any, Any], batch: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["outlines_core", "xgrammar", "llguidance"])
-def test_outlines(demo: tuple[Any, Any], backend: str) -> None:
+def test_outlines(demo, backend):
     """Through its own generator, which passes the strategy on."""
     outlines = pytest.importorskip("outlines", reason="needs outlines, see CONTRIBUTING.md")
     pytest.importorskip(backend, reason=f"needs {backend}, see CONTRIBUTING.md")
@@ -183,7 +183,7 @@ def train_with_grpo(model: Any, tokenizer: Any, folder: Path, **settings: Any) -
 
 
 @pytest.mark.parametrize("name", GUIDED)
-def test_rollouts_of_trl(name: str, tmp_path: Path) -> None:
+def test_rollouts_of_trl(name, tmp_path):
     """Each rollout is what plain generate gives with the weights of that moment."""
     model, tokenizer = make_model(), make_tokenizer()
     if name == "medusa":

@@ -59,9 +59,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
 
 
-def test_a_program_sees_what_plain_python_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_sees_what_plain_python_shows_it(tmp_path, monkeypatch):
     (tmp_path / "looks.py").write_text(LOOKS)
     monkeypatch.chdir(tmp_path)
     arguments = ["--help", "-m", "--", "x y"]
@@ -75,7 +73,7 @@ def test_a_program_sees_what_plain_python_shows_it(
     assert run.find("looks") == ["-m", "looks"]  # a module that is no file here
 
 
-def test_exit_codes_and_tracebacks(tmp_path: Path) -> None:
+def test_exit_codes_and_tracebacks(tmp_path):
     script = tmp_path / "fails.py"
     for code in (
         "import sys; sys.exit(7)",
@@ -89,13 +87,13 @@ def test_exit_codes_and_tracebacks(tmp_path: Path) -> None:
         assert ours.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
-def test_hf_spec_is_imported_first(tmp_path: Path) -> None:
+def test_hf_spec_is_imported_first(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; print('hf_spec' in sys.modules)")
     assert started(str(script)).stdout == "True\n"
 
 
-def test_children_of_a_script(tmp_path: Path) -> None:
+def test_children_of_a_script(tmp_path):
     """Those of multiprocessing import the script, as under plain Python."""
     script = tmp_path / "parent.py"
     script.write_text(
@@ -110,7 +108,7 @@ def test_children_of_a_script(tmp_path: Path) -> None:
     assert ours.stdout.count("ran") == 3, ours.stderr
 
 
-def test_console_scripts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_scripts_are_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run.find("torchrun") == [str(Path(sysconfig.get_path("scripts")) / "torchrun")]
     (tmp_path / "torchrun").write_text("")
@@ -121,7 +119,7 @@ def test_console_scripts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.environment
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tmp_path, monkeypatch):
     """From the shell to a generation."""
     monkeypatch.undo()
     checkpoint = save_checkpoint(tmp_path / "model")
@@ -141,7 +139,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.returncode == 3, ours.stderr
 
 
-def test_a_program_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_is_not_there(capsys):
     assert cli.main(["run", "no-such-program", "--help"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hf-spec: PROGRAM 'no-such-program'") and error.count("\n") == 1

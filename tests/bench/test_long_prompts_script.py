@@ -1,7 +1,5 @@
 """Prompts of the repository's own text, for benchmarks of long contexts."""
 
-from pathlib import Path
-
 import pytest
 from scripts import load_script
 from tiny_checkpoint import save_checkpoint
@@ -10,9 +8,7 @@ from transformers import AutoTokenizer
 from hf_spec.tools.bench.prompts import read_prompts
 
 
-def test_prompts_of_a_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_of_a_length(tmp_path, monkeypatch, capsys):
     """The same each time, no longer than asked for, and both of a kind with different questions."""
     folder = str(save_checkpoint(tmp_path / "model"))
     words = ["long_prompts.py", "--model", folder, "--lengths", "2048", "4096", "--count", "2"]

@@ -45,9 +45,7 @@ print(json.dumps(dict(version="9.9", torch="1.0", seconds=[0.1] * len(tokens), t
 # -- those that run commands, each once -----------------------------------------------------------
 
 
-def test_papers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_papers(tmp_path, monkeypatch, capfd):
     """A table is made once: what is there stays, what was interrupted is measured again."""
     script: Any = load_script("papers")
     run = commands_here(script, monkeypatch)
@@ -70,7 +68,7 @@ def test_papers(
     assert [words[0] for words in run[3:]] == ["bench"]
 
 
-def test_every_line_of_the_papers_can_be_made() -> None:
+def test_every_line_of_the_papers_can_be_made():
     """Fields of the adapter's config and options of the strategy, in values that go together;
     pages name tables that there are."""
     script: Any = load_script("papers")
@@ -92,7 +90,7 @@ def test_every_line_of_the_papers_can_be_made() -> None:
     assert len(names) > 5 and names <= set(script.TABLES)
 
 
-def test_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all(tmp_path, monkeypatch):
     script: Any = load_script("all")
     run = commands_here(script, monkeypatch)
     rows = [{"category": "sums", "turns": [f"{n} and {n + 1} " * 9]} for n in range(4)]
@@ -111,7 +109,7 @@ def test_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         script.main(["--only", "speed"])
 
 
-def test_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison(tmp_path, monkeypatch):
     script: Any = load_script("comparison")
     run = commands_here(script, monkeypatch)
     base, answers, prompts = base_answers_and_prompts(tmp_path)
@@ -128,7 +126,7 @@ def test_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- other programs -------------------------------------------------------------------------------
 
 
-def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda(tmp_path, monkeypatch):
     """Each strategy with random weights of its own; compiled calls take time, and are left out."""
     cuda: Any = load_script("cuda")
     monkeypatch.setitem(cuda.SHAPES, "tiny", (32, 4, 2, 1, 64, 64))
@@ -148,7 +146,7 @@ def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.environment
 @pytest.mark.usefixtures("sizes_as_shipped")  # each number of tokens has code of its own
-def test_cuda_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_compiled(tmp_path, monkeypatch):
     cuda: Any = load_script("cuda")
     monkeypatch.setitem(cuda.SHAPES, "tiny", (32, 4, 2, 1, 64, 64))
     cuda.main([*CUDA, "--tokens", "1,4", "--output", str(tmp_path / "results.json")])
@@ -158,7 +156,7 @@ def test_cuda_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["ratio"] > 0 and (row["made"] > 0) == (row["way"] == "eager")
 
 
-def test_vllm(tmp_path: Path) -> None:
+def test_vllm(tmp_path):
     """With a stand-in for the interpreter that has vLLM."""
     vllm: Any = load_script("vllm")
     save_checkpoint(tmp_path / "model", layers=1)
@@ -189,7 +187,7 @@ def test_vllm(tmp_path: Path) -> None:
     assert rows["vLLM"]["tokens_per_second"] == pytest.approx(12 / 0.2)
 
 
-def test_spec_bench(tmp_path: Path) -> None:
+def test_spec_bench(tmp_path):
     """Answer files as Spec-Bench's own ``evaluation/speed.py`` reads them."""
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["abab" * 5, "and then"]},
@@ -213,7 +211,7 @@ def test_spec_bench(tmp_path: Path) -> None:
             assert len(choice["turns"]) == 1 and choice["wall_time"][0] > 0
 
 
-def test_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_threshold(tmp_path, capsys):
     adapter = get_peft_model(make_model(), hf_spec.LayerSkipConfig(skip_attention=[1]))
     adapter.save_pretrained(tmp_path / "skip")
     load_script("threshold").main([
@@ -228,9 +226,7 @@ def test_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "drafting stages" in (tmp_path / "threshold.svg").read_text(encoding="utf-8")
 
 
-def test_real_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_real_models(tmp_path, monkeypatch, capsys):
     script: Any = load_script("real_models")
     for name in (str(tmp_path), "someone/a-model"):  # which is no package
         assert script.folder_of(name, tmp_path / "made") == name
@@ -240,7 +236,7 @@ def test_real_models(
     assert "is not empty: give a new folder" in capsys.readouterr().err
 
 
-def test_grow(tmp_path: Path) -> None:
+def test_grow(tmp_path):
     """A deeper model answers as the small one, and its adapters fit it."""
     small, deep = save_checkpoint(tmp_path / "small"), tmp_path / "deep"
     peft = get_peft_model(make_model(), hf_spec.MedusaConfig(num_heads=2))
@@ -257,7 +253,7 @@ def test_grow(tmp_path: Path) -> None:
     assert found.tolist() == make_model().generate(ids, **settings).tolist()
 
 
-def test_train_hybrid_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_hybrid_model(tmp_path, monkeypatch):
     script: Any = load_script("train_hybrid_model")
     monkeypatch.setattr(script, "SEQ_LENGTH", 48)
     monkeypatch.setattr(script, "HELD_OUT", 2)
@@ -269,7 +265,7 @@ def test_train_hybrid_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert model.config.model_type == "qwen3_5_text" and model.dtype == torch.bfloat16
 
 
-def test_a_hybrid_starts_from_a_llama() -> None:
+def test_a_hybrid_starts_from_a_llama():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=8,
@@ -310,7 +306,7 @@ def results(folder: Path, rows: dict[str, list[tuple[float, float, float]]]) -> 
     return folder
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare(tmp_path, capsys):
     """Twice and three times as fast on every prompt, whose lengths differ: certain when paired."""
     script: Any = load_script("compare")
     lengths = np.random.default_rng(0).integers(20, 90, 16).tolist()
@@ -347,7 +343,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         script.beside(found[0], other)
 
 
-def test_space_quality() -> None:
+def test_space_quality():
     """Each score worked out a second time."""
     script: Any = load_script("space_quality")
     prompts = [Prompt("abc abc", reference="abd"), Prompt("one two", reference="7 of 1,200")]

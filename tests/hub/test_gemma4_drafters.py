@@ -5,7 +5,6 @@ What they compute is written down a second time here, after DeepSpec's descripti
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import architectures
@@ -180,7 +179,7 @@ def capped(states: Tensor, tensors: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("equal", [True, False], ids=["keys are values", "values"])
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
 @torch.no_grad()
-def test_a_block(tmp_path: Path, kind: str, equal: bool) -> None:
+def test_a_block(tmp_path, kind, equal):
     files = released(kind, equal)
     model = imported(tmp_path, "dspark", files, base())
     method, tensors = methods()["dspark"], files[1]
@@ -221,7 +220,7 @@ def chain_of(tensors: dict[str, Tensor], features: Tensor, tokens: Tensor) -> Te
 @pytest.mark.parametrize("own", [True, False], ids=["own embeddings", "the base's"])
 @pytest.mark.parametrize("equal", [True, False], ids=["keys are values", "values"])
 @torch.no_grad()
-def test_a_chain(tmp_path: Path, equal: bool, own: bool) -> None:
+def test_a_chain(tmp_path, equal, own):
     """EAGLE-3: its own output takes the place of the base's states."""
     config, tensors = released("eagle3", equal)
     if own:
@@ -242,9 +241,7 @@ def test_a_chain(tmp_path: Path, equal: bool, own: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "strategy"), [("dspark", "dspark"), ("dflash", "dspark"), ("eagle3", "eagle3")]
 )
-def test_greedy_output_is_that_of_plain_generation(
-    tmp_path: Path, kind: str, strategy: str, tree: str
-) -> None:
+def test_greedy_output_is_that_of_plain_generation(tmp_path, kind, strategy, tree):
     model, ids = (
         imported(tmp_path, strategy, released(kind), base()),
         prompt(7).expand(2, -1).clone(),
@@ -255,7 +252,7 @@ def test_greedy_output_is_that_of_plain_generation(
 
 
 @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
-def test_they_can_be_trained_further(tmp_path: Path, kind: str) -> None:
+def test_they_can_be_trained_further(tmp_path, kind):
     """All parameters get gradients; ``layer_scalar`` is none."""
     model, ids = imported(tmp_path, kind, released(kind), base()), prompt(12)
     model.set_adapter("default")
@@ -297,7 +294,7 @@ OF_LAYERS = ("moe", "inputs", "shared", "sliding", "rope", "dim", "heads", "valu
     ("kind", "case"),
     [*(("dspark", case) for case in BAD), *(("eagle3", case) for case in OF_LAYERS)],
 )
-def test_what_is_not_read(tmp_path: Path, kind: str, case: str) -> None:
+def test_what_is_not_read(tmp_path, kind, case):
     files, (change, message) = released(kind), BAD[case]
     change(*files)
     check_refused(tmp_path, kind, files, base(), message)
@@ -306,7 +303,7 @@ def test_what_is_not_read(tmp_path: Path, kind: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "to"), [("dspark", "speculators"), ("eagle3", "speculators"), ("eagle3", "sglang")]
 )
-def test_other_programs_do_not_know_such_layers(tmp_path: Path, kind: str, to: str) -> None:
+def test_other_programs_do_not_know_such_layers(tmp_path, kind, to):
     imported(tmp_path, kind, released(kind), base())
     with pytest.raises(ValueError, match="gemma4_text"):
         export_adapter(tmp_path / "adapter", to, base(), tmp_path / "exported")

@@ -143,9 +143,8 @@ def oracle(root: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_rows_are_those_of_plain_generate(
-    root: Path, oracle: list[dict[str, Any]], tmp_path: Path, more: list[str], name: str | None,
-    options: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    root, oracle, tmp_path, more, name, options, capsys, monkeypatch
+):
     monkeypatch.chdir(root)
     assert distill(root, tmp_path / "out", *more) == 0
     printed = capsys.readouterr().out
@@ -172,9 +171,7 @@ def test_rows_are_those_of_plain_generate(
         assert shown in printed
 
 
-def test_provenance_of_a_limited_run(
-    root: Path, oracle: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_provenance_of_a_limited_run(root, oracle, tmp_path, monkeypatch):
     original = AutoModelForCausalLM.from_pretrained
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +210,7 @@ def test_provenance_of_a_limited_run(
     assert places == sorted(places)
 
 
-def test_batches_hold_each_prompt_once_and_similar_lengths() -> None:
+def test_batches_hold_each_prompt_once_and_similar_lengths():
     assert work.batches([5, 9, 1, 9, 7, 3, 2], 3) == [[1, 3, 4], [0, 5, 6], [2]]
 
 
@@ -244,10 +241,7 @@ def killed_after(batches: int, torn: int = 0) -> Iterator[None]:
             yield
 
 
-def test_continues_where_it_was_killed(
-    root: Path, oracle: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_continues_where_it_was_killed(root, oracle, tmp_path, caplog, monkeypatch, capsys):
     """Behind some lines of a batch, and by the user between two batches."""
     output = tmp_path / "out"
     with killed_after(1, torn=700):
@@ -276,9 +270,7 @@ def test_continues_where_it_was_killed(
     assert rows_of(output) == oracle and len(lines_of(output)) == len(oracle)
 
 
-def test_a_finished_folder_is_left_alone(
-    root: Path, finished: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_folder_is_left_alone(root, finished, tmp_path, no_model, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     for name in ("a.jsonl", "b.jsonl"):
         shutil.copy(root / name, tmp_path)
@@ -294,9 +286,7 @@ def test_a_finished_folder_is_left_alone(
 SAMPLED = ("--do-sample", "--temperature", "0.9", "--top-k", "50", "--seed", "5")
 
 
-def test_sampling_depends_on_the_seed_alone(
-    root: Path, oracle: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_depends_on_the_seed_alone(root, oracle, tmp_path, monkeypatch):
     assert distill(root, tmp_path / "whole", *SAMPLED) == 0
     sampled = rows_of(tmp_path / "whole")
     assert sampled != oracle
@@ -328,7 +318,7 @@ def test_sampling_depends_on_the_seed_alone(
 
 
 @pytest.mark.environment
-def test_two_processes(root: Path, tmp_path: Path) -> None:
+def test_two_processes(root, tmp_path):
     """Through ``accelerate launch``: the rows of one process."""
     more = (*SAMPLED, "--batch-size", "7")  # three batches
     assert distill(root, tmp_path / "one", *more) == 0
@@ -375,9 +365,8 @@ def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_other_settings_are_refused(
-    root: Path, unfinished: Path, finished: Path, no_model: None, more: list[str], change: str,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    root, unfinished, finished, no_model, more, change, capsys, monkeypatch
+):
     monkeypatch.chdir(root)
     for output in (unfinished, finished):
         before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
@@ -390,9 +379,7 @@ def test_other_settings_are_refused(
         assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-def test_a_model_that_has_changed_is_refused(
-    root: Path, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_has_changed_is_refused(root, unfinished, tmp_path, capsys):
     """Under the same name; that shows only when it is loaded."""
     model, output = tmp_path / "m", tmp_path / "out"
     shutil.copytree(root / "m", model)
@@ -411,9 +398,7 @@ def test_a_model_that_has_changed_is_refused(
     assert distill(root, output, "--model", str(model)) == 0
 
 
-def test_folders_of_others_and_damaged_ones(
-    root: Path, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_of_others_and_damaged_ones(root, unfinished, tmp_path, capsys):
     with exclusive(tmp_path / ".lock", ""):
         assert distill(root, tmp_path) == 2
     assert "another hf-spec distill is writing to" in capsys.readouterr().err

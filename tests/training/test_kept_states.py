@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny
 
 from hf_spec.model.sequences import token_hidden
 from hf_spec.tools.training import kept_states as keeping
@@ -47,9 +46,7 @@ def kept(folder: Path, num_bytes: int = 10**6, base: str = "base") -> KeptStates
 
 @pytest.mark.parametrize("layers", [(), (1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_those_of_a_forward(
-    fresh: Tiny, tmp_path: Path, batches: Any, layers: tuple[int, ...], dtype: Any
-) -> None:
+def test_states_are_those_of_a_forward(fresh, tmp_path, batches, layers, dtype):
     model = fresh("llama").to(dtype)
     forwards, plain = Forwards(model), []
     for ids, mask in batches:
@@ -71,9 +68,7 @@ def test_states_are_those_of_a_forward(
 
 
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
-def test_training(
-    fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_training(fresh, tmp_path, monkeypatch, method):
     """The losses of two epochs are those without, the base runs once, and no file stays."""
     from datasets import Dataset
 

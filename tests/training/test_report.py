@@ -1,7 +1,6 @@
 """What a training says while it runs and when it is over."""
 
 import json
-from pathlib import Path
 
 from tiny_checkpoint import save_checkpoint
 from trained import SETTINGS, answers, as_options
@@ -12,7 +11,7 @@ from hf_spec.tools import cli
 SHORT = {**SETTINGS, "held_out": 1, "served_prompts": 1}
 
 
-def test_the_command_says_what_came_out_and_what_is_next(tmp_path: Path, capsys) -> None:
+def test_the_command_says_what_came_out_and_what_is_next(tmp_path, capsys):
     checkpoint, data, output = save_checkpoint(tmp_path / "m"), tmp_path / "d", tmp_path / "out"
     data.mkdir()
     rows = "".join(json.dumps(row) + "\n" for row in answers())

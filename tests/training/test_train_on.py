@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftConfig
 from tiny_checkpoint import make_model
-from trained import SETTINGS, TRAININGS, Trained, answers, decodes_exactly, weights
+from trained import SETTINGS, TRAININGS, answers, decodes_exactly, weights
 
 from hf_spec.tools.training.train import train
 
@@ -18,9 +17,7 @@ NAMES = ("medusa", "space", "eagle3", "dspark", "layer_skip")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_that_training_begins_with(
-    trained: Trained, tmp_path: Path, name: str
-) -> None:
+def test_weights_are_those_that_training_begins_with(trained, tmp_path, name):
     """With a learning rate of almost 0 they stay; with another all of them move."""
     before, method = trained(name), TRAININGS[name][0]
     old = weights(before)
@@ -48,7 +45,7 @@ def test_weights_are_those_that_training_begins_with(
     assert decodes_exactly(tmp_path / "b")
 
 
-def test_what_the_adapter_has_learned_stays_its_own(trained: Trained, tmp_path: Path) -> None:
+def test_what_the_adapter_has_learned_stays_its_own(trained, tmp_path):
     def go_on(name: str, **fields: Any) -> None:
         train(
             make_model(), answers(), TRAININGS[name][0], tmp_path / "x", fields, SETTINGS,

@@ -1,20 +1,16 @@
 """What an adapter's parts are trained with, and which trainings are refused."""
 
 import re
-from pathlib import Path
 
-import pytest
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, Trained, answers, as_options
+from trained import SETTINGS, answers, as_options
 
 import hf_spec
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
 
 
-def test_adapters_that_cannot_be_gone_on_from(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_that_cannot_be_gone_on_from(trained, tmp_path, capsys):
     base, data = save_checkpoint(tmp_path / "base"), tmp_path / "rows.parquet"
     answers().to_parquet(str(data))
     common = as_options(base, data, **{**SETTINGS, "max_steps": 2, "eval_steps": 2, "held_out": 1})
@@ -40,7 +36,7 @@ def test_adapters_that_cannot_be_gone_on_from(
     assert not (tmp_path / "three").exists()
 
 
-def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
+def test_parts_have_learning_rates_of_their_own(tmp_path):
     from peft import get_peft_model
 
     from hf_spec.tools.training.train import spec_arguments

@@ -36,7 +36,7 @@ SHARDED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_weights_are_sharded_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_sharded_again_after_an_error(monkeypatch):
     done: list[str] = []
 
     class Sharded:
@@ -102,7 +102,7 @@ def train_all(
 
 
 @pytest.mark.environment
-def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
+def test_two_processes_give_the_loss_of_one(tmp_path):
     """On two halves of each batch: the same training as one process on whole batches."""
     names = ("bita", "space", "lora", "full", "layer_skip")
     train_all(tmp_path / "one", names, 4)
@@ -148,7 +148,7 @@ def train_sharded(folder: Path) -> None:
 
 
 @pytest.mark.environment
-def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
+def test_two_processes_with_shards_give_the_loss_of_one(tmp_path):
     """What they write is an adapter like any other; one that was resumed is the same."""
     in_two(train_sharded, tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"
@@ -171,9 +171,7 @@ def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-def test_fsdp_that_accelerate_ignores_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp_that_accelerate_ignores_is_refused(tmp_path, monkeypatch):
     """It would train whole copies of a model that may not fit."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="told to use FSDP, and runs 1 process.* on 'cpu' without"):
@@ -195,9 +193,7 @@ def launch(stage: int, *arguments: str) -> None:
 @pytest.mark.environment
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("method", ["bita", "layer_skip"])
-def test_two_processes_with_deepspeed_give_the_figures_of_one(
-    tmp_path: Path, stage: int, method: str
-) -> None:
+def test_two_processes_with_deepspeed_give_the_figures_of_one(tmp_path, stage, method):
     """So does a training that was resumed; embeddings, heads and layers are all read whole."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed, see CONTRIBUTING.md")
     model, checkpoint = make_model(layers=4), save_checkpoint(tmp_path / "model", layers=4)
