@@ -390,7 +390,7 @@ def test_a_model_that_has_changed_is_refused(root, unfinished, tmp_path, capsys)
     (model / "chat_template.jinja").write_text("{{ messages }}")
     assert distill(root, output, "--model", str(model)) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    assert error.count("hf-spec:") == 1
     for name in ("model_fingerprint", "generation_config", "tokenizer_sha256"):
         assert f"{name} was " in error
     shutil.rmtree(model)

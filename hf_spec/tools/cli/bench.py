@@ -1,14 +1,13 @@
 """``hf-spec bench``."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Exit, Option, echo
+from typer import Option
 
 from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
+from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
 
 DEFAULT_BACKEND = "inductor"
 
@@ -105,7 +104,6 @@ def bench(
     if repetition_penalty is not None:
         generate_kwargs["repetition_penalty"] = repetition_penalty
 
-    from hf_spec.tools.bench import report
     from hf_spec.tools.bench.environment import environment_of
     from hf_spec.tools.bench.runner import run
 
@@ -118,18 +116,9 @@ def bench(
             compiled=(backend or DEFAULT_BACKEND) if compile else None,
             progress=progress,
         )  # fmt: skip
-    stop_without(result.measurements)
     if prompts is None:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
-    target = output / "results.json"
-    report.write_results(target, result, environment)
-    if as_json:
-        echo(json.dumps(result.runs(), indent=1))
-    else:
-        report.print_table(result, by_task)
-        echo(f"results: {target}")
-    if result.interrupted:
-        raise Exit(INTERRUPTED)
+    show_results(result, environment, output, by_task, as_json)
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
