@@ -1,6 +1,7 @@
 """Programs of others generate with strategies, and get what plain generate gives."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,14 +52,14 @@ def test_lm_eval(tmp_path):
     (tmp_path / "task.yaml").write_text(task)
     done = subprocess.run(
         [
-            sys.executable, *run.find("lm_eval"), "--model", "hf",
+            sys.executable, "-P", "-c", run.START, *run.find("lm_eval"), "--model", "hf",
             "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_questions",
             "--gen_kwargs", "assistant_strategy=prompt_lookup", "--batch_size", "4",
             "--device", "cpu", "--include_path", str(tmp_path), "--output_path",
             str(tmp_path / "out"), "--log_samples",
         ],
         capture_output=True, text=True, timeout=600,
-        env={**run.environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [samples] = (tmp_path / "out").rglob("samples_*.jsonl")

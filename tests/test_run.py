@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_checkpoint import save_checkpoint
@@ -23,9 +24,7 @@ print(json.dumps({
 """
 
 
-def python(
-    *arguments: str, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path | None = None, **environment: str) -> Any:
     """What Python makes of the arguments, in a folder."""
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=300,
@@ -33,22 +32,11 @@ def python(
     )  # fmt: skip
 
 
-def started(
-    *arguments: str, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, **how: Any) -> Any:
     """The same under ``hf-spec run``, without the time that its own start takes."""
-    program, *rest = arguments
-    if program == "-m":
-        program, *rest = rest
-    return python(
-        "-P",
-        "-c",
-        run.START,
-        *run.find(program, arguments[0] == "-m"),
-        *rest,
-        cwd=cwd,
-        **environment,
-    )
+    module = arguments[0] == "-m"
+    program, *rest = arguments[module:]
+    return python("-P", "-c", run.START, *run.find(program, module), *rest, **how)
 
 
 @pytest.fixture(autouse=True)

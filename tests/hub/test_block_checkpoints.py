@@ -387,37 +387,27 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "form", "message"),
+    ("given", "form", "message"),
     [
         ("domino", "speculators", "markov_head='domino': .*Give --format sglang"),
         ("xpress", "sglang", "markov_head='xpress': .*Give --format speculators"),
         ("dflash", "sglang", "draft_vocab_size=48: SGLang's block drafters draft all"),
+        ({"sliding_layers": [0], "sliding_window": 8, "sliding_window_from": "query"},
+         "speculators", "sliding_window_from='query': speculators counts"),
+        ({"logit_scale": 0.5}, "speculators", "'output_multiplier': 0.5.: speculators knows such"),
+        ({"conv_kernel_size": 2}, "speculators", "convolutions and a selector only together"),
+        ({"layers": [2, 8]}, "speculators", r"layers=\[2, 8\]: the last is the final state"),
     ],
-)
-def test_formats_that_do_not_know_a_head(tmp_path, kind, form, message):
-    imported(tmp_path, "dflash", released(kind), base_model())
+)  # fmt: skip
+def test_what_formats_do_not_know(tmp_path, given, form, message):
+    if isinstance(given, str):
+        imported(tmp_path, "dflash", released(given), base_model())
+    else:
+        model = copy.deepcopy(base_model())
+        model.add_adapter(hf_spec.DFlashConfig(**given))
+        model.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match=message):
         exported(tmp_path, base_model(), form)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"sliding_layers": [0], "sliding_window": 8, "sliding_window_from": "query"},
-            "sliding_window_from='query': speculators counts",
-        ),
-        ({"logit_scale": 0.5}, "'output_multiplier': 0.5.: speculators knows such scales only"),
-        ({"conv_kernel_size": 2}, "convolutions and a selector only together"),
-        ({"layers": [2, 8]}, r"layers=\[2, 8\]: the last is the final state"),
-    ],
-)
-def test_what_speculators_does_not_know(tmp_path, fields, message):
-    model = copy.deepcopy(base_model())
-    model.add_adapter(hf_spec.DFlashConfig(**fields))
-    model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=message):
-        exported(tmp_path, base_model())
     assert not (tmp_path / "exported").exists()
 
 
