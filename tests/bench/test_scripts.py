@@ -226,16 +226,6 @@ def test_threshold(tmp_path, capsys):
     assert "drafting stages" in (tmp_path / "threshold.svg").read_text(encoding="utf-8")
 
 
-def test_real_models(tmp_path, monkeypatch, capsys):
-    script: Any = load_script("real_models")
-    for name in (str(tmp_path), "someone/a-model"):  # which is no package
-        assert script.folder_of(name, tmp_path / "made") == name
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        script.main(["smollm2", str(tmp_path)])
-    assert "is not empty: give a new folder" in capsys.readouterr().err
-
-
 def test_grow(tmp_path):
     """A deeper model answers as the small one, and its adapters fit it."""
     small, deep = save_checkpoint(tmp_path / "small"), tmp_path / "deep"

@@ -103,11 +103,3 @@ def test_the_published_adapters(tmp_path):
             base.count("/") == 1
             and f"base_model: {base}" in (path.parent / "README.md").read_text()
         )
-
-
-def test_a_missing_model_is_explained(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "MODEL_FOLDER", "no_such_model")
-    assert demo_command(tmp_path) == 2
-    error = capsys.readouterr().err
-    assert "the demo model is missing from" in error and "benchmarks/train_demo_model.py" in error
-    assert error.count("\n") == 1

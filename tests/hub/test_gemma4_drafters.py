@@ -20,8 +20,6 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.block_diffusion.network import block_sequences
-from hf_spec.drafting.training_time_test import unrolled
-from hf_spec.methods.eagle3 import Eagle3Network
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
 from hf_spec.tools.hub.transfer import export_adapter
@@ -198,43 +196,6 @@ def test_a_block(tmp_path, kind, equal):
         w1, w2 = (tensors[f"markov_head.markov_w{one}.weight"] for one in (1, 2))
         markov = capped(expected, tensors) + w1[before[0]] @ w2.T
         torch.testing.assert_close(given, markov, **CLOSE)
-
-
-def chain_of(tensors: dict[str, Tensor], features: Tensor, tokens: Tensor) -> Tensor:
-    """States, before the final norm, of EAGLE-3 rows: those with features, then some without."""
-    w, given = layer_of(tensors, 0), features @ tensors["fc.weight"].T
-    embeddings = tensors["embed_tokens.weight"][tokens] * HIDDEN**0.5
-    embeddings = normed(embeddings, w("input_layernorm.weight"))
-    rows: list[Tensor] = []
-    found: list[Tensor] = []
-    places = torch.arange(len(tokens))
-    for place in range(len(tokens)):
-        hidden = given[place] if place < len(given) else found[-1]
-        rows.append(torch.cat([embeddings[place], normed(hidden, w("hidden_norm.weight"))]))
-        upto, mask = places[: place + 1], torch.ones(1, place + 1, dtype=torch.bool)
-        attention = attended(w, rows[-1][None], torch.stack(rows), upto[-1:], upto, mask)
-        found.append(finished(w, hidden, attention[0]))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["own embeddings", "the base's"])
-@pytest.mark.parametrize("equal", [True, False], ids=["keys are values", "values"])
-@torch.no_grad()
-def test_a_chain(tmp_path, equal, own):
-    """EAGLE-3: its own output takes the place of the base's states."""
-    config, tensors = released("eagle3", equal)
-    if own:
-        tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].flip(0).contiguous()
-    model = imported(tmp_path, "eagle3", (config, tensors), base())
-    adapter, ids = find_active(model, "EAGLE3"), prompt(9)
-    assert ("embed_tokens.weight" in adapter.tensors()) == own
-    network, count = Eagle3Network(model, adapter), 6
-    states = token_hidden(model, ids, None, (READ[0] + 1, READ[1] + 1))
-    logits = unrolled(network, ids, states, torch.tensor([[count - 1]]), 3)[0, 0]
-    # Rows of tokens 1 to 6 have features, those of tokens 7 and 8 have none.
-    found = chain_of(tensors, states[0, :count], ids[0, 1:9])[count - 1 :]
-    expected = capped(normed(found, tensors["norm.weight"]), tensors)
-    torch.testing.assert_close(logits, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("tree", ["chain", "adaptive"])

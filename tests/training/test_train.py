@@ -253,9 +253,8 @@ def test_options_are_fields_of_config_and_training_arguments(capsys):
     assert (made.save_steps, made.per_device_eval_batch_size) == (100, 8)
     # The method's help lists them, with one default each.
     assert cli.main(["train", "bita", "--help"]) == 0
-    listed, _, rest = (
-        capsys.readouterr().out.partition("Options of bita:\n")[2].partition("Train an")
-    )
+    said = capsys.readouterr().out.partition("Options of bita:\n")[2]
+    listed, _, rest = said.partition("  Train an")
     assert "Examples:" in rest, "the method's options come first"
     own = {**fields, **added_fields(SpecArguments, TrainingArguments)}
     assert [line.split()[0] for line in listed.splitlines() if line.startswith("  --")] == [

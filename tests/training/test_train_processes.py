@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from running import drafting
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Stop, answers, as_options, history, record, same, weights
+from trained import SETTINGS, TRAININGS, answers, as_options, history, record, same, weights
 
 import hf_spec
 from hf_spec.tools.training import sharded
@@ -87,18 +86,12 @@ def own_answers(model: Any) -> Dataset:
     return Dataset.from_list([{"prompt_ids": prompt, "answer_ids": ids} for prompt, ids in rows])
 
 
-def train_all(
-    output: Path, names: Iterable[str], size: int, stop: bool = False, resume: bool = False
-) -> None:
-    """Train with ``size`` sequences per process, up to the first checkpoint if ``stop``."""
+def train_all(output: Path, names: Iterable[str], size: int) -> None:
+    """Train with ``size`` sequences per process."""
     settings = {**SETTINGS, "per_device_train_batch_size": size, "logging_steps": 1}
     for name in names:
         method, config = TRAININGS[name]
-        with suppress(KeyboardInterrupt):
-            train(
-                make_model(), answers(), method, output / name, config, settings, resume=resume,
-                callbacks=[Stop()] if stop else [],
-            )  # fmt: skip
+        train(make_model(), answers(), method, output / name, config, settings)
 
 
 @pytest.mark.environment
