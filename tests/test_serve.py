@@ -215,12 +215,7 @@ def test_what_does_not_go_together():
 def test_help_says_what_a_request_may_say(capsys):
     assert cli.main(["serve", "--help"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "honored" in said
-        and "transformers serve" in said
-        and "ignored" in said
-        and "temperature" in said
-    )
+    assert all(word in said for word in ("honored", "transformers serve", "temperature"))
     from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS as unused
 
     ignored = said.partition("ignored")[2].partition("\n")[0].replace(",", "").split()

@@ -99,7 +99,5 @@ def test_the_published_adapters(tmp_path):
         check_complete(path.parent)
         assert (path.parent / "adapter_model.safetensors").stat().st_size <= 8e6
         base = json.loads(path.read_text())["base_model_name_or_path"]
-        assert (
-            base.count("/") == 1
-            and f"base_model: {base}" in (path.parent / "README.md").read_text()
-        )
+        card = (path.parent / "README.md").read_text()
+        assert base.count("/") == 1 and f"base_model: {base}" in card

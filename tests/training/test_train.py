@@ -185,9 +185,8 @@ def test_trainer_features_do_not_change_what_is_learned(trained, tmp_path, name)
     }  # fmt: skip
     train(make_model(), answers(), method, tmp_path, config, {**SETTINGS, **features})
     # Means over two halves round differently; Adam's first steps amplify the last digits.
-    assert history(tmp_path, "eval_loss") == pytest.approx(
-        history(trained(name), "eval_loss"), rel=1e-3
-    )
+    expected = history(trained(name), "eval_loss")
+    assert history(tmp_path, "eval_loss") == pytest.approx(expected, rel=1e-3)
 
 
 def test_mixed_precision_and_a_base_in_bf16(tmp_path):
