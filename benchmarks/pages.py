@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_spec.tools.bench.contenders import COMPILED
-from hf_spec.tools.bench.results import ALL
+from hf_spec.tools.data import ALL
 
 Row = dict[str, Any]
 

@@ -96,26 +96,26 @@ def check_alike(path: Path, histories: list[list[dict[str, str]]]) -> None:
             assert row["answer"] == answer and row["prompt"].endswith(text)
 
 
-def test_every_command_reads_every_format_alike(tmp_path: Path) -> None:
+def test_every_command_reads_every_format_alike(tmp_path):
     rows, histories = zip(*FORMATS.values())
     (tmp_path / "x.jsonl").write_text(as_lines(list(rows)), encoding="utf-8")
     check_alike(tmp_path / "x.jsonl", list(histories))
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_every_command_reads_a_kind_of_file_alike(tmp_path: Path, name: str) -> None:
+def test_every_command_reads_a_kind_of_file_alike(tmp_path, name):
     rows, histories = zip(FORMATS["TRL, turns"], FORMATS["TRL"])
     (tmp_path / name).write_bytes(CONTAINERS[name](list(rows)))
     check_alike(tmp_path / name, list(histories))
 
 
-def test_an_input_follows_its_instruction(tmp_path: Path) -> None:
+def test_an_input_follows_its_instruction(tmp_path):
     rows = [{"instruction": "Add.", "input": "1, 2"}, {"instruction": "Add.", "context": "1, 2"}]
     (tmp_path / "x.jsonl").write_text(as_lines(rows))
     assert [one.text for one in read_prompts(tmp_path / "x.jsonl")] == ["Add.\n\n1, 2"] * 2
 
 
-def test_ids_are_lines_or_positions_in_an_array(tmp_path: Path) -> None:
+def test_ids_are_lines_or_positions_in_an_array(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "b", "question_id": None, "category": None}]
     for text, ids in ((f"\n\n{as_lines(rows)}", [3, 4]), (json.dumps(rows), [1, 2])):
         (tmp_path / "x").write_text(text)
@@ -150,9 +150,7 @@ def test_ids_are_lines_or_positions_in_an_array(tmp_path: Path) -> None:
         (b" \n", "no"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_place(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_what_is_wrong_is_named_with_its_place(tmp_path, content, message):
     (tmp_path / "x").write_bytes(content)
     for read in (read_prompts, lambda path: read_answers(path, make_tokenizer())):
         with pytest.raises(ValueError, match=message) as caught:
@@ -163,7 +161,7 @@ def test_what_is_wrong_is_named_with_its_place(
 
 
 @pytest.mark.parametrize("answer", [{}, {"answer": " "}, {"answer": 3}, {"answer": [{"a": 1}]}])
-def test_prompts_alone_are_for_prompts_alone(tmp_path: Path, answer: dict[str, Any]) -> None:
+def test_prompts_alone_are_for_prompts_alone(tmp_path, answer):
     rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a"} | answer]
     (tmp_path / "x").write_text(as_lines(rows))
     assert [one.reference for one in read_prompts(tmp_path / "x")] == ["b", None]
@@ -171,7 +169,7 @@ def test_prompts_alone_are_for_prompts_alone(tmp_path: Path, answer: dict[str, A
         read_answers(tmp_path / "x", make_tokenizer())
 
 
-def test_a_template_that_refuses_a_role_is_reported_with_the_row(tmp_path: Path) -> None:
+def test_a_template_that_refuses_a_role_is_reported_with_the_row(tmp_path):
     row, _ = FORMATS["OpenAI, turns"]
     (tmp_path / "x").write_text(as_lines([row]), encoding="utf-8")
     tokenizer = make_tokenizer()

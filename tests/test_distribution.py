@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
-def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == shipped()
     assert {
@@ -59,7 +59,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -
     } <= names
 
 
-def test_the_version_comes_from_one_place(wheel: zipfile.ZipFile) -> None:
+def test_the_version_comes_from_one_place(wheel):
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     text = wheel.read(metadata).decode()
     assert f"\nVersion: {hf_spec.__version__}\n" in text

@@ -13,14 +13,14 @@ from hf_spec.tools.cli import main
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 
 
-def test_every_strategy_works_on_a_llama_which_keeps_its_adapter(fresh) -> None:
+def test_every_strategy_works_on_a_llama_which_keeps_its_adapter(fresh):
     model = fresh("llama")
     model.add_adapter(hf_spec.MedusaConfig(num_heads=2), "mine")
     assert supported(model) == dict.fromkeys(hf_spec.strategies())
     assert model.active_adapters() == ["mine"] and list(model.peft_config) == ["mine"]
 
 
-def test_what_is_in_the_way_is_said(fresh) -> None:
+def test_what_is_in_the_way_is_said(fresh):
     model = fresh("llama")
     model.config.is_encoder_decoder = True
     found = supported(model)
@@ -28,7 +28,7 @@ def test_what_is_in_the_way_is_said(fresh) -> None:
 
 
 @pytest.mark.usefixtures("mtp_as_shipped")
-def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json(capsys):
     model, adapter = str(DEMO / "model"), str(DEMO / "adapters" / "medusa")
     command = ["doctor", "--model", model, "--adapter", adapter, "--json"]
     assert main([*command, "--limit", "2", "--max-new-tokens", "16"]) == 0
@@ -48,6 +48,6 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"hf-spec bench --model {model} --adapter {adapter} --by-task" in found["next"]
 
 
-def test_an_adapter_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_needs_its_model(capsys):
     assert main(["doctor", "--adapter", "anything"]) == 2
     assert "--adapter needs --model" in capsys.readouterr().err

@@ -60,7 +60,7 @@ MESSAGES = [
     ("bench --strategy-kwargs 'prompt_lookup={\"color\": 1}'", "color"),
     ("distill --strategy-kwargs '{\"color\": 1}'", "has no option 'color'"),
     ("distill --strategy-kwargs '{\"acceptance\": \"typical\"}'", "changes the answers"),
-    ("distill --strategy none --strategy-kwargs {}", "--strategy-kwargs needs a strategy"),
+    ("distill --strategy none --strategy-kwargs {}", "--strategy-kwargs needs the name of"),
     ("train bita --strategy-kwargs {", "--strategy-kwargs: not JSON"),
     ("train bita --strategy-kwargs '{\"top\": 1}'", "no option 'top'"),
     # assistants and adapters
@@ -71,7 +71,7 @@ MESSAGES = [
     ("bench --adapter /nowhere", "cannot read adapter '/nowhere': there is no such folder"),
     ("distill --strategy none --adapter /a", "cannot read adapter '/a'"),
     ("distill --adapter skip --strategy prompt_lookup", "is for strategy 'layer_skip'"),
-    ("distill --adapter skip --strategy none", "--adapter needs a strategy"),
+    ("distill --adapter skip --strategy none", "--adapter needs the name of a strategy"),
     ("distill --adapter tuned", "changes the answers, which are to be the model's own"),
     ("distill --strategy medusa", "strategy 'medusa' needs a trained adapter: give --adapter"),
     ("train bita --adapter /none", "Can't find 'adapter_config.json' at '/none'"),

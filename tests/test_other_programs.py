@@ -1,6 +1,7 @@
 """Programs of others generate with strategies, and get what plain generate gives."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,7 +32,7 @@ metric_list: [{metric: exact_match}]
 """
 
 
-def test_lm_eval(tmp_path: Path) -> None:
+def test_lm_eval(tmp_path):
     """A batch ends when each of its rows has had the text of ``until``."""
     pytest.importorskip("lm_eval", reason="needs lm-eval, see CONTRIBUTING.md")
     checkpoint = save_checkpoint(tmp_path / "model")
@@ -51,14 +52,14 @@ def test_lm_eval(tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text(task)
     done = subprocess.run(
         [
-            sys.executable, *run.find("lm_eval"), "--model", "hf",
+            sys.executable, "-P", "-c", run.START, *run.find("lm_eval"), "--model", "hf",
             "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_questions",
             "--gen_kwargs", "assistant_strategy=prompt_lookup", "--batch_size", "4",
             "--device", "cpu", "--include_path", str(tmp_path), "--output_path",
             str(tmp_path / "out"), "--log_samples",
         ],
         capture_output=True, text=True, timeout=600,
-        env={**run.environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [samples] = (tmp_path / "out").rglob("samples_*.jsonl")
@@ -100,7 +101,7 @@ def demo() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_xgrammar(demo: tuple[Any, Any], batch: int) -> None:
+def test_xgrammar(demo, batch):
     """Its matchers, one per row, must accept each row's own tokens, once and in order."""
     xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar, see CONTRIBUTING.md")
     model, tokenizer = demo
@@ -124,7 +125,7 @@ def test_xgrammar(demo: tuple[Any, Any], batch: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["outlines_core", "xgrammar", "llguidance"])
-def test_outlines(demo: tuple[Any, Any], backend: str) -> None:
+def test_outlines(demo, backend):
     """Through its own generator, which passes the strategy on."""
     outlines = pytest.importorskip("outlines", reason="needs outlines, see CONTRIBUTING.md")
     pytest.importorskip(backend, reason=f"needs {backend}, see CONTRIBUTING.md")
@@ -183,7 +184,7 @@ def train_with_grpo(model: Any, tokenizer: Any, folder: Path, **settings: Any) -
 
 
 @pytest.mark.parametrize("name", GUIDED)
-def test_rollouts_of_trl(name: str, tmp_path: Path) -> None:
+def test_rollouts_of_trl(name, tmp_path):
     """Each rollout is what plain generate gives with the weights of that moment."""
     model, tokenizer = make_model(), make_tokenizer()
     if name == "medusa":

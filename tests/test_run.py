@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_checkpoint import save_checkpoint
@@ -23,9 +24,7 @@ print(json.dumps({
 """
 
 
-def python(
-    *arguments: str, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path | None = None, **environment: str) -> Any:
     """What Python makes of the arguments, in a folder."""
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=300,
@@ -33,22 +32,11 @@ def python(
     )  # fmt: skip
 
 
-def started(
-    *arguments: str, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, **how: Any) -> Any:
     """The same under ``hf-spec run``, without the time that its own start takes."""
-    program, *rest = arguments
-    if program == "-m":
-        program, *rest = rest
-    return python(
-        "-P",
-        "-c",
-        run.START,
-        *run.find(program, arguments[0] == "-m"),
-        *rest,
-        cwd=cwd,
-        **environment,
-    )
+    module = arguments[0] == "-m"
+    program, *rest = arguments[module:]
+    return python("-P", "-c", run.START, *run.find(program, module), *rest, **how)
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +47,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
 
 
-def test_a_program_sees_what_plain_python_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_sees_what_plain_python_shows_it(tmp_path, monkeypatch):
     (tmp_path / "looks.py").write_text(LOOKS)
     monkeypatch.chdir(tmp_path)
     arguments = ["--help", "-m", "--", "x y"]
@@ -75,7 +61,7 @@ def test_a_program_sees_what_plain_python_shows_it(
     assert run.find("looks") == ["-m", "looks"]  # a module that is no file here
 
 
-def test_exit_codes_and_tracebacks(tmp_path: Path) -> None:
+def test_exit_codes_and_tracebacks(tmp_path):
     script = tmp_path / "fails.py"
     for code in (
         "import sys; sys.exit(7)",
@@ -89,13 +75,13 @@ def test_exit_codes_and_tracebacks(tmp_path: Path) -> None:
         assert ours.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
-def test_hf_spec_is_imported_first(tmp_path: Path) -> None:
+def test_hf_spec_is_imported_first(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; print('hf_spec' in sys.modules)")
     assert started(str(script)).stdout == "True\n"
 
 
-def test_children_of_a_script(tmp_path: Path) -> None:
+def test_children_of_a_script(tmp_path):
     """Those of multiprocessing import the script, as under plain Python."""
     script = tmp_path / "parent.py"
     script.write_text(
@@ -110,7 +96,7 @@ def test_children_of_a_script(tmp_path: Path) -> None:
     assert ours.stdout.count("ran") == 3, ours.stderr
 
 
-def test_console_scripts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_scripts_are_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run.find("torchrun") == [str(Path(sysconfig.get_path("scripts")) / "torchrun")]
     (tmp_path / "torchrun").write_text("")
@@ -121,7 +107,7 @@ def test_console_scripts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.environment
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tmp_path, monkeypatch):
     """From the shell to a generation."""
     monkeypatch.undo()
     checkpoint = save_checkpoint(tmp_path / "model")
@@ -141,7 +127,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.returncode == 3, ours.stderr
 
 
-def test_a_program_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_is_not_there(capsys):
     assert cli.main(["run", "no-such-program", "--help"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hf-spec: PROGRAM 'no-such-program'") and error.count("\n") == 1

@@ -105,7 +105,7 @@ def config(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.environment
 @needs_packages
-def test_requests_get_what_plain_generate_gives(server: Server, base: PreTrainedModel) -> None:
+def test_requests_get_what_plain_generate_gives(server, base):
     """The server's strategy, one that the request names, and none."""
     expected = [text(base, prompt, max_new_tokens=12) for prompt in PROMPTS]
     kinds: list[dict[str, Any]] = [
@@ -125,7 +125,7 @@ def test_requests_get_what_plain_generate_gives(server: Server, base: PreTrained
 
 @pytest.mark.environment
 @needs_packages
-def test_what_the_help_says_is_honored(server: Server, base: PreTrainedModel) -> None:
+def test_what_the_help_says_is_honored(server, base):
     """Temperature and seed, where the server samples; stop strings; a chat."""
     sampled = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 8, "top_k": 50}
     for seed in range(2):
@@ -143,7 +143,7 @@ def test_what_the_help_says_is_honored(server: Server, base: PreTrainedModel) ->
 @pytest.mark.environment
 @needs_packages
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_request_is_told_what_is_wrong(server: Server, stream: bool) -> None:
+def test_a_bad_request_is_told_what_is_wrong(server, stream):
     """By 400 and the reason; the server goes on."""
     import requests
 
@@ -174,7 +174,7 @@ def test_a_bad_request_is_told_what_is_wrong(server: Server, stream: bool) -> No
 
 @pytest.mark.environment
 @needs_packages
-def test_two_interrupts_end_it_at_once() -> None:
+def test_two_interrupts_end_it_at_once():
     """While an answer is streamed, without a crash of torch's threads."""
     server = Server(MODEL)
     body = {"model": MODEL, "prompt": PROMPTS[0], "stream": True, "max_tokens": 4000}
@@ -194,7 +194,7 @@ def test_two_interrupts_end_it_at_once() -> None:
 
 @pytest.mark.environment
 @needs_packages
-def test_an_adapter_of_another_base_does_not_start(tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_does_not_start(tmp_path):
     from tiny_checkpoint import save_checkpoint
 
     tiny = str(save_checkpoint(tmp_path / "tiny"))
@@ -202,7 +202,7 @@ def test_an_adapter_of_another_base_does_not_start(tmp_path: Path) -> None:
         Server(tiny, "--adapter", MEDUSA)
 
 
-def test_what_does_not_go_together() -> None:
+def test_what_does_not_go_together():
     with pytest.raises(ValueError, match="'medusa' needs a trained adapter: give --adapter"):
         _prepare_models([], "medusa", None, False)
     with pytest.raises(ValueError, match="--continuous-batching with strategy 'prompt_lookup'"):
@@ -212,15 +212,10 @@ def test_what_does_not_go_together() -> None:
 
 
 @needs_packages
-def test_help_says_what_a_request_may_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_a_request_may_say(capsys):
     assert cli.main(["serve", "--help"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "honored" in said
-        and "transformers serve" in said
-        and "ignored" in said
-        and "temperature" in said
-    )
+    assert all(word in said for word in ("honored", "transformers serve", "temperature"))
     from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS as unused
 
     ignored = said.partition("ignored")[2].partition("\n")[0].replace(",", "").split()

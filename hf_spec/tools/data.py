@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 DEFAULT_CATEGORY = "default"
+#: Name of all categories together.
+ALL = "all"
 #: Fields that may hold the prompt, in order of preference; of chats, with the answer.
 PROMPT_FIELDS = ("messages", "conversations", "turns", "prompt", "question", "instruction")
 CHATS = ("messages", "conversations")
@@ -169,9 +171,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"cannot read {str(path)!r}: {error}") from error
 
 
-def example(fields: Mapping[str, Any]) -> Prompt:
-    """The prompt and the answer of a row; category and id are left to the reader."""
-    given = {name: value for name, value in fields.items() if value is not None}
+def example(row: Row) -> Prompt:
+    """The prompt and the answer of a row."""
+    given = {name: value for name, value in row.fields.items() if value is not None}
     name = next((name for name in PROMPT_FIELDS if name in given), None)
     if name is None:
         raise ValueError(
@@ -189,11 +191,15 @@ def example(fields: Mapping[str, Any]) -> Prompt:
     *history, last = messages
     if not last.content.strip():
         raise ValueError(f"{name!r}: the user's last message is empty")
+    category = str(given.get("category") or DEFAULT_CATEGORY)
+    if category == ALL:
+        raise ValueError(f"'category' must not be {ALL!r}, which is the name of the overall row")
     reference = answer if answer.strip() else None
-    return Prompt(last.content, reference=reference, history=tuple(history))
+    question_id = given.get("question_id", row.number)
+    return Prompt(last.content, category, question_id, reference, tuple(history))
 
 
-def checked_text(name: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     """``value``; a ValueError if it is no text, or is empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
@@ -210,13 +216,13 @@ def _prompt(name: str, given: Mapping[str, Any]) -> list[Message]:
             if not isinstance(value, list) or not value:
                 raise ValueError("'turns' must be a list with at least one text")
             value = value[0]
-        messages = [Message("user", checked_text(name, value))]
+        messages = [Message("user", _text(name, value))]
         about = [field for field in INPUT_FIELDS if given.get(field)]
         if name == "instruction" and about:
-            text = plain_text(checked_text(about[0], given[about[0]]), messages)
+            text = plain_text(_text(about[0], given[about[0]]), messages)
             messages = [Message("user", text)]
     if name in WITH_SYSTEM and given.get("system"):
-        messages.insert(0, Message("system", checked_text("system", given["system"])))
+        messages.insert(0, Message("system", _text("system", given["system"])))
     return messages
 
 
@@ -229,7 +235,7 @@ def _answer(given: Mapping[str, Any]) -> list[Message]:
                 return _messages(name, value)
             value = value[0]
         if isinstance(value, str) and value.strip():
-            return [Message("assistant", checked_text(name, value))]
+            return [Message("assistant", _text(name, value))]
     return []
 
 

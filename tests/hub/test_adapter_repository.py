@@ -77,10 +77,14 @@ def edit(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
+def spec(folder: Path, **fields: Any) -> None:
+    edit(folder / "generation_config.json", **fields)
+
+
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_peft_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> None:
+def test_peft_saves_what_decoding_needs(checkpoint, tmp_path):
     """A folder that PEFT wrote is complete; options that were tuned since stay."""
     model = get_peft_model(load_checkpoint(checkpoint), hf_spec.LayerSkipConfig(skip_attention=[1]))
     model.save_pretrained(tmp_path)
@@ -97,16 +101,15 @@ def test_peft_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> Non
     assert hf_spec.SpecConfig.from_pretrained(tmp_path).assistant_kwargs == OPTIONS
 
 
-def test_transformers_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> None:
+def test_transformers_saves_what_decoding_needs(checkpoint, tmp_path):
     """It writes the base's generation config first, which is kept and completed."""
     model = load_checkpoint(checkpoint)
     model.add_adapter(hf_spec.LayerSkipConfig(skip_attention=[1]))
     model.save_pretrained(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path)
     assert config.assistant_strategy == "layer_skip" and config.pad_token_id == 0
-    assert (
-        shim(tmp_path / "custom_generate" / "generate.py")["SETTINGS"]["strategy"] == "layer_skip"
-    )
+    made = shim(tmp_path / "custom_generate" / "generate.py")
+    assert made["SETTINGS"]["strategy"] == "layer_skip"
 
 
 @pytest.mark.parametrize(
@@ -119,22 +122,13 @@ def test_transformers_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path
         (lambda f: (f / "generation_config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
         (lambda f: (f / "generation_config.json").write_text("{}"), "names no assistant_strategy"),
-        (
-            lambda f: edit(f / "generation_config.json", assistant_kwargs={"max_draft": 0}),
-            "max_draft=0",
-        ),
-        (
-            lambda f: edit(f / "generation_config.json", assistant_kwargs={"max_draft": 4}),
-            "does not say what generation_config.json says",
-        ),
-        (
-            lambda f: edit(f / "generation_config.json", assistant_strategy="prompt_lookup",
-                           assistant_kwargs={}),
-            "is of type 'LAYER_SKIP', but generation_config.json names strategy 'prompt_lookup'",
-        ),
+        (lambda f: spec(f, assistant_kwargs={"max_draft": 0}), "max_draft=0"),
+        (lambda f: spec(f, assistant_kwargs={"max_draft": 4}), "does not say what generation_conf"),
+        (lambda f: spec(f, assistant_strategy="prompt_lookup", assistant_kwargs={}),
+         "is of type 'LAYER_SKIP', but generation_config.json names strategy 'prompt_lookup'"),
     ],
 )  # fmt: skip
-def test_incomplete_folders(adapter: Path, spoil: Any, message: str) -> None:
+def test_incomplete_folders(adapter, spoil, message):
     spoil(adapter)
     with pytest.raises(ValueError, match=message):
         check_complete(adapter)
@@ -145,7 +139,7 @@ def test_incomplete_folders(adapter: Path, spoil: Any, message: str) -> None:
 # -- card ----------------------------------------------------------------------------------------
 
 
-def test_the_card_holds_what_was_measured(adapter: Path) -> None:
+def test_the_card_holds_what_was_measured(adapter):
     card = (adapter / "README.md").read_text()
     row = "| 4 | 50.0 | 61.7 | 1.23x | 1.81 | 3 of 4 identical, 1 differ at a tie |"
     assert row in card
@@ -160,7 +154,7 @@ def test_the_card_holds_what_was_measured(adapter: Path) -> None:
     assert "\n\n\n" not in card and "None" not in card
 
 
-def test_what_a_card_says_of_other_measurements(adapter: Path) -> None:
+def test_what_a_card_says_of_other_measurements(adapter):
     # Several tasks have a row each. In Markdown, a line right after a table is one of its rows.
     (adapter / "results.json").write_text(json.dumps(results(tasks=("qa", "math"))))
     card = render_card(adapter)
@@ -186,15 +180,13 @@ def test_what_a_card_says_of_other_measurements(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"runs": []}', json.dumps(results("medusa")), "{}"])
-def test_card_with_results_of_something_else(adapter: Path, text: str) -> None:
+def test_card_with_results_of_something_else(adapter, text):
     (adapter / "results.json").write_text(text)
     with pytest.raises(ValueError, match="is not what hf-spec bench writes for 'layer_skip'"):
         render_card(adapter)
 
 
-def test_the_cards_example_runs(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cards_example_runs(adapter, monkeypatch, capsys):
     """Install line first, then code that starts with ``import hf_spec``."""
     card = (adapter / "README.md").read_text()
     blocks = re.findall(r"```(\w+)\n(.*?)```", card, re.DOTALL)
@@ -208,7 +200,7 @@ def test_the_cards_example_runs(
     assert tau >= 1.0
 
 
-def test_hf_spec_card(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hf_spec_card(adapter, capsys):
     (adapter / "README.md").unlink()
     shutil.rmtree(adapter / "custom_generate")
     assert cli.main(["card", str(adapter), "--repository", "org/skip"]) == 0
@@ -232,7 +224,7 @@ def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("modules_cache")
-def test_custom_generate(adapter: Path, checkpoint: Path, decoded: list[str]) -> None:
+def test_custom_generate(adapter, checkpoint, decoded):
     model = load_checkpoint(checkpoint)
     ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -265,7 +257,7 @@ def shim(path: Path) -> dict[str, Any]:
     return scope
 
 
-def test_a_pushed_shim_names_its_repository(adapter: Path) -> None:
+def test_a_pushed_shim_names_its_repository(adapter):
     path = adapter / "custom_generate" / "generate.py"
     _, options = read_spec_config(adapter)  # in the order of the file
     path.write_text(shim_text("layer_skip", options, "LAYER_SKIP", "org/a-b.c_d"))
@@ -279,9 +271,7 @@ def test_a_pushed_shim_names_its_repository(adapter: Path) -> None:
 
 @pytest.mark.parametrize("loaded", [{}, {"default": "LORA"}, {"default": "LAYER_SKIP"}])
 @pytest.mark.parametrize("commit", ["0123456789" * 4, "custom"])
-def test_the_shim_loads_its_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: dict[str, str], commit: str
-) -> None:
+def test_the_shim_loads_its_adapter(tmp_path, monkeypatch, loaded, commit):
     """Once, under a name that is free, at the commit that it came with itself."""
     monkeypatch.setattr(GenerationMixin, "generate", lambda model, **kwargs: kwargs)
     calls: list[Any] = []
@@ -334,7 +324,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push(adapter, hub, capsys):
     (adapter / "study.jsonl").write_text("stays here")
     (adapter / "search.png").write_bytes(b"png")
     write_card(adapter)
@@ -367,14 +357,12 @@ def pushed_card(folder: Path, hub: list) -> str:
 
 
 @pytest.mark.parametrize("text", ["# Mine\n", "---\nlicense: mit\n---\n", ""])
-def test_push_keeps_a_card_that_a_person_wrote(adapter: Path, hub: list, text: str) -> None:
+def test_push_keeps_a_card_that_a_person_wrote(adapter, hub, text):
     (adapter / "README.md").write_text(text)
     assert pushed_card(adapter, hub) == text
 
 
-def test_push_renews_the_card_of_a_folder_that_was_renamed(
-    adapter: Path, checkpoint: Path, hub: list
-) -> None:
+def test_push_renews_the_card_of_a_folder_that_was_renamed(adapter, checkpoint, hub):
     """And measured since, and saved by PEFT once more; a license that a person added stays."""
     new = render_card(adapter, "org/skip", "org/base")
     card = adapter / "README.md"
@@ -392,7 +380,7 @@ def test_push_renews_the_card_of_a_folder_that_was_renamed(
 
 
 @pytest.mark.parametrize("name", ["bita", "medusa", "ppd", "propd", "space"])
-def test_push_renews_the_cards_of_the_demo(hub: list, name: str) -> None:
+def test_push_renews_the_cards_of_the_demo(hub, name):
     folder = Path(hf_spec.__file__).parent / "tools" / "demo" / "adapters" / name
     assert (folder / "README.md").read_text() == render_card(folder)
     assert pushed_card(folder, hub) == render_card(folder, "org/skip", "org/base")
@@ -407,9 +395,7 @@ def test_push_renews_the_cards_of_the_demo(hub: list, name: str) -> None:
         ("org/skip", "{checkpoint}", "which nobody else has"),
     ],
 )  # fmt: skip
-def test_push_to_or_from_a_bad_name(
-    adapter: Path, hub: list, checkpoint: Path, name: str, base: str | None, message: str
-) -> None:
+def test_push_to_or_from_a_bad_name(adapter, hub, checkpoint, name, base, message):
     with pytest.raises(ValueError, match=message):
         push(adapter, name, base_model=base and base.format(checkpoint=checkpoint))
     assert hub == []
@@ -423,27 +409,22 @@ def refusal(status: int) -> HfHubHTTPError:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            refusal(403),
-            "out of order (is your token valid, and may it write there? 'hf auth login')",
-        ),
+        (refusal(403), "out of order (is your token valid, and may it write there? 'hf auth lo"),
         (refusal(500), "out of order"),
         (HfHubHTTPError.__bases__[0]("Server disconnected."), "Server disconnected."),
         (RuntimeError("Error while uploading 'x'"), "Error while uploading 'x'"),
         (LocalTokenNotFoundError("No token: run `hf auth login`"), "No token: run `hf auth login`"),
     ],
 )
-def test_push_refused(
-    adapter: Path, hub: list, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], error: Exception, message: str,
-) -> None:  # fmt: skip
+def test_push_refused(adapter, hub, monkeypatch, capsys, error, message):
     def refuse(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", refuse)
     assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 2
     said = capsys.readouterr().err
-    assert said == f"hf-spec: cannot upload to 'org/skip': {message}\n"
+    assert said.startswith(f"hf-spec: cannot upload to 'org/skip': {message}")
+    assert said.count("\n") == 1
 
 
 # -- reading from the Hub ------------------------------------------------------------------------
@@ -453,9 +434,8 @@ def test_push_refused(
     ("revision", "skipped", "longest"), [(None, [0], 5), ("v1", [1], 3)], ids=["main", "branch"]
 )
 def test_load_by_id_and_branch(
-    adapter: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    revision: str | None, skipped: list[int], longest: int,
-) -> None:  # fmt: skip
+    adapter, checkpoint, tmp_path, monkeypatch, revision, skipped, longest
+):
     """Weights, config and options are of one commit, and the output is plain decoding's.
 
     The repository is in the cache of downloads, in two revisions; there is no network.

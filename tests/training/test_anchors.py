@@ -17,7 +17,7 @@ ROWS = [
 ]
 
 
-def test_anchors_lie_where_there_is_something_to_predict() -> None:
+def test_anchors_lie_where_there_is_something_to_predict():
     data = AnswerDataset(ROWS, num_anchors=6)
     for index, row in enumerate(ROWS):
         example = data[index]
@@ -35,7 +35,7 @@ def test_anchors_lie_where_there_is_something_to_predict() -> None:
         AnswerDataset(ROWS, num_anchors=0)
 
 
-def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
+def test_anchors_depend_on_seed_epoch_and_row_alone():
     one, two = (AnswerDataset(ROWS, num_anchors=6, seed=3) for _ in range(2))
     first = one[0]["anchors"].tolist()
     two[1], two[2]
@@ -53,7 +53,7 @@ def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
 
 
 @pytest.mark.parametrize("random", [True, False])
-def test_data_are_on_the_cpu_whatever_the_default_device(random: bool) -> None:
+def test_data_are_on_the_cpu_whatever_the_default_device(random):
     data = AnswerDataset(ROWS, num_anchors=6, random=random)
     expected = collate([data[0], data[1]])
     with torch.device("meta"):  # tensors without data
@@ -62,7 +62,7 @@ def test_data_are_on_the_cpu_whatever_the_default_device(random: bool) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_batches_of_similar_length() -> None:
+def test_batches_of_similar_length():
     """Each example once per epoch, in an order that seed and epoch alone decide."""
     counts = [1 + (7 * n) % 64 for n in range(64)]
     rows = [{"prompt_ids": [100], "answer_ids": [10] * count} for count in counts]
@@ -80,7 +80,7 @@ def test_batches_of_similar_length() -> None:
     assert second != first and sorted(second) == sorted(first)
 
 
-def test_collate_pads_on_the_right() -> None:
+def test_collate_pads_on_the_right():
     data = AnswerDataset(ROWS, num_anchors=4)
     batch = collate([data[0], data[1], data[2]])
     assert batch["input_ids"].shape == (3, 34) and batch["anchors"].shape == (3, 4)
@@ -91,7 +91,7 @@ def test_collate_pads_on_the_right() -> None:
     assert batch["anchors"][2].tolist() == [2, 2, 2, 2]
 
 
-def test_a_training_loop_of_ones_own() -> None:
+def test_a_training_loop_of_ones_own():
     """The loss is an attribute of the output, as with every model of Transformers."""
     model = get_peft_model(make_model(), hf_spec.BitaConfig(num_mask_tokens=2))
     data = AnswerDataset(ROWS, num_anchors=4)

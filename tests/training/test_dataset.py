@@ -55,7 +55,7 @@ def byte_ids(text: str) -> list[int]:
     return [4 + alphabet.index(char) for piece, _ in shown.pre_tokenize_str(text) for char in piece]
 
 
-def test_a_folder_of_distill(tmp_path: Path) -> None:
+def test_a_folder_of_distill(tmp_path):
     """In the order of the prompts, not that of writing."""
     rows = [{**row, "prompt": "p", "index": i} for i, row in enumerate(IDS)]
     distilled(tmp_path, rows[::-1], rows=2)
@@ -86,7 +86,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_of_the_users_own(tmp_path: Path, layout: str) -> None:
+def test_tokens_of_the_users_own(tmp_path, layout):
     for name, content in LAYOUTS[layout].items():
         if isinstance(content, str):
             (tmp_path / name).write_text(content)
@@ -96,7 +96,7 @@ def test_tokens_of_the_users_own(tmp_path: Path, layout: str) -> None:
     assert read_provenance(tmp_path) == {}
 
 
-def test_a_single_file_that_is_written_again(tmp_path: Path) -> None:
+def test_a_single_file_that_is_written_again(tmp_path):
     """It holds tokens and texts, of which the tokens count; no earlier content is cached."""
     path = tmp_path / "x.jsonl"
     write(path, [{**ids, **text} for ids, text in zip(IDS, TEXTS)])
@@ -108,7 +108,7 @@ def test_a_single_file_that_is_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_texts(tmp_path: Path, chat: bool) -> None:
+def test_texts(tmp_path, chat):
     write(tmp_path / "x.parquet", TEXTS)
     read = list(read_answers(tmp_path, make_tokenizer(chat)))
     for row, text in zip(read, TEXTS, strict=True):
@@ -118,7 +118,7 @@ def test_texts(tmp_path: Path, chat: bool) -> None:
         assert {name: row[name] for name in text} == text and len(row) == 4
 
 
-def test_bos_is_for_prompts_and_eos_comes_once(tmp_path: Path) -> None:
+def test_bos_is_for_prompts_and_eos_comes_once(tmp_path):
     tokenizer = make_tokenizer(chat=False)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 2)]
@@ -131,7 +131,7 @@ def test_bos_is_for_prompts_and_eos_comes_once(tmp_path: Path) -> None:
     assert read_answers(tmp_path, tokenizer)[0]["answer_ids"] == byte_ids("b")
 
 
-def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:
+def test_folders_of_distill_that_are_not_whole(tmp_path):
     for read in (read_answers, read_provenance):
         with pytest.raises(ValueError, match="no folder or file '.*none': hf-spec distill makes"):
             read(tmp_path / "none")
@@ -150,7 +150,7 @@ def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:
         read_provenance(tmp_path)
 
 
-def test_no_files_or_both_kinds_or_no_rows(tmp_path: Path) -> None:
+def test_no_files_or_both_kinds_or_no_rows(tmp_path):
     with pytest.raises(ValueError, match=r"no data files: .* \.parquet, \.jsonl, \.json"):
         read_answers(tmp_path)
     for text in ("", "\n \n"):
@@ -175,9 +175,7 @@ def test_no_files_or_both_kinds_or_no_rows(tmp_path: Path) -> None:
         ([{"prompt": 1, "answer": "a"}], " 1: 'prompt' must hold a text that is not empty"),
     ],
 )
-def test_columns_that_will_not_do(
-    tmp_path: Path, rows: list[dict[str, Any]], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_that_will_not_do(tmp_path, rows, message, capfd):
     write(tmp_path / "x.parquet", rows)
     with pytest.raises(ValueError, match=message):
         read_answers(tmp_path)

@@ -45,7 +45,7 @@ def prompts_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("end", [EOS, "[/INST]", ""])
-def test_words_end_where_the_template_says(tmp_path: Path, end: str) -> None:
+def test_words_end_where_the_template_says(tmp_path, end):
     tokenizer = make_tokenizer(chat=bool(end))
     if end == "[/INST]":
         tokenizer.chat_template = AS_TEXT
@@ -60,7 +60,7 @@ def test_words_end_where_the_template_says(tmp_path: Path, end: str) -> None:
     assert prompts_of(path) == want
 
 
-def test_repetition_and_templates_without_a_place(tmp_path: Path) -> None:
+def test_repetition_and_templates_without_a_place(tmp_path):
     tokenizer, path = make_tokenizer(), tmp_path / "prompts.jsonl"
     model = Scripted(tokenizer, ["How?"] * 4, EOS)
     with pytest.raises(ValueError, match="wrote 1 different prompts in 16 samples; 2 were to be"):
@@ -76,9 +76,7 @@ def test_repetition_and_templates_without_a_place(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_by_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_command(tmp_path, capsys, monkeypatch):
     save_checkpoint(tmp_path / "m")
     output = tmp_path / "out"
     command = [

@@ -16,7 +16,6 @@ from trained import (
     SETTINGS,
     TRAININGS,
     Stop,
-    Trained,
     answers,
     as_options,
     history,
@@ -45,7 +44,7 @@ from hf_spec.tools.training.trainer import SpecTrainer
 METHOD, CONFIG = TRAININGS["bita"]
 
 
-def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
+def test_the_loss_falls_and_the_base_stays(tmp_path):
     model = make_model()
     before = bit_sums(list(model.parameters()))
     settings = {**SETTINGS, "max_steps": 30, "eval_steps": 30, "learning_rate": 5e-2}
@@ -61,7 +60,7 @@ def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name != "full"])
-def test_the_adapter_that_is_written_is_the_best_one(trained: Trained, name: str) -> None:
+def test_the_adapter_that_is_written_is_the_best_one(trained, name):
     """It decodes as plain ``generate`` does, on a base like the first."""
     folder, model = trained(name), make_model()
     made = record(folder)
@@ -80,7 +79,7 @@ def test_the_adapter_that_is_written_is_the_best_one(trained: Trained, name: str
     assert torch.equal(model.generate(ids, **configured(config), **options), plain)
 
 
-def test_measured_tau_is_that_of_decoding_each_prompt(trained: Trained) -> None:
+def test_measured_tau_is_that_of_decoding_each_prompt(trained):
     """Whatever was measured before: the exit's threshold moves, and starts anew."""
     model = make_model()
     prompts = [row["prompt_ids"] for row in answers()][:3]
@@ -109,7 +108,7 @@ def test_measured_tau_is_that_of_decoding_each_prompt(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("name", ["bita", "full"])
-def test_resumed_training_equals_uninterrupted(trained: Trained, tmp_path: Path, name: str) -> None:
+def test_resumed_training_equals_uninterrupted(trained, tmp_path, name):
     whole = trained(name)
     arguments = (answers(), TRAININGS[name][0], tmp_path, TRAININGS[name][1], SETTINGS)
     with pytest.raises(KeyboardInterrupt):
@@ -125,7 +124,7 @@ def test_resumed_training_equals_uninterrupted(trained: Trained, tmp_path: Path,
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_of_some_minutes(tmp_path, monkeypatch):
     """The learning rate falls with the time, and a resumed training ends when the whole would."""
     clock = FakeClock()
     monkeypatch.setattr("hf_spec.tools.training.trainer.time", SimpleNamespace(monotonic=clock))
@@ -151,7 +150,7 @@ def test_a_training_of_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert made["history"][-1]["minutes"] == 1.0 and "eval_tau" in made["history"][-1]
 
 
-def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_script_does_the_same(tmp_path, monkeypatch):
     """The script of the training guide, on the same data: the same weights as the command's."""
     guide = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
     page = guide.read_text(encoding="utf-8")
@@ -177,9 +176,7 @@ def test_the_plain_script_does_the_same(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["space", "full", "layer_skip"])
-def test_trainer_features_do_not_change_what_is_learned(
-    trained: Trained, tmp_path: Path, name: str
-) -> None:
+def test_trainer_features_do_not_change_what_is_learned(trained, tmp_path, name):
     """Checkpoints of activations, and gradients accumulated over two halves of a batch."""
     method, config = TRAININGS[name]
     features = {
@@ -188,12 +185,11 @@ def test_trainer_features_do_not_change_what_is_learned(
     }  # fmt: skip
     train(make_model(), answers(), method, tmp_path, config, {**SETTINGS, **features})
     # Means over two halves round differently; Adam's first steps amplify the last digits.
-    assert history(tmp_path, "eval_loss") == pytest.approx(
-        history(trained(name), "eval_loss"), rel=1e-3
-    )
+    expected = history(trained(name), "eval_loss")
+    assert history(tmp_path, "eval_loss") == pytest.approx(expected, rel=1e-3)
 
 
-def test_mixed_precision_and_a_base_in_bf16(tmp_path: Path) -> None:
+def test_mixed_precision_and_a_base_in_bf16(tmp_path):
     """Weights are trained and stored in float32."""
     settings = {**SETTINGS, "max_steps": 3, "bf16": True, "report_to": "tensorboard"}
     model = make_model().to(torch.bfloat16)
@@ -213,9 +209,7 @@ def test_mixed_precision_and_a_base_in_bf16(tmp_path: Path) -> None:
         ("ppd", {"head": "vocabulary"}, []),
     ],
 )
-def test_the_commonest_tokens_are_predicted(
-    tmp_path: Path, method: str, fields: dict[str, Any], tokens: list[int]
-) -> None:
+def test_the_commonest_tokens_are_predicted(tmp_path, method, fields, tokens):
     settings = {**SETTINGS, "max_steps": 1, "eval_steps": 1}
     made = train(make_model(), answers(), method, tmp_path, fields, settings)
     stored = [value for name, value in weights(tmp_path).items() if "draft_vocabulary" in name]
@@ -223,12 +217,25 @@ def test_the_commonest_tokens_are_predicted(
     assert [one.tolist() for one in stored] == ([tokens] if tokens else [])
 
 
+def test_the_command_says_what_came_out_and_what_is_next(tmp_path, capsys):
+    checkpoint, data, output = save_checkpoint(tmp_path / "m"), tmp_path / "d", tmp_path / "out"
+    data.mkdir()
+    rows = "".join(json.dumps(row) + "\n" for row in answers())
+    (data / "answers.jsonl").write_text(rows)
+    command = ["train", "medusa", *as_options(checkpoint, data, **SETTINGS, num_heads=2)]
+    command += ["--output", str(output)]
+    assert cli.main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.split(":")[0] for line in lines[:2]]
+    assert told == ["step 3 of 6", "step 6 of 6"] and "{" not in "".join(lines)
+    assert lines[-2] == f"adapter: {output}"
+    assert lines[-1] == f"try: hf-spec bench --model {checkpoint} --adapter {output} --by-task"
+
+
 # -- refused -----------------------------------------------------------------------------------
 
 
-def test_options_are_fields_of_config_and_training_arguments(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_are_fields_of_config_and_training_arguments(capsys):
     fields = config_fields(get_method("bita"))
     assert {"num_mask_tokens", "markov_rank"} <= fields.keys()
     assert not {"base_facts", "num_layers", "peft_type"} & fields.keys()  # recorded, PEFT's own
@@ -245,7 +252,9 @@ def test_options_are_fields_of_config_and_training_arguments(
     assert (made.save_steps, made.per_device_eval_batch_size) == (100, 8)
     # The method's help lists them, with one default each.
     assert cli.main(["train", "bita", "--help"]) == 0
-    listed = capsys.readouterr().out.partition("Options of bita:\n")[2]
+    said = capsys.readouterr().out.partition("Options of bita:\n")[2]
+    listed, _, rest = said.partition("  Train an")
+    assert "Examples:" in rest, "the method's options come first"
     own = {**fields, **added_fields(SpecArguments, TrainingArguments)}
     assert [line.split()[0] for line in listed.splitlines() if line.startswith("  --")] == [
         "--" + name.replace("_", "-") for name in own
@@ -257,7 +266,7 @@ def test_options_are_fields_of_config_and_training_arguments(
 
 
 @pytest.mark.parametrize(("rows", "held_out", "kept"), [(24, 32, 6), (24, 4, 4), (2, 32, 1)])
-def test_a_quarter_is_held_out_at_most(rows: int, held_out: int, kept: int) -> None:
+def test_a_quarter_is_held_out_at_most(rows, held_out, kept):
     data = Dataset.from_dict({"row": list(range(rows))})
     rest, held = split(data, held_out)
     assert len(held) == kept and sorted([*rest["row"], *held["row"]]) == data["row"][:]
@@ -265,7 +274,7 @@ def test_a_quarter_is_held_out_at_most(rows: int, held_out: int, kept: int) -> N
         split(data.select([0]), held_out)
 
 
-def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_sequences_cut_before_their_answers(caplog):
     rows = Dataset.from_dict({"prompt_ids": [[5] * 6, [5] * 2], "answer_ids": [[7] * 3] * 2})
     check_lengths(rows, 8)
     assert not caplog.records

@@ -1,6 +1,5 @@
 """A base model that is trained along with its adapter: SPACE with `update="full"`."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tiny_checkpoint import make_model, save_checkpoint
 from trained import (
     SETTINGS,
     TRAININGS,
-    Trained,
     answers,
     as_options,
     history,
@@ -34,9 +32,7 @@ def state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in base_state(model).items()}
 
 
-def test_the_trained_base_is_a_model_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_trained_base_is_a_model_of_its_own(tmp_path, capsys):
     checkpoint, out = save_checkpoint(tmp_path / "m"), tmp_path / "out"
     answers().to_parquet(tmp_path / "rows.parquet")
     config = {**FULL, "markov_rank": 0, "p_ar": 0.1}
@@ -69,7 +65,7 @@ def test_the_trained_base_is_a_model_of_its_own(
     assert hf_spec.last_stats(loaded).mean_accepted_tokens > 1.5
 
 
-def test_the_checkpoint_of_the_smallest_loss_is_kept_with_its_base(tmp_path: Path) -> None:
+def test_the_checkpoint_of_the_smallest_loss_is_kept_with_its_base(tmp_path):
     """The learning rate is far too large in the end: the last checkpoint is not the best."""
 
     class Blow(TrainerCallback):
@@ -90,7 +86,7 @@ def test_the_checkpoint_of_the_smallest_loss_is_kept_with_its_base(tmp_path: Pat
     assert not same(kept, other)
 
 
-def test_checkpoints_of_something_else_are_refused(trained: Trained, tmp_path: Path) -> None:
+def test_checkpoints_of_something_else_are_refused(trained, tmp_path):
     with pytest.raises(ValueError, match=r"holds no base_model\.safetensors"):
         load_checkpoint(make_model(), tmp_path)
     with pytest.raises(ValueError, match="weights of another model"):
@@ -98,7 +94,7 @@ def test_checkpoints_of_something_else_are_refused(trained: Trained, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["space", "lora", "none"])
-def test_otherwise_the_base_is_not_written(trained: Trained, name: str) -> None:
+def test_otherwise_the_base_is_not_written(trained, name):
     folder = trained(name)
     assert not (folder / "model").exists()
     assert not list(folder.rglob("base_model.safetensors"))
@@ -107,7 +103,7 @@ def test_otherwise_the_base_is_not_written(trained: Trained, name: str) -> None:
     assert sum(value.numel() for value in values) == 2 * 32 + 2 * 2 * per_layer
 
 
-def test_defaults_follow_the_config(tmp_path: Path) -> None:
+def test_defaults_follow_the_config(tmp_path):
     method, rates = get_method("space"), {}
     for update in ("gated", "lora", "full", "none"):
         config = hf_spec.SpaceConfig(update=update)

@@ -1,26 +1,26 @@
-"""Trainings that go on from a trained adapter."""
+"""Trainings that go on from a trained adapter, and what its parts are trained with."""
 
 import dataclasses
 import json
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftConfig
-from tiny_checkpoint import make_model
-from trained import SETTINGS, TRAININGS, Trained, answers, decodes_exactly, weights
+from peft import PeftConfig, get_peft_model
+from tiny_checkpoint import make_model, save_checkpoint
+from trained import SETTINGS, TRAININGS, answers, as_options, decodes_exactly, weights
 
-from hf_spec.tools.training.train import train
+import hf_spec
+from hf_spec.methods.registry import get_method
+from hf_spec.tools import cli
+from hf_spec.tools.training.train import spec_arguments, train
+from hf_spec.tools.training.trainer import SpecTrainer
 
-#: Heads, mask tokens with updates, layers, blocks with Markov heads, updates of the base.
-NAMES = ("medusa", "space", "eagle3", "dspark", "layer_skip")
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_that_training_begins_with(
-    trained: Trained, tmp_path: Path, name: str
-) -> None:
+# Heads, mask tokens with updates, layers, blocks with Markov heads, updates of the base.
+@pytest.mark.parametrize("name", ["medusa", "space", "eagle3", "dspark", "layer_skip"])
+def test_weights_are_those_that_training_begins_with(trained, tmp_path, name):
     """With a learning rate of almost 0 they stay; with another all of them move."""
     before, method = trained(name), TRAININGS[name][0]
     old = weights(before)
@@ -48,17 +48,49 @@ def test_weights_are_those_that_training_begins_with(
     assert decodes_exactly(tmp_path / "b")
 
 
-def test_what_the_adapter_has_learned_stays_its_own(trained: Trained, tmp_path: Path) -> None:
-    def go_on(name: str, **fields: Any) -> None:
-        train(
-            make_model(), answers(), TRAININGS[name][0], tmp_path / "x", fields, SETTINGS,
-            start=trained(name),
-        )  # fmt: skip
+def test_adapters_that_cannot_be_gone_on_from(trained, tmp_path, capsys):
+    base, data = save_checkpoint(tmp_path / "base"), tmp_path / "rows.parquet"
+    answers().to_parquet(str(data))
+    common = as_options(base, data, **{**SETTINGS, "max_steps": 2, "eval_steps": 2, "held_out": 1})
+    hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
+    hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
+    one = str(trained("bita"))
+    for arguments, message in (
+        (["bita", one, "--markov-rank", "64"], "markov_rank belongs to what the adapter has"),
+        (["bita", one, "--rank", "3"], "has no option '--rank'"),
+        (["medusa", one], r"of type BITA: 'medusa' goes on from its own, of type MEDUSA"),
+        (
+            ["layer_skip", str(tmp_path / "skip")],
+            "skip' has no adapter_model.safetensors: there is nothing to go on from",
+        ),
+        (["space", str(tmp_path / "full")], "trains its base model, too"),
+    ):
+        method, folder, *more = arguments
+        command = ["train", method, "--adapter", folder, *common, *more]
+        assert cli.main([*command, "--output", str(tmp_path / "three")]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error), error
+    assert not (tmp_path / "three").exists()
 
-    with pytest.raises(ValueError, match="num_heads belongs to what the adapter has learned"):
-        go_on("medusa", num_heads=3)
-    with pytest.raises(ValueError, match="markov_rank belongs to what the adapter has learned"):
-        go_on("dspark", markov_rank=8)
-    with pytest.raises(ValueError, match="BITA: 'medusa' goes on from its own, of type MEDUSA"):
-        train(make_model(), answers(), "medusa", tmp_path / "x", start=trained("bita"))
-    assert not (tmp_path / "x").exists()
+
+def test_parts_have_learning_rates_of_their_own(tmp_path):
+    config = hf_spec.SpaceConfig(
+        rank=2, markov_rank=3, markov_learning_rate=0.25, update_learning_rate=0.125
+    )
+    model = get_peft_model(make_model(), config)
+    given = {"max_steps": 4, "learning_rate": 0.5}
+    arguments = spec_arguments(get_method("space"), tmp_path, config, **given)
+    trainer = SpecTrainer(
+        model=model, args=arguments, train_dataset=answers(), eval_dataset=answers()
+    )
+    rates = {
+        id(parameter): group["lr"]
+        for group in trainer.create_optimizer().param_groups
+        for parameter in group["params"]
+    }
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    assert len(trained) == len(rates) == 1 + 3 + 2 * 2
+    for name, one in trained:
+        part = name.rpartition(".default.")[2]
+        expected = 0.25 if part.startswith("markov") else 0.5 if part == "masks" else 0.125
+        assert rates[id(one)] == expected, name

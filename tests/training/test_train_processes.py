@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from running import drafting
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import SETTINGS, TRAININGS, Stop, answers, as_options, history, record, same, weights
+from trained import SETTINGS, TRAININGS, answers, as_options, history, record, same, weights
 
 import hf_spec
 from hf_spec.tools.training import sharded
@@ -36,7 +35,7 @@ SHARDED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_weights_are_sharded_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_sharded_again_after_an_error(monkeypatch):
     done: list[str] = []
 
     class Sharded:
@@ -87,22 +86,16 @@ def own_answers(model: Any) -> Dataset:
     return Dataset.from_list([{"prompt_ids": prompt, "answer_ids": ids} for prompt, ids in rows])
 
 
-def train_all(
-    output: Path, names: Iterable[str], size: int, stop: bool = False, resume: bool = False
-) -> None:
-    """Train with ``size`` sequences per process, up to the first checkpoint if ``stop``."""
+def train_all(output: Path, names: Iterable[str], size: int) -> None:
+    """Train with ``size`` sequences per process."""
     settings = {**SETTINGS, "per_device_train_batch_size": size, "logging_steps": 1}
     for name in names:
         method, config = TRAININGS[name]
-        with suppress(KeyboardInterrupt):
-            train(
-                make_model(), answers(), method, output / name, config, settings, resume=resume,
-                callbacks=[Stop()] if stop else [],
-            )  # fmt: skip
+        train(make_model(), answers(), method, output / name, config, settings)
 
 
 @pytest.mark.environment
-def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
+def test_two_processes_give_the_loss_of_one(tmp_path):
     """On two halves of each batch: the same training as one process on whole batches."""
     names = ("bita", "space", "lora", "full", "layer_skip")
     train_all(tmp_path / "one", names, 4)
@@ -148,7 +141,7 @@ def train_sharded(folder: Path) -> None:
 
 
 @pytest.mark.environment
-def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
+def test_two_processes_with_shards_give_the_loss_of_one(tmp_path):
     """What they write is an adapter like any other; one that was resumed is the same."""
     in_two(train_sharded, tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"
@@ -171,9 +164,7 @@ def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-def test_fsdp_that_accelerate_ignores_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp_that_accelerate_ignores_is_refused(tmp_path, monkeypatch):
     """It would train whole copies of a model that may not fit."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="told to use FSDP, and runs 1 process.* on 'cpu' without"):
@@ -195,9 +186,7 @@ def launch(stage: int, *arguments: str) -> None:
 @pytest.mark.environment
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("method", ["bita", "layer_skip"])
-def test_two_processes_with_deepspeed_give_the_figures_of_one(
-    tmp_path: Path, stage: int, method: str
-) -> None:
+def test_two_processes_with_deepspeed_give_the_figures_of_one(tmp_path, stage, method):
     """So does a training that was resumed; embeddings, heads and layers are all read whole."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed, see CONTRIBUTING.md")
     model, checkpoint = make_model(layers=4), save_checkpoint(tmp_path / "model", layers=4)

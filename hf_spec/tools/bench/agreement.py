@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
@@ -30,9 +29,8 @@ class Agreement(StrEnum):
 
 def ulp(value: float, dtype: torch.dtype) -> float:
     """Unit in the last place: distance between neighboring numbers of ``dtype`` near ``value``."""
-    info = torch.finfo(dtype)
-    magnitude = max(abs(value), info.tiny)
-    return info.eps * 2.0 ** math.floor(math.log2(magnitude))
+    near = torch.tensor(abs(value), dtype=dtype)
+    return float(torch.nextafter(near, torch.full_like(near, torch.inf)) - near)
 
 
 def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> bool:

@@ -15,8 +15,8 @@ from hf_spec.decoding.auto import Choice
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.tools.bench.contenders import Contender, ours
 from hf_spec.tools.bench.prompts import Prompt
-from hf_spec.tools.bench.results import ALL
 from hf_spec.tools.bench.runner import run
+from hf_spec.tools.data import ALL
 
 #: Name of the adapter that a model gets for a trial.
 TRIAL = "hf_spec_doctor"

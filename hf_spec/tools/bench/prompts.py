@@ -7,21 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hf_spec.core.checks import first_line
-from hf_spec.tools.data import (
-    DEFAULT_CATEGORY,
-    Message,
-    Prompt,
-    Row,
-    checked_text,
-    example,
-    plain_text,
-    read,
-)
+from hf_spec.tools.data import Message, Prompt, example, plain_text, read
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
@@ -32,21 +22,10 @@ NO_LIMIT = 10**9
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a file of prompts, with or without answers; a ValueError names the place of what is
     wrong."""
-    prompts = list(read(path, _prompt))
+    prompts = list(read(path, example))
     if not prompts:
         raise ValueError(f"prompt file {str(path)!r} holds no prompts")
     return prompts
-
-
-def _prompt(row: Row) -> Prompt:
-    given = {name: value for name, value in row.fields.items() if value is not None}
-    category = checked_text("category", given.get("category", DEFAULT_CATEGORY))
-    if category == "all":
-        raise ValueError("'category' must not be 'all', which is the name of the overall row")
-    question_id = given.get("question_id", row.number)
-    if not isinstance(question_id, int):
-        checked_text("question_id", question_id)
-    return replace(example(row.fields), category=category, question_id=question_id)
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from hf_spec.files import write_atomically
 from hf_spec.tools.bench.agreement import Agreement
-from hf_spec.tools.bench.results import ALL, BenchResult, Interval
+from hf_spec.tools.bench.results import BenchResult, Interval
+from hf_spec.tools.data import ALL
 
 
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:

@@ -18,10 +18,9 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.tools.bench.agreement import Agreement
 from hf_spec.tools.bench.contenders import BASELINE, Contender
 from hf_spec.tools.bench.prompts import Prompt
+from hf_spec.tools.data import ALL
 
 PHASES = ("draft", "forward", "verify", "other")
-#: Name of all tasks together.
-ALL = "all"
 #: Share of the resampled figures that lie within an interval.
 CONFIDENCE = 0.95
 #: Fewest units that an interval is computed from.

@@ -43,9 +43,7 @@ def _generation_config(model: Any, tokenizer: Any, greedy: bool) -> Any:
 
 def _eos_ids(config: Any) -> list[int]:
     eos = config.eos_token_id
-    if eos is None:
-        return []
-    return [eos] if isinstance(eos, int) else list(eos)
+    return [eos] if isinstance(eos, int) else list(eos or ())
 
 
 class Turn(NamedTuple):

@@ -1,14 +1,13 @@
 """``hf-spec bench``."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Exit, Option, echo
+from typer import Option
 
 from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
+from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
 
 DEFAULT_BACKEND = "inductor"
 
@@ -27,7 +26,7 @@ def bench(
     adapter: opt.Adapters = None,
     assistant: Annotated[
         list[str] | None,
-        Option(help="Smaller model that drafts, or, for stock assistance, an adapter; repeatable."),
+        Option(help="Smaller model that drafts; repeatable."),
     ] = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
@@ -105,7 +104,6 @@ def bench(
     if repetition_penalty is not None:
         generate_kwargs["repetition_penalty"] = repetition_penalty
 
-    from hf_spec.tools.bench import report
     from hf_spec.tools.bench.environment import environment_of
     from hf_spec.tools.bench.runner import run
 
@@ -118,38 +116,16 @@ def bench(
             compiled=(backend or DEFAULT_BACKEND) if compile else None,
             progress=progress,
         )  # fmt: skip
-    stop_without(result.measurements)
     if prompts is None:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
-    target = output / "results.json"
-    report.write_results(target, result, environment)
-    if as_json:
-        echo(json.dumps(result.runs(), indent=1))
-    else:
-        report.print_table(result, by_task)
-        echo(f"results: {target}")
-    if result.interrupted:
-        raise Exit(INTERRUPTED)
+    show_results(result, environment, output, by_task, as_json)
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` with an assistant model: that of a folder or repository,
-    or the base of an adapter folder, which drafts in Transformers' assisted decoding with the
-    adapter's strategy."""
-    from hf_spec.files import read_json
-    from hf_spec.tools.bench.contenders import read_adapters
-    from hf_spec.tools.hub.folder import CONFIG
-
-    dtype, config = str(model.dtype).removeprefix("torch."), Path(path, CONFIG)
-    adapters = read_adapters([path]) if config.is_file() else []
-    if adapters:
-        path = read_json(config).get("base_model_name_or_path") or path
-    device = str(model.device)
+    """Keyword arguments for ``generate`` with an assistant model."""
+    dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
     # If the model is packed, it is where it drafts.
-    assistant, assistant_tokenizer = load_model(path, dtype, device, None, adapters, pack=False)
-    for adapter in adapters:
-        assistant.generation_config.assistant_strategy = adapter.strategy
-        assistant.generation_config.assistant_kwargs = adapter.options
+    assistant, assistant_tokenizer = load_model(path, dtype, device, pack=False)
     keywords = {"assistant_model": assistant}
     if assistant_tokenizer.get_vocab() != tokenizer.get_vocab():
         keywords |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Exit, echo
 from typer.core import TyperCommand
 
-from hf_spec.core.checks import check_choice, duration, install_extra
+from hf_spec.core.checks import check_choice, install_extra
 
 if TYPE_CHECKING:
     from hf_spec.tools.bench.contenders import Adapter
@@ -72,10 +72,25 @@ def check_writable(folder: Path, option: str = "--output") -> None:
         raise ValueError(f"cannot write to {option} {str(folder)!r}: {error.strerror}") from error
 
 
-def stop_without(measurements: Sequence[Any]) -> None:
-    """Exit if an interrupt came before anything was measured: earlier results stay."""
-    if not measurements:
+def show_results(
+    result: Any, environment: dict[str, Any], output: Path, by_task: bool = False,
+    as_json: bool = False,
+) -> None:  # fmt: skip
+    """Write and print what was measured; exit if it was interrupted. If that came before anything
+    was measured, earlier results stay."""
+    from hf_spec.tools.bench import report
+
+    if not result.measurements:
         echo("interrupted before anything was measured; nothing was written", err=True)
+        raise Exit(INTERRUPTED)
+    target = output / "results.json"
+    report.write_results(target, result, environment)
+    if as_json:
+        echo(json.dumps(result.runs(), indent=1))
+    else:
+        report.print_table(result, by_task)
+        echo(f"results: {target}")
+    if result.interrupted:
         raise Exit(INTERRUPTED)
 
 
@@ -91,30 +106,25 @@ def explained_interrupt(outcome: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr, if that is a terminal.
+    """Show a progress bar on stderr; without a terminal, a line at once and every 30 seconds.
 
-    Gives ``update(done, total, note="")``, whose note stands after the bar. Without a terminal it
-    prints a line every 30 seconds, with the time left by the pace since the first number.
+    Gives ``update(done, total, note="")``, whose note stands after the numbers.
     """
     from tqdm import tqdm
 
-    shown = sys.stderr.isatty()
-    told, first = time.monotonic(), (0.0, -1)  # the time and number of the first report
-    with tqdm(desc=title, leave=False, dynamic_ncols=True, disable=not shown) as bar:
+    terminal = sys.stderr.isatty()
+    lines = "{desc}: {n_fmt} of {total_fmt}{postfix}, {remaining} left\n"
+    with tqdm(
+        desc=title, leave=not terminal, dynamic_ncols=terminal,
+        mininterval=0.1 if terminal else 30, bar_format=None if terminal else lines, delay=1e-3,
+    ) as bar:  # fmt: skip
 
         def update(done: int, total: int, note: str = "") -> None:
-            nonlocal told, first
-            if shown:
-                bar.n, bar.total = done, total
-                bar.set_postfix_str(note)
-                return
-            now = time.monotonic()
-            if first[1] < 0:
-                told, first = now, (now, done)
-            elif done > first[1] and now - told > 30:
-                told = now
-                left = duration((now - first[0]) * (total - done) / (done - first[1]))
-                parts = (f"{done} of {total}", note, f"about {left} left")
-                echo(f"{title}: {', '.join(filter(None, parts))}", err=True)
+            first = bar.total is None
+            if first:  # what was done before says nothing about the time left
+                bar.initial = bar.n = done
+            bar.total = total
+            bar.set_postfix_str(note, refresh=first)
+            bar.update(done - bar.n)
 
         yield update

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Exit, Option, echo
+from typer import Option, echo
 
 from hf_spec.model.loading import NATIVE
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
+from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
 
 #: Lines of the prompt and of the continuation that are shown.
 SHOWN_LINES = 12
@@ -40,8 +40,7 @@ def demo(
     """
     check_writable(output)
 
-    from hf_spec.tools.bench import report
-    from hf_spec.tools.bench.results import ALL
+    from hf_spec.tools.data import ALL
     from hf_spec.tools.demo.demo import run_demo
 
     with progress_bar("demo") as progress:
@@ -49,19 +48,14 @@ def demo(
             limit, max_new_tokens, dtype, name=model, progress=progress,
             status=lambda text: echo(text, err=True),
         )  # fmt: skip
-    stop_without(result.bench.measurements)
-    results = output / "results.json"
-    report.write_results(results, result.bench, result.environment)
     given, written = (text.splitlines() for text in result.sample)
-    echo("\n".join([
-        "--- end of a prompt ---", *given[-SHOWN_LINES:],
-        "--- what the model writes after it, with and without speculation ---",
-        *written[:SHOWN_LINES], "---",
-    ]))  # fmt: skip
-    report.print_table(result.bench)
-    echo(f"results: {results}")
-    if result.bench.interrupted:
-        raise Exit(INTERRUPTED)
+    if written:
+        echo("\n".join([
+            "--- end of a prompt ---", *given[-SHOWN_LINES:],
+            "--- what the model writes after it, with and without speculation ---",
+            *written[:SHOWN_LINES], "---",
+        ]))  # fmt: skip
+    show_results(result.bench, result.environment, output)
     if not result.all_identical:
         raise ValueError("an output differs from plain generate's other than at a tie")
     rows = result.bench.runs()

@@ -108,6 +108,8 @@ def distill(
     ):
         if state.num_processes > 1 and device is None:
             device = str(state.device)
+        if main:
+            echo(f"loading {model}", err=True)
         loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
         opt.use_threads(threads)  # after accelerate has set a number, too
         silent = nullcontext(lambda done, total, note: None)
@@ -150,15 +152,11 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     if strategy == AUTO and adapters:
         strategy = None  # that of the adapter
     name = common.single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
-    if name == AUTO:
-        if options is not None:
-            raise ValueError("--strategy-kwargs needs the name of a strategy: give --strategy")
-        return None, []
-    if name is None:
+    if name in (None, AUTO):
         for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
             if value is not None:
-                raise ValueError(f"{option} needs a strategy: --strategy none is plain generate")
-        return lineup.BASELINE, []
+                raise ValueError(f"{option} needs the name of a strategy: give --strategy")
+        return (lineup.BASELINE if name is None else None), []
     own = work.LOOKUP_OPTIONS if name == DEFAULT_STRATEGY else {}
     given = {**work.OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
     *tuned, contender = lineup.contenders([name], {name: given}, adapters)

@@ -18,13 +18,13 @@ from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.hub.folder import CONFIG
 
-MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
+SHIPPED = Path(str(files("hf_spec.tools.demo")))
 #: Adapters of popular models, ready for the Hub.
 PUBLISHED = Path(str(files("hub_cards"))) / "adapters"
 #: Needs neither training nor an adapter.
 FREE_STRATEGY = "prompt_lookup"
 #: Code of Transformers that the demo model has never seen; benchmarks/demo_data.py writes it.
-PROMPTS = Path(str(files("hf_spec.tools.demo") / "prompts.jsonl"))
+PROMPTS = SHIPPED / "prompts.jsonl"
 
 
 @dataclass
@@ -43,25 +43,17 @@ class DemoResult:
 
 def model_folder() -> Path:
     """The model shipped with the package."""
-    folder = Path(str(files("hf_spec.tools.demo") / MODEL_FOLDER))
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"the demo model is missing from {folder}; reinstall hf_spec, or train it from a "
-            f"checkout: python benchmarks/train_demo_model.py {folder}"
-        )
-    return folder
+    return SHIPPED / "model"
 
 
-def adapter_folders() -> list[Path]:
-    """The adapters for the demo model that are shipped with the package."""
-    root = Path(str(files("hf_spec.tools.demo") / ADAPTER_FOLDER))
+def adapter_folders(root: Path = SHIPPED / "adapters") -> list[Path]:
+    """The adapters for the demo model that are shipped with the package, or those in a folder."""
     return sorted(path.parent for path in root.glob("*/adapter_config.json"))
 
 
 def fitting(model: Any) -> list[Path]:
     """The :data:`PUBLISHED` adapters that were made for a model of this shape."""
-    facts = facts_of(model)
-    folders = sorted(path.parent for path in PUBLISHED.glob("*/adapter_config.json"))
+    facts, folders = facts_of(model), adapter_folders(PUBLISHED)
     return [one for one in folders if read_json(one / CONFIG).get("base_facts") == facts]
 
 

@@ -54,7 +54,6 @@ SCALES = {
     "embedding_scale": "input_embedding_scale", "logit_scale": "output_multiplier",
     "logit_softcap": "final_logit_softcapping",
 }  # fmt: skip
-SIZE = {"draft_vocab_size": "draft_vocab_size"}
 CONFIDENCE_HEAD = ("enable_confidence_head", "confidence_head_with_markov")
 #: xPress' rank, and the width of its MLP as a multiple of that.
 RANK, RATIO = "xpress_rank", "xpress_mlp_ratio"
@@ -119,11 +118,11 @@ NEUTRAL: dict[str, Any] = {
 KNOWN = NEUTRAL | dict.fromkeys(
     (
         *FIELDS.values(), *(name for kind in KINDS.values() for name in kind.fields.values()),
-        *SCALES.values(), *CONFIDENCE_HEAD, IDS, CAUSAL, OF_DEEPSPEC, *SIZE, *CAUSAL_BLOCK, RATIO,
-        "num_jacobi_passes", "projector_type", "confidence_head_alpha", "num_anchors",
-        "loss_decay_gamma", "ce_weight", "alignment_weight", "alignment_warmup_steps",
-        "replacement_layers", "replacement_probability", "replacement_hold_ratio",
-        "replacement_end_ratio", "candidate_mass_threshold",
+        *SCALES.values(), *CONFIDENCE_HEAD, *CAUSAL_BLOCK, IDS, CAUSAL, OF_DEEPSPEC, RATIO,
+        "draft_vocab_size", "num_jacobi_passes", "projector_type", "confidence_head_alpha",
+        "num_anchors", "loss_decay_gamma", "ce_weight", "alignment_weight",
+        "alignment_warmup_steps", "replacement_layers", "replacement_probability",
+        "replacement_hold_ratio", "replacement_end_ratio", "candidate_mass_threshold",
     ),
     ANY,
 )  # fmt: skip
@@ -194,8 +193,10 @@ def convert(strategy: str, tensors: Mapping[str, Tensor], config: Mapping[str, A
 
 def _fields(name: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
     ours, part, kind = KIND in config, tables.group(config, GROUP), KINDS[name]
+    own = tables.group(config, kind.group)
+    said = tables.merged(own, part, config)
     type_ = tables.layer_type(layers, TYPES, TYPES[0], not (ours or part))
-    flags = config if ours else {**part, **tables.group(config, kind.group)}
+    flags = config if ours else {**part, **own}
     if not flags:  # fields that are on, and none of the model that the layers are of
         of_model = type_.config_class()().to_dict()
         flags = {n: one for n, one in config.items() if one is True and n not in of_model}
@@ -218,28 +219,25 @@ def _fields(name: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> 
         "attention_bias": layers.get("attention_bias", False),
         "base_facts": facts,
         "causal": _causal(config, part),
-        **tables.fields_of(
-            config, FIELDS | SCALES | SIZE | dict(kind.fields), (kind.group, GROUP, "")
-        ),
+        **tables.fields_of(said, FIELDS | SCALES | dict(kind.fields)),
+        "draft_vocab_size": said.get("draft_vocab_size"),
     }
-    needed = [("block_size", "block_size"), ("mask_token_id", "mask_token_id")]
-    needed += kind.fields.items() if kind.head not in (None, "selector") else ()
-    for field, theirs in needed:
+    of_head = {} if kind.head in (None, "selector") else kind.fields
+    for field, theirs in {**{x: x for x in ("block_size", "mask_token_id")}, **of_head}.items():
         if field not in fields:
             raise ValueError(f"config.json has no {theirs}")
     if fields.setdefault("markov_rank", 0) and kind.head is not None:
         fields["markov_head"] = kind.head
-    if RATIO in config:
-        check_count(f"{RATIO} in config.json", config[RATIO], high=MAX_SIZE)
-        fields["markov_width"] = config[RATIO] * fields["markov_rank"]
-    rest = tables.fields_of(config, {x: x for x in (*CONFIDENCE_HEAD, OF_DEEPSPEC)}, (GROUP, ""))
-    if dspark and rest.get(CONFIDENCE_HEAD[0]):
-        fields["confidence_head"] = "markov" if rest.get(CONFIDENCE_HEAD[1], True) else "state"
+    if RATIO in said:
+        check_count(f"{RATIO} in config.json", said[RATIO], high=MAX_SIZE)
+        fields["markov_width"] = said[RATIO] * fields["markov_rank"]
+    if dspark and said.get(CONFIDENCE_HEAD[0]):
+        fields["confidence_head"] = "markov" if said.get(CONFIDENCE_HEAD[1], True) else "state"
     if ours:
         fields["layers"] = tables.numbered(config.get(IDS), 0)
     else:
         spaced = _spaced(facts.get("num_hidden_layers"), count)
-        fields["layers"] = tables.numbered(rest.get(OF_DEEPSPEC, spaced), 1)
+        fields["layers"] = tables.numbered(said.get(OF_DEEPSPEC, spaced), 1)
     kinds = enumerate(layers.get("layer_types") or [])
     if sliding := [place for place, one in kinds if one == "sliding_attention"]:
         # z-lab's are causal, unless they say that they are not.

@@ -97,7 +97,7 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     fields = tables.layer_fields(layers, kind)
     tables.check_known(on, SWITCHES | dict.fromkeys(kind.own, ANY))
     fields |= {name: BY_TENSORS.get(name) in found for name in FLAGS}
-    fields |= tables.fields_of(config, dict(zip(FLAGS, FLAGS)), ("", GROUP))
+    fields |= tables.fields_of(tables.merged(config, own), dict(zip(FLAGS, FLAGS)))
     if OF_DEEPSPEC in config:
         fields["logit_softcap"] = layers.get("final_logit_softcapping")
     if config.get(KIND) == KINDS[1]:

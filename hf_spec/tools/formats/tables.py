@@ -194,17 +194,16 @@ def group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
-def fields_of(
-    config: Mapping[str, Any], table: Mapping[str, str], groups: Iterable[str] = ("",)
-) -> dict[str, Any]:
-    """Fields of ours by a table of theirs: those that are there, in the first group that has it."""
-    parts = [group(config, name) for name in groups]
-    found = {ours: [part.get(theirs) for part in parts] for ours, theirs in table.items()}
+def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of several groups that are not null; of those with one name, the first counts."""
     return {
-        name: next(one for one in some if one is not None)
-        for name, some in found.items()
-        if any(one is not None for one in some)
+        name: value for part in reversed(parts) for name, value in part.items() if value is not None
     }
+
+
+def fields_of(said: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of ours by a table of theirs: those that are there."""
+    return {ours: said[theirs] for ours, theirs in table.items() if theirs in said}
 
 
 def check_known(fields: Mapping[str, Any], known: Mapping[str, Any], where: str = "") -> None:

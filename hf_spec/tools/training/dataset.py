@@ -115,7 +115,7 @@ def _rows(
         if set(row.fields) >= set(ID_COLUMNS):
             ids = {name: _ids(name, row.fields[name]) for name in ID_COLUMNS}
             return row.fields if distilled else ids
-        prompt = example(row.fields)
+        prompt = example(row)
         if prompt.reference is None:
             raise ValueError(
                 f"has no answer to train on: give a text in {', '.join(ANSWER_FIELDS)}, or a last "

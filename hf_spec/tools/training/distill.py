@@ -194,7 +194,7 @@ def distill(
     if contender is None:
         contender = fitting(model)
     facts["chosen"] = contender.kwargs
-    measured = Measured()
+    tokens, steps, seconds = 0, 0, 0.0
     with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
 
         def answer(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
@@ -212,10 +212,12 @@ def distill(
         state.wait_for_everyone()
         for start in range(0, len(work), state.num_processes):
             done = len(everything) - len(work) + start
-            progress(done, len(everything), note=measured.speed(state.num_processes))
+            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
+            progress(done, len(everything), note=speed)
             own = work[start : start + state.num_processes][state.process_index :][:1]
-            for seconds, steps, rows in gather_object([answer(*one) for one in own]):
-                measured.add(seconds, steps, rows)
+            for spent, taken, rows in gather_object([answer(*one) for one in own]):
+                seconds, steps = seconds + spent, steps + taken
+                tokens += sum(len(row["answer_ids"]) for row in rows)
                 new = [row for row in rows if row["index"] not in lengths]
                 lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
                 if state.is_main_process:
@@ -230,36 +232,15 @@ def distill(
         "truncated_prompts": truncated, "processes": state.num_processes,
         "environment": environment, "rows": len(prompts),
         "answer_tokens": total, "mean_answer_tokens": total / len(prompts),
-        "measured": measured.figures(),
+        "measured": {
+            "answer_tokens": tokens, "seconds": seconds,
+            "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
+        },
     }  # fmt: skip
     if state.is_main_process:
         write_atomically(folder.provenance, json.dumps(provenance, indent=1))
     state.wait_for_everyone()
     return provenance
-
-
-@dataclass
-class Measured:
-    """Tokens, steps, and seconds in ``generate``, added up over processes."""
-
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float, steps: int, rows: Sequence[dict[str, Any]]) -> None:
-        self.seconds, self.steps = self.seconds + seconds, self.steps + steps
-        self.tokens += sum(len(row["answer_ids"]) for row in rows)
-
-    def speed(self, processes: int) -> str:
-        """The tokens per second of processes side by side, in words; empty at the beginning."""
-        return f"{processes * self.tokens / self.seconds:,.0f} tokens/s" if self.tokens else ""
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "answer_tokens": self.tokens, "seconds": self.seconds,
-            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
-            "tau": self.tokens / max(self.steps, 1),
-        }  # fmt: skip
 
 
 def _row(
