@@ -24,9 +24,9 @@ from hf_spec.core.tree import Tree
 #: rows where ``active`` (batch,) is False may hold anything. Called along the accepted path only,
 #: in order: nodes of depth 0 (the roots), 1, ...
 ScoreFn = Callable[[Tensor, Tensor, int], Tensor]
-#: ``select(scores, active, depth)``: a token per row, argmax or a sample, -1 if there is none, see
+#: ``select(scores, depth)``: a token per row, argmax or a sample, -1 if there is none, see
 #: :func:`sample`; (batch, vocab) -> (batch,). It follows ``depth`` accepted draft tokens.
-SelectFn = Callable[[Tensor, Tensor, int], Tensor]
+SelectFn = Callable[[Tensor, int], Tensor]
 
 
 class HostResult(NamedTuple):
@@ -123,6 +123,11 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
+def greedy(tree: Tree, logits: Tensor, *_: object) -> StepResult:
+    """:func:`match` with the likeliest token of logits ``(batch, tokens, vocab)`` at each node."""
+    return match(tree, likeliest(logits))
+
+
 def match(tree: Tree, targets: Tensor) -> StepResult:
     """Match rule with the target's token known at every node: no loop.
 
@@ -173,7 +178,7 @@ def match_along(
     unfinished, bonus = active, torch.zeros_like(tree.tokens[:, 0])
     last, counts = bonus, torch.ones_like(bonus)
     for depth in range(tree.max_depth + 1):
-        bonus = torch.where(active, select(scores(last, active, depth), active, depth), bonus)
+        bonus = torch.where(active, select(scores(last, active, depth), depth), bonus)
         if tree.num_nodes == 1:
             return _roots(bonus[:, None], probes)
         hit = (tree.parents == last[:, None]) & (tree.tokens == bonus[:, None]) & tree.valid
@@ -266,7 +271,7 @@ def typical(
     deepest = depth.amax(-1, keepdim=True)
     log_path = torch.where(tree.ancestors, log_x[:, None, :], 0.0).sum(-1)
     last = torch.where(depth == deepest, log_path, -torch.inf).argmax(-1)
-    bonus = torch.where(active, select(scores[rows, last], active, 0), 0)
+    bonus = torch.where(active, select(scores[rows, last], 0), 0)
     return _along_path(tree, last, deepest[:, 0] + 1, bonus[:, None], probes)
 
 
