@@ -98,11 +98,11 @@ class Tree:
     @staticmethod
     def of_rows(rows: Sequence[Row], device: torch.device | str) -> Tree:
         """Trees built on the host; nodes must be sorted, likeliest first."""
-        parents = _filled([row.parents for row in rows])
+        parents = filled([row.parents for row in rows])
         host = HostTree(
-            np.array(_filled([row.probs for row in rows]), float), np.maximum(parents, 0),
-            np.array(_filled([row.depths for row in rows])),
-            np.array(_filled([row.tokens for row in rows])),
+            np.array(filled([row.probs for row in rows]), float), np.maximum(parents, 0),
+            np.array(filled([row.depths for row in rows])),
+            np.array(filled([row.tokens for row in rows])),
         )  # fmt: skip
         return Tree.of_host(host, [len(row.tokens) - 1 for row in rows], device)
 
@@ -358,19 +358,19 @@ class Tree:
 
 @lru_cache(maxsize=256)
 def _of_shapes(shapes: tuple[TokenTree, ...], device: str) -> Tree:
-    above = _filled([shape.parents for shape in shapes])
+    above = filled([shape.parents for shape in shapes])
     parents = sent(above, device)
     sizes = tuple(shape.num_draft_tokens for shape in shapes)
-    real = sent(_filled([[True] * len(shape) for shape in shapes], False), device)
+    real = sent(filled([[True] * len(shape) for shape in shapes], False), device)
     return Tree(
         torch.zeros_like(parents), parents,
-        sent(_filled([shape.depths for shape in shapes], 1), device), real, sizes,
+        sent(filled([shape.depths for shape in shapes], 1), device), real, sizes,
         tuple(shape.max_depth for shape in shapes), all(shape.is_chain for shape in shapes),
         above=above,
     )  # fmt: skip
 
 
-def _filled(rows: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:
+def filled(rows: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:
     """Rows of one length, with a value behind the shorter ones."""
     most = max(map(len, rows))
     return [[*row, *[value] * (most - len(row))] for row in rows]

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as stock
 
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.call_sequences import Sequences
 
 #: Processors that treat each row alone and never look at its tokens.
 ROWWISE = (

@@ -1,7 +1,4 @@
-"""The growing sequences of a call: stopping criteria, streaming, recorded scores, final ids.
-
-(:mod:`hf_spec.model.sequences` is about sequences for training.)
-"""
+"""The growing sequences of a call: stopping criteria, streaming, recorded scores, final ids."""
 
 from __future__ import annotations
 
