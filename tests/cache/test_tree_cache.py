@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import random
 from itertools import product
 from typing import Any
 from weakref import ref
@@ -58,14 +57,6 @@ def test_rows_hold_exactly_their_accepted_tokens(specs: str, lengths: list[int])
     for _ in range(12):
         pair.step()
     assert buffers(pair.cache) == before  # nothing was reallocated
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_rows_of_one_length_stay_together(rows: int) -> None:
-    pair = uniform(rows, capacity=128)
-    for _ in range(12):
-        pair.step(same_counts=True)
-        assert pair.cache.uniform_length() == pair.naive.lengths[0]
 
 
 @pytest.mark.parametrize("lengths", [[5, 5], [1, 6, 4]], ids=str)
@@ -369,25 +360,6 @@ def test_keys_of_an_image_are_refused() -> None:
     layer.keys = layer.keys[:, :, :2]
     with pytest.raises(ValueError, match=r"hold \[2, 3\] keys: some attend to an image"):
         check_packable(cache)
-
-
-@pytest.mark.parametrize("specs", SPECS)
-@pytest.mark.parametrize("lengths", [[5, 5, 5, 5], [2, 7, 1, 3, 6, 4]], ids=str)
-def test_rows_leave_for_good(specs: str, lengths: list[int]) -> None:
-    """In several goes; the others take steps and outgrow the buffers meanwhile."""
-    pair = Pair(SPECS[specs], lengths, ALIGNMENT, seed=0)
-    cache, rng = pair.cache, random.Random(0)
-    pair.step()
-    while cache.batch_size > 1:
-        rows = rng.sample(range(cache.batch_size), rng.randint(1, cache.batch_size - 1))
-        cache.select(rows)
-        pair.naive.map_rows(lambda layer, rows=rows: [layer[row] for row in rows])
-        assert all(layer.keys.shape[0] == len(rows) for layer in cache.layers)
-        pair.check()
-        for _ in range(3):
-            pair.step()
-    cache.repair()
-    pair.check()
 
 
 @pytest.mark.parametrize("specs", SPECS)
