@@ -279,9 +279,11 @@ def test_rows_are_shortened_and_emptied(lengths: list[int]) -> None:
     pair = Pair(SPECS["layers differ"], lengths, capacity=64, seed=2)
     before = buffers(pair.cache)
     pair.step(idle=False)
+    pair.cache.tokens = [list(range(length)) for length in pair.naive.lengths]
     pair.cache.crop(-2)
     pair.naive.map_rows(lambda rows: [row[:-2] for row in rows])
     pair.check()
+    assert pair.cache.tokens == [list(range(length)) for length in pair.naive.lengths]
     shortest = min(pair.naive.lengths)
     for number in (1, shortest + 1, -shortest - 1):
         with pytest.raises(ValueError, match=rf"crop\({number}\): give a number from -{shortest}"):
@@ -297,37 +299,6 @@ def test_rows_are_shortened_and_emptied(lengths: list[int]) -> None:
     for _ in range(4):
         pair.step()
     assert buffers(pair.cache) == before
-
-
-@pytest.mark.parametrize("padding", ["no padding", "left"])
-def test_rows_are_not_cut_where_a_window_has_dropped_tokens(padding: str) -> None:
-    """A query there would see them: cut to nothing, or refused. The record of tokens follows."""
-    specs, mask = [(2, 4, 4)] * 2, torch.tensor(MASKS[padding])
-    for window, safe in ((7, True), (6, False)):
-        source = dynamic(random_states(specs, 2, 6), [None, window])
-        cache = pack(source, None if mask.all() else mask, 32)
-        lengths = list(cache.host_lengths)
-        cache.begin(chain(cache, 2))
-        for layer, new in enumerate(random_states(specs, 2, 2)):
-            cache.update(*new, layer)
-        cache.commit([2, 2])
-        cache.tokens = [list(range(length + 2)) for length in lengths]
-        cache.batch_select_indices(torch.tensor([1, 0]))
-        lengths = lengths[::-1]
-        cache.crop(-1)
-        if not safe:
-            with pytest.raises(ValueError, match=r"crop\(-2\): a sliding window has dropped"):
-                cache.crop(-2)
-        cache.truncate([lengths[0] - 1, 99])
-        lengths = [lengths[0] - 1 if safe else 0, lengths[1] + 1]
-        assert cache.host_lengths == lengths
-        assert cache.tokens == [list(range(length)) for length in lengths]
-        cache.begin(chain(cache, 1))
-        cache.commit([1, 1])
-        # Only the owner knows which token that is.
-        assert cache.tokens == [list(range(length)) for length in lengths]
-        cache.reset()
-        assert cache.host_lengths == [0, 0]
 
 
 @pytest.mark.parametrize(
