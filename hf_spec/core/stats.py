@@ -71,12 +71,6 @@ class SpecStats:
         return self.num_generated_tokens / self.num_row_steps if self.num_row_steps else 0.0
 
     @property
-    def prune_rate(self) -> float:
-        """Share of the draft tokens that early pruning dropped; 0 without draft tokens."""
-        drafted = self.num_drafted_tokens
-        return self.num_pruned_tokens / drafted if drafted else 0.0
-
-    @property
     def acceptance_per_position(self) -> list[float]:
         """Share of the drafts reaching depth i (from 1) whose draft token there was accepted."""
         return [self.accepted.get(i, 0) / self.offered[i] for i in sorted(self.offered)]
@@ -163,7 +157,6 @@ class SpecStats:
         """All statistics as JSON types, including derived ones."""
         data = copy.deepcopy(vars(self))
         data["mean_accepted_tokens"] = self.mean_accepted_tokens
-        data["prune_rate"] = self.prune_rate
         data["acceptance_per_position"] = self.acceptance_per_position
         for name in ("accepted_histogram", "offered", "accepted"):
             data[name] = {str(key): value for key, value in sorted(data[name].items())}
