@@ -11,7 +11,7 @@ a rule that walks down the tree can be told to ask (``asks``) whether any row go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,25 @@ class StepResult(NamedTuple):
         if any(row[-1] < 0 for row in tokens):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         return HostResult(path, tokens, [row[1] for row in rows]), numbers
+
+
+class VerifyProgram(NamedTuple):
+    """Chooses what a step accepts.
+
+    Attributes:
+        key: what it depends on besides the shapes of its inputs.
+        function: from the step's trees, logits ``(batch, tokens, vocab)`` and :attr:`inputs` to
+            its result.
+        inputs: tensors that change from step to step.
+        noise: what tokens to come will be sampled with, ``(batch, depth, vocab)`` (see
+            :func:`as_sampled`), given :attr:`inputs`, the result and the number of these tokens;
+            None if they are not sampled.
+    """
+
+    key: Hashable
+    function: Callable[[Tree, Tensor, Sequence[Tensor]], StepResult]
+    inputs: Sequence[Tensor] = ()
+    noise: Callable[[Sequence[Tensor], StepResult, int], Tensor] | None = None
 
 
 def likeliest(logits: Tensor) -> Tensor:

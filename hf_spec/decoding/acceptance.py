@@ -13,11 +13,10 @@ from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
+from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.options import DraftOptions
-from hf_spec.model.programs import VerifyProgram
 
 #: Greedy decoding by argmax.
 GREEDY = VerifyProgram("greedy", verify.greedy)
