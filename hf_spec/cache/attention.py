@@ -58,19 +58,14 @@ class AttentionLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots for the first block of an empty cache."""
         self._allocate({"keys": key_states, "values": value_states})
-        self.cache.states.put_front(self)
 
     def _allocate(self, first: dict[str, Tensor]) -> None:
-        cache, states = self.cache, self.cache.states
-        if cache.block is None or not states.is_empty:
+        if self.cache.block is None or self.cache.max_length:
             raise RuntimeError(
                 f"TreeCache: this layer had no {next(iter(first))} when the cache was packed. "
                 "Start generation again without a cache."
             )
-        for name, own in first.items():
-            batch, heads, _, dim = own.shape
-            shape = batch, heads, states.front + cache.block.end, dim
-            self.attach(name, zeros(shape, own.dtype, own.device), states.front)
+        self.cache.states.add(self.index, first)
 
     def attach(self, name: str, with_front: Tensor, front: int) -> None:
         """Use this view, front slots included, as ``keys``, ``values`` or ``indexer_keys``."""

@@ -67,9 +67,6 @@ class AttentionStates:
         self.front = 0  # number of front slots
         self.traced = False  # whether this is what a graph sees, see traced_with
         self.limit: int | None = None
-        #: What :meth:`set_front` was given until layers have slots for it.
-        self._learned: Sequence[tuple[Tensor, Tensor]] = ()
-        self._own: Share | None = None
         self._groups: list[tuple[Tensor, list[Member]]] = []
         self.allocate_by(allocate)
         #: What :meth:`flat` has made, and for which slots.
@@ -77,7 +74,7 @@ class AttentionStates:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block has been committed yet, so that no buffers exist."""
+        """Whether no layer has states yet."""
         return not self._groups
 
     # -- buffers -----------------------------------------------------------------------------
@@ -105,10 +102,19 @@ class AttentionStates:
     def allocate(self, kinds: dict[Member, Signature]) -> Iterator[list[Member]]:
         """Allocate buffers for layers' keys and values, one after the other. Gives those of each,
         which the caller fills before the next one is made, and may free what they come from."""
-        for kind, members in self._shared(kinds):
-            self._groups.append((self._made(kind, len(members)), members))
+        for (heads, dim, dtype, device, window), members in self._shared(kinds):
+            # Layers first: some models view a layer's rows and heads as one dimension.
+            shape = len(members), self.batch_size, heads, self.front + self.slots(window), dim
+            self._groups.append((self._new(shape, dtype, device), members))
             self._attach(*self._groups[-1])
             yield members
+
+    def add(self, index: int, first: dict[str, Tensor]) -> None:
+        """Allocate buffers for a layer of an empty cache, whose first states these are."""
+        window = self.windows.get(index)
+        kinds = {(index, name): signature(one, window) for name, one in first.items()}
+        for _ in self.allocate(kinds):
+            pass
 
     def _shared(self, kinds: dict[Member, Signature]) -> list[tuple[Signature, list[Member]]]:
         """Which of them share a buffer, in the order of their layers."""
@@ -127,12 +133,6 @@ class AttentionStates:
             ]
         return sorted(parts, key=lambda part: part[1][0])
 
-    def _made(self, kind: Signature, members: int) -> Tensor:
-        heads, dim, dtype, device, window = kind
-        # Layers first: some models view a layer's rows and heads as one dimension.
-        shape = (members, self.batch_size, heads, self.front + self.slots(window), dim)
-        return self._new(shape, dtype, device)
-
     def attach(self) -> None:
         """Give the layers their views."""
         for group in self._groups:
@@ -141,22 +141,6 @@ class AttentionStates:
     def _attach(self, storage: Tensor, members: list[Member]) -> None:
         for view, (index, name) in zip(storage[:, : self.batch_size], members):
             self.layers[index].attach(name, view, self.front)
-
-    def join(self) -> None:
-        """Move the states of the first block into shared buffers."""
-        made = {
-            (index, name): states
-            for index, layer in enumerate(self.layers)
-            for name, states in layer.with_front.items()
-        }
-        kinds = {member: signature(states) for member, states in made.items()}
-        # All at once: memory may run out before, and the cache then stays empty.
-        self._groups = [(self._made(kind, len(own)), own) for kind, own in self._shared(kinds)]
-        self.attach()
-        while made:
-            (index, name), states = made.popitem()
-            self.layers[index].with_front[name][:, :, : states.shape[2]] = states
-        self._learned = ()
 
     def reserve(self, slots: int, nodes: int = 0, ends: Callable[[], Tensor] | None = None) -> None:
         """Make room for ``slots`` slots per row, the last of them of a block of so many nodes.
@@ -246,9 +230,6 @@ class AttentionStates:
 
     def widen(self, layer: AttentionLayer, name: str, dtype: torch.dtype) -> None:
         """Hold what a layer calls so, and all that share its buffer, in this dtype."""
-        if self.is_empty:  # the layer's first block, not yet in a shared buffer
-            layer.attach(name, layer.with_front[name].to(dtype), self.front)
-            return
         for place, (storage, members) in enumerate(self._groups):
             if (layer.index, name) in members:
                 wide = self._new(tuple(storage.shape), dtype, storage.device).copy_(storage)
@@ -335,8 +316,7 @@ class AttentionStates:
             own: selects this process's heads, given their number; None if it has all heads.
 
         Raises:
-            ValueError: if they do not match the cache's layers, heads and dimensions. An empty
-                cache raises it in the first block.
+            ValueError: if they do not match the cache's layers, heads and dimensions.
         """
         count = states[0][0].shape[1] if states else 0
         if (front := aligned(count)) > self.front:
@@ -348,25 +328,17 @@ class AttentionStates:
             self.attach()
         if len(states) != len(self.layers):
             raise ValueError(f"{len(states)} layers of learned states for {len(self.layers)}.")
-        self._learned, self._own = states, own
-        if not self.is_empty:  # else layers do not know their shapes yet
-            for layer in self.layers:
-                self.put_front(layer)
-            self._learned = ()
-
-    def put_front(self, layer: AttentionLayer) -> None:
-        """Put the states of :meth:`set_front` into the slots of a layer, which it has now."""
-        pair = self._learned[layer.index] if self._learned else ()
-        for name, learned in zip(("keys", "values"), pair):
-            have = layer.with_front[name]
-            state = learned if self._own is None else self._own(learned, have.shape[1])
-            place = have[:, :, self.front - state.shape[1] : self.front]
-            if place.shape[1:] != state.shape:
-                raise ValueError(
-                    f"layer {layer.index}: learned {name} of shape {tuple(state.shape)}, the "
-                    f"model's have {have.shape[1]} heads of dimension {have.shape[3]}."
-                )
-            place.copy_(bounded(state.to(place.dtype)))
+        for layer, pair in zip(self.layers, states):
+            for name, learned in zip(("keys", "values"), pair):
+                have = layer.with_front[name]
+                state = learned if own is None else own(learned, have.shape[1])
+                place = have[:, :, self.front - state.shape[1] : self.front]
+                if place.shape[1:] != state.shape:
+                    raise ValueError(
+                        f"layer {layer.index}: learned {name} of shape {tuple(state.shape)}, the "
+                        f"model's have {have.shape[1]} heads of dimension {have.shape[3]}."
+                    )
+                place.copy_(bounded(state.to(place.dtype)))
 
     # -- rows --------------------------------------------------------------------------------
 
@@ -400,22 +372,14 @@ class AttentionStates:
             (storage[:, : self.batch_size, :, :used].clone(), list(members))
             for storage, members in self._groups
         ]
-        # The first block of an empty cache is not in shared buffers yet.
-        first = [{} if buffers else layer.with_front for layer in self.layers]
         return {
-            "buffers": buffers, "capacity": length if buffers else self.capacity, "first": first,
-            "front": self.front, "learned": (self._learned, self._own), "room": self.room,
-            "windows": self.windows,
+            "_groups": buffers, "capacity": length if buffers else self.capacity,
+            "front": self.front, "room": self.room, "windows": self.windows,
         }  # fmt: skip
 
     def unpack(self, packed: dict[str, Any]) -> None:
         """Inverse of :meth:`packed`, for new states."""
-        self._groups, self.front = packed["buffers"], packed["front"]
-        self.room, self.windows = packed["room"], packed["windows"]
-        self.capacity, (self._learned, self._own) = packed["capacity"], packed["learned"]
-        for layer, states in zip(self.layers, packed["first"]):
-            for name, with_front in states.items():
-                layer.attach(name, with_front.clone(), self.front)
+        vars(self).update(packed)
         self.attach()
 
 

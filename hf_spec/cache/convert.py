@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,23 +48,14 @@ def take_over(
     windowed = any(tensor.shape[2] < count for tensor in held.values())
     cache.set_lengths(lengths, lengths if windowed else None)
     states, layers = cache.states, source.layers
-    if not whole:
-        states.windows = {
-            index: layer.sliding_window for index, layer in enumerate(layers)
-            if getattr(layer, "is_sliding", False)
-        }  # fmt: skip
+    states.windows = {} if whole else _windows(layers)
     states.front, states.limit = aligned(front), None if more is None else cache.max_length + more
     states.reserve(states.ahead(cache.max_length))
     left = Counter(index for index, _ in held)
     kinds = {key: signature(one, states.windows.get(key[0])) for key, one in held.items()}
     held.clear()
     for members in states.allocate(kinds):
-        slots = states.slots(states.windows.get(members[0][0]))
-        columns = None  # (batch, slots) of the source, for each slot
-        if order is not None or slots < count:
-            columns = masks.places(cache.lengths, slots)[:, : cache.max_length]
-            if order is not None:
-                columns = order.gather(1, columns.clamp(max=order.shape[1] - 1))
+        columns = _columns(cache, states.slots(states.windows.get(members[0][0])), order, count)
         for index, name in members:
             layer = layers[index]
             _copy_in(getattr(cache.layers[index], name), _held(layer)[name], columns, count)
@@ -72,6 +64,21 @@ def take_over(
                 _free(layer)
     if cache.recurrent is not None:
         cache.recurrent.take_over(layers, cache.host_lengths)
+
+
+def _windows(layers: Sequence[Any]) -> dict[int, int]:
+    """The windows of layers that slide, by their index."""
+    sliding = ((i, layer) for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False))
+    return {index: layer.sliding_window for index, layer in sliding}
+
+
+def _columns(cache: TreeCache, slots: int, order: Tensor | None, count: int) -> Tensor | None:
+    """``(batch, slots)`` columns of the source, of ``count``, for the slots of a buffer; None if
+    they are the same. ``order``: ``(batch, tokens)`` those of real tokens, None if all are."""
+    if order is None and slots >= count:
+        return None
+    columns = masks.places(cache.lengths, slots)[:, : cache.max_length]
+    return columns if order is None else order.gather(1, columns.clamp(max=order.shape[1] - 1))
 
 
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:

@@ -257,16 +257,9 @@ class RecurrentStates:
 
     def cut(self, lengths: list[int]) -> None:
         """Cut rows to lengths that are reachable."""
-        have, last, prompt = self.version.lengths, self._last, self._prompt
-        if not self.groups or lengths == have:
+        if not self.groups or lengths == self.version.lengths:
             return
-        tensors, known = self.version.tensors, have
-        if last is not None:
-            old = last.before.lengths
-            known = [new if new >= start else now for start, new, now in zip(old, lengths, have)]
-            if known != have:
-                counts = [new - start for new, start in zip(known, old)]
-                tensors = self._advanced(last, counts)
+        prompt, (known, tensors) = self._prompt, self._shortened(lengths)
         rows = [row for row, (new, now) in enumerate(zip(lengths, known)) if new < now]
         if rows:
             tensors = [tensor.clone() for tensor in tensors]
@@ -277,6 +270,20 @@ class RecurrentStates:
             ends = [end if new >= end else 0 for new, end in zip(lengths, prompt.lengths)]
             self._prompt = Version(ends, prompt.tensors)
         self.version, self._last = Version(list(lengths), tensors), None
+
+    def _shortened(self, lengths: list[int]) -> Version:
+        """The states in which rows that end within the last step have these lengths."""
+        last, now = self._last, self.version
+        if last is None:
+            return now
+        old = last.before.lengths
+        known = [
+            new if new >= start else have for start, new, have in zip(old, lengths, now.lengths)
+        ]
+        if known == now.lengths:
+            return now
+        counts = [new - start for new, start in zip(known, old)]
+        return Version(known, self._advanced(last, counts))
 
     # -- rows ----------------------------------------------------------------------------------
 

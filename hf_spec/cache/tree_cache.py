@@ -211,8 +211,7 @@ class TreeCache(StatefulCache):
             slots: ``(batch, nodes)`` place of each node in the block; None if it is its index.
             moved: whether the accepted nodes are already in the first slots.
         """
-        if self.states.is_empty and any(layer.is_initialized for layer in self.layers):
-            self.states.join()
+
         if path is None and self.recurrent is not None:
             steps = torch.arange(max(*counts, 1), device=self.lengths.device)
             moved, path = True, steps.expand(self.batch_size, -1)
@@ -220,7 +219,7 @@ class TreeCache(StatefulCache):
             places = path if slots is None else slots.gather(1, path.to(slots.device))
             if self.recurrent is not None:
                 self.recurrent.commit(self.host_lengths, counts, places, path)
-            if not moved and not self.states.is_empty:
+            if not moved:
                 self.states.move(self.lengths, places)
         self.block = None
         self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])

@@ -11,7 +11,7 @@ a rule that walks down the tree can be told to ask (``asks``) whether any row go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,9 @@ from hf_spec.core.tree import Tree
 #: rows where ``active`` (batch,) is False may hold anything. Called along the accepted path only,
 #: in order: nodes of depth 0 (the roots), 1, ...
 ScoreFn = Callable[[Tensor, Tensor, int], Tensor]
-#: ``select(scores, active, depth)``: a token per row, argmax or a sample, -1 if there is none, see
+#: ``select(scores, depth)``: a token per row, argmax or a sample, -1 if there is none, see
 #: :func:`sample`; (batch, vocab) -> (batch,). It follows ``depth`` accepted draft tokens.
-SelectFn = Callable[[Tensor, Tensor, int], Tensor]
+SelectFn = Callable[[Tensor, int], Tensor]
 
 
 class HostResult(NamedTuple):
@@ -117,10 +117,34 @@ class StepResult(NamedTuple):
         return HostResult(path, tokens, [row[1] for row in rows]), numbers
 
 
+class VerifyProgram(NamedTuple):
+    """Chooses what a step accepts.
+
+    Attributes:
+        key: what it depends on besides the shapes of its inputs.
+        function: from the step's trees, logits ``(batch, tokens, vocab)`` and :attr:`inputs` to
+            its result.
+        inputs: tensors that change from step to step.
+        noise: what tokens to come will be sampled with, ``(batch, depth, vocab)`` (see
+            :func:`as_sampled`), given :attr:`inputs`, the result and the number of these tokens;
+            None if they are not sampled.
+    """
+
+    key: Hashable
+    function: Callable[[Tree, Tensor, Sequence[Tensor]], StepResult]
+    inputs: Sequence[Tensor] = ()
+    noise: Callable[[Sequence[Tensor], StepResult, int], Tensor] | None = None
+
+
 def likeliest(logits: Tensor) -> Tensor:
     """The first largest entry of logits ``(..., vocab)``, as ``argmax`` finds it: ``(...)`` ids."""
     # PyTorch's argmax of bfloat16 and float16 takes four to eight times as long on CPUs.
     return logits.max(-1).indices
+
+
+def greedy(tree: Tree, logits: Tensor, *_: object) -> StepResult:
+    """:func:`match` with the likeliest token of logits ``(batch, tokens, vocab)`` at each node."""
+    return match(tree, likeliest(logits))
 
 
 def match(tree: Tree, targets: Tensor) -> StepResult:
@@ -173,7 +197,7 @@ def match_along(
     unfinished, bonus = active, torch.zeros_like(tree.tokens[:, 0])
     last, counts = bonus, torch.ones_like(bonus)
     for depth in range(tree.max_depth + 1):
-        bonus = torch.where(active, select(scores(last, active, depth), active, depth), bonus)
+        bonus = torch.where(active, select(scores(last, active, depth), depth), bonus)
         if tree.num_nodes == 1:
             return _roots(bonus[:, None], probes)
         hit = (tree.parents == last[:, None]) & (tree.tokens == bonus[:, None]) & tree.valid
@@ -266,7 +290,7 @@ def typical(
     deepest = depth.amax(-1, keepdim=True)
     log_path = torch.where(tree.ancestors, log_x[:, None, :], 0.0).sum(-1)
     last = torch.where(depth == deepest, log_path, -torch.inf).argmax(-1)
-    bonus = torch.where(active, select(scores[rows, last], active, 0), 0)
+    bonus = torch.where(active, select(scores[rows, last], 0), 0)
     return _along_path(tree, last, deepest[:, 0] + 1, bonus[:, None], probes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,16 +13,13 @@ from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
+from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.options import DraftOptions
-from hf_spec.model.programs import VerifyProgram
 
 #: Greedy decoding by argmax.
-GREEDY = VerifyProgram(
-    "greedy", lambda tree, logits, _: verify.match(tree, verify.likeliest(logits))
-)
+GREEDY = VerifyProgram("greedy", verify.greedy)
 
 
 class Acceptance:
@@ -56,8 +54,6 @@ class Acceptance:
         wants = config.output_scores or config.output_logits
         self.records = bool(config.return_dict_in_generate and wants)
         self.recorded: list[tuple[Tensor, Tensor]] = []
-        #: Rows whose scores are known: more than are wanted, if it is not known which are.
-        self._scored: Sequence[bool] = ()
         #: Number of logits, and their device, once they are known.
         self._drawn_for: tuple[int, torch.device]
         self.noise: SamplingNoise | None = None
@@ -91,7 +87,7 @@ class Acceptance:
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
             rows = torch.arange(len(logits), device=logits.device)
             chosen = inputs[0][rows[:, None], tree.depths[:, : logits.shape[1]]]
-            p = self._rowwise(tree, logits).softmax(-1)
+            p = self.scorer.everywhere(tree, logits).softmax(-1)
             return verify.match(tree, verify.sample(p, chosen))
 
         def later(inputs: Sequence[Tensor], result: StepResult, depth: int) -> Tensor:
@@ -109,11 +105,13 @@ class Acceptance:
         limits = self.options.typical_epsilon, self.options.typical_delta
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
-            def select(scores: Tensor, active: Tensor, depth: int) -> Tensor:
+            def select(scores: Tensor, depth: int) -> Tensor:
                 return verify.sample(scores.softmax(-1), *inputs) if inputs else scores.argmax(-1)
 
             active = tree.valid[:, 0]  # what finished rows get does not matter
-            return verify.typical(tree, self._rowwise(tree, logits), select, active, *limits)
+            return verify.typical(
+                tree, self.scorer.everywhere(tree, logits), select, active, *limits
+            )
 
         drawn = [
             torch.empty(tree.batch_size, width, device=device).exponential_()
@@ -125,7 +123,7 @@ class Acceptance:
         """Choose the accepted path of every row that is unfinished, by logits ``(batch, tokens,
         vocab)`` of the model."""
         if self.matches(tree):
-            return verify.match(tree, verify.likeliest(logits))
+            return verify.greedy(tree, logits)
         stateful = bool(self.scorer.stateful)
         eos = self.scorer.sequences.eos
         if stateful and eos:
@@ -135,24 +133,24 @@ class Acceptance:
         self.recorded = []
         self._drawn_for = logits.shape[-1], logits.device
         active = sent(unfinished, logits.device)
+        select = partial(self._select, [row for row, on in enumerate(unfinished) if on])
         if self.options.acceptance == "typical":
-            return self._typical(tree.drafted, logits, active)
+            return self._typical(tree.drafted, logits, select, active)
         # A processor with a state must not be called for more tokens than are accepted.
         asks = stateful or not waits(logits.device)
         scores = self._along_path(tree.drafted, logits, unfinished, asks)
         if tree.q is not None and not stateful:
             return verify.rejection(tree, scores, active, asks)
         # Also for rejection: equivalent for a greedy target, and exact for sampled drafts.
-        return verify.match_along(tree, scores, self._select, active, asks, self.scorer.lockstep)
+        return verify.match_along(tree, scores, select, active, asks, self.scorer.lockstep)
 
-    def _select(self, scores: Tensor, active: Tensor, depth: int) -> Tensor:
-        """See ``verify.SelectFn``."""
+    def _select(self, unfinished: Sequence[int], scores: Tensor, depth: int) -> Tensor:
+        """See ``verify.SelectFn``; ``unfinished``: the rows that take a token in this step."""
         if not self.do_sample:
             return scores.argmax(-1)
         if self.noise is None:
             return verify.sample(scores.softmax(-1))
-        rows = [row for row, on in enumerate(self._scored) if on]
-        return self.noise.choose(scores, depth, rows)
+        return self.noise.choose(scores, depth, unfinished)
 
     def _along_path(
         self, tree: Tree, logits: Tensor, unfinished: Sequence[bool], asks: bool
@@ -165,46 +163,26 @@ class Acceptance:
             nonlocal suffix
             if depth:
                 suffix = torch.cat([suffix, tree.tokens.gather(1, nodes[:, None])], 1)
-            self._scored = active.tolist() if asks else unfinished
+            # All that are unfinished, if it is not known which go on.
+            scored = active.tolist() if asks else unfinished
             # A float32 copy, as in plain generation: processors may modify it.
             own = logits[rows, nodes].to(torch.float32, copy=True)
             raw = own.clone() if self.records else own
-            processed = self.scorer(own, suffix, self._scored)
+            processed = self.scorer(own, suffix, scored)
             if self.records:
                 self.recorded.append((raw, processed))
             return processed
 
         return scores
 
-    def _typical(self, tree: Tree, logits: Tensor, active: Tensor) -> StepResult:
-        scores = self._everywhere(tree, logits)
+    def _typical(
+        self, tree: Tree, logits: Tensor, select: verify.SelectFn, active: Tensor
+    ) -> StepResult:
+        scores = self.scorer.everywhere(tree, logits)
         epsilon, delta = self.options.typical_epsilon, self.options.typical_delta
-        result = verify.typical(tree, scores, self._select, active, epsilon, delta)
+        result = verify.typical(tree, scores, select, active, epsilon, delta)
         if self.records:
             rows = torch.arange(len(logits), device=logits.device)
             path = result.path.unbind(1)
             self.recorded = [(logits[rows, nodes].float(), scores[rows, nodes]) for nodes in path]
         return result
-
-    def _rowwise(self, tree: Tree, logits: Tensor) -> Tensor:
-        """:meth:`_everywhere` of processors that treat each row alone."""
-        every = logits.flatten(0, 1)
-        scores = self.scorer(every, tree.tokens.new_zeros(len(every), 0), [True] * len(every))
-        return scores.unflatten(0, logits.shape[:2])
-
-    def _everywhere(self, tree: Tree, logits: Tensor) -> Tensor:
-        """Scores ``(batch, tokens, vocab)`` float32 at all nodes."""
-        if self.scorer.rowwise:
-            return self._rowwise(tree, logits)
-        scores = logits.to(torch.float32, copy=True)
-        for node, depths in enumerate(tree.depths.T.tolist()):
-            # The nodes on the path to this one come first, by their depths.
-            off_path = ~tree.ancestors[:, node]
-            order = tree.depths.masked_fill(off_path, tree.num_nodes).argsort(dim=1)
-            for depth in set(depths):
-                rows = [own == depth for own in depths]
-                suffix = tree.tokens.gather(1, order[:, 1 : depth + 1])
-                processed = self.scorer(logits[:, node].float(), suffix, rows)
-                here = sent(rows, scores.device)[:, None]
-                scores[:, node] = torch.where(here, processed, scores[:, node])
-        return scores

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.handover import Handover
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.appending import Prefilled, append
+from hf_spec.model.appending import append
 from hf_spec.model.target import Target
 from modeling_patches.attention_masks import local_attention
 from modeling_patches.cache_name import CACHE
@@ -158,14 +158,6 @@ def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:
 def padding_before(columns: int, lengths: Iterable[int]) -> list[int]:
     """Columns of padding before rows of these lengths."""
     return [max(columns - length, 0) for length in lengths]
-
-
-def extend(target: Target, rows: list[list[int]]) -> Prefilled:
-    """Append each row's new tokens to a continued TreeCache."""
-    cache = target.cache
-    if target.rope is not None:
-        target.rope.move(max(map(sum, zip(map(len, rows), cache.host_lengths))))
-    return append(target, rows)
 
 
 def begin_rope(target: Target, handover: Handover) -> None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_spec.cache.buffers import Allocate
 from hf_spec.cache.convert import take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.call_sequences import Sequences
 from modeling_patches.recurrences import Rule
 
 

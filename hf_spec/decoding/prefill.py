@@ -7,6 +7,7 @@ in chunks through the tree forward; their number may differ between rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,16 @@ from transformers import DynamicCache, GenerationConfig
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding.continued import begin_rope, check_gaps, extend, new_tokens, padding_before
+from hf_spec.core.transfer import sent
+from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens, padding_before
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.appending import Prefilled
+from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
+from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import loses_state
@@ -67,68 +70,96 @@ def prefill(
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
-    given, sequences = handover.given, handover.sequences
-    budget = sequences.max_length - sequences.width
-    first = PromptInputs.of(model, input_ids, model_kwargs)
-    later = LaterInputs.of(model, input_ids, model_kwargs)
+    probes = None if drafter is None else drafter.probe_inputs
+    prompt = _Prompt(model, input_ids, config, model_kwargs, handover, probes, reads, graphs)
+    continued = isinstance(handover.given, TreeCache)
+    found = prompt.run_as_trees() if continued else prompt.run_by_transformers()
+    cache, mask = found.target.cache, prompt.mask
+    handover.begin(cache)
+    cache.padding = padding_before(0 if mask is None else mask.shape[1], cache.host_lengths)
+    begin_rope(found.target, handover)
+    return found
 
-    probe_inputs = None if drafter is None else drafter.probe_inputs
 
-    def make_target(cache: TreeCache, lengths: Tensor, later: LaterInputs) -> Target:
-        """A tree forward after prompts of these lengths."""
-        shift = cache.shift
-        if shift is None:
-            shift = cache.shift = lengths.new_zeros(later.axes, len(lengths))
-        # The last emitted token is never forwarded, hence - 2 and not - 1.
-        limit = lengths + shift[0] + max(budget - 2, 0)
-        padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
-        make = Target if graphs is None else partial(CompiledTarget, graphs=graphs)
-        return make(
-            model, cache, limit, shift, padding, later.others, later.per_token, probe_inputs,
-            reads,
-        )  # fmt: skip
+@dataclass
+class _Prompt:
+    """A call's prompt, and what its forward needs; see :func:`prefill`."""
 
-    mask = model_kwargs.get("attention_mask")
-    real = None if mask is None else mask.bool()
-    columns = budget + (sequences.width if mask is None else mask.shape[1])
-    gaps = check_gaps(model, real, isinstance(given, TreeCache), columns)
-    if isinstance(given, TreeCache):
-        cache, rows = given, new_tokens(handover, mask, config, model)
-        first.check_tokens_alone(later, [len(row) for row in rows], cache.generated)
-        counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
+    model: Any
+    input_ids: Tensor
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    handover: Handover
+    probe_inputs: ProbeInputs | None
+    reads: Reads
+    graphs: Graphs | None
+
+    def __post_init__(self) -> None:
+        sequences, given = self.handover.sequences, (self.model, self.input_ids, self.model_kwargs)
+        self.first, self.later = PromptInputs.of(*given), LaterInputs.of(*given)
+        self.budget = sequences.max_length - sequences.width
+        mask = self.mask = self.model_kwargs.get("attention_mask")
+        self.real = None if mask is None else mask.bool()
+        columns = self.budget + (sequences.width if mask is None else mask.shape[1])
+        continued = isinstance(self.handover.given, TreeCache)
+        self.gaps = check_gaps(self.model, self.real, continued, columns)
+
+    def run_as_trees(self) -> Prefilled:
+        """Append the new tokens to a continued ``TreeCache``."""
+        handover, cache = self.handover, self.handover.given
+        rows = new_tokens(handover, self.mask, self.config, self.model)
+        new = list(map(len, rows))
+        self.first.check_tokens_alone(self.later, new, cache.generated)
         if handover.allocate is None:
             cache.states.allocate_by(None)
         else:
             cache.states.rehouse(handover.allocate)
-        cache.states.limit = max(map(sum, zip(cache.host_lengths, map(len, rows)))) + budget
-        found = extend(make_target(cache, cache.lengths + counts, later), rows)
-    else:
-        if given is not None:
-            check_packable(given)
-            _check_state_stays(model, given, input_ids, config, mask)
+        lengths = [length + count for length, count in zip(cache.host_lengths, new)]
+        cache.states.limit = max(lengths) + self.budget
+        target = self._target(cache, sent(lengths, cache.lengths.device), self.later)
+        if target.rope is not None:
+            target.rope.move(max(lengths))
+        return append(target, rows)
+
+    def run_by_transformers(self) -> Prefilled:
+        """Run the prompt as plain generation does, and take over its cache."""
+        model, handover, reads = self.model, self.handover, self.reads
+        if handover.given is not None:
+            check_packable(handover.given)
+            _check_state_stays(model, handover.given, self.input_ids, self.config, self.mask)
         run, chunks = model._prefill, []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
             changes = Changes()
             chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
             run = partial(changes.run, run)
-        outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
+        outputs = run(self.input_ids, self.config, self.model_kwargs, is_first_iteration=True)
         source = with_layers(outputs.get(CACHE))
         check_packable(source)
         logits = outputs.logits[:, -1]
-        hidden, following = _read(reads, chunks, input_ids, real)
+        hidden, following = _read(reads, chunks, self.input_ids, self.real)
         chunks.clear()
-        front = 0 if probe_inputs is None else probe_inputs.num_front
-        cache = handover.take_over(source, real, budget, front, logits)
-        later = LaterInputs.of(model, input_ids, model_kwargs, outputs)
+        front = 0 if self.probe_inputs is None else self.probe_inputs.num_front
+        cache = handover.take_over(source, self.real, self.budget, front, logits)
+        later = LaterInputs.of(model, self.input_ids, self.model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
-        cache.depend_on(first.once(later) + gaps)
-        cache.generated = first.changed(later)
-        found = Prefilled(make_target(cache, cache.lengths, later), logits, hidden, following)
-    handover.begin(cache)
-    columns = 0 if mask is None else mask.shape[1]
-    cache.padding = padding_before(columns, cache.host_lengths)
-    begin_rope(found.target, handover)
-    return found
+        cache.depend_on(self.first.once(later) + self.gaps)
+        cache.generated = self.first.changed(later)
+        return Prefilled(self._target(cache, cache.lengths, later), logits, hidden, following)
+
+    def _target(self, cache: TreeCache, lengths: Tensor, later: LaterInputs) -> Target:
+        """A tree forward after prompts of these lengths."""
+        shift = cache.shift
+        if shift is None:
+            shift = cache.shift = lengths.new_zeros(later.axes, len(lengths))
+        # The last emitted token is never forwarded, hence - 2 and not - 1.
+        limit = lengths + shift[0] + max(self.budget - 2, 0)
+        mask = self.mask
+        padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
+        make = Target if self.graphs is None else partial(CompiledTarget, graphs=self.graphs)
+        return make(
+            self.model, cache, limit, shift, padding, later.others, later.per_token,
+            self.probe_inputs, self.reads,
+        )  # fmt: skip
 
 
 def _last(hidden: Tensor) -> Tensor:

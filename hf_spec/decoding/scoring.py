@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_spec.core.transfer import sent
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.core.tree import Tree
+from hf_spec.decoding.call_sequences import Sequences
 
 #: Processors that treat each row alone and never look at its tokens.
 ROWWISE = (
@@ -114,6 +116,26 @@ class Scorer:
                 processed = rowwise(self.sequences.ids, scores[index])
                 scores = scores.index_copy(0, index, processed)
         return scores.to(device)
+
+    def everywhere(self, tree: Tree, logits: Tensor) -> Tensor:
+        """Scores ``(batch, tokens, vocab)`` float32 at all nodes of trees without probes."""
+        nodes = logits.shape[1]
+        if self.rowwise:
+            every = logits.flatten(0, 1)
+            scores = self(every, tree.tokens.new_zeros(len(every), 0), [True] * len(every))
+            return scores.unflatten(0, logits.shape[:2])
+        scores = logits.to(torch.float32, copy=True)
+        for node, depths in enumerate(tree.depths.T.tolist()):
+            # The nodes on the path to this one come first, by their depths.
+            off_path = ~tree.ancestors[:, node]
+            order = tree.depths.masked_fill(off_path, nodes).argsort(dim=1)
+            for depth in set(depths):
+                rows = [own == depth for own in depths]
+                suffix = tree.tokens.gather(1, order[:, 1 : depth + 1])
+                processed = self(logits[:, node].float(), suffix, rows)
+                here = sent(rows, scores.device)[:, None]
+                scores[:, node] = torch.where(here, processed, scores[:, node])
+        return scores
 
     def _process_all(
         self, processors: LogitsProcessorList, logits: Tensor, suffix: Tensor,

@@ -27,9 +27,9 @@ from hf_spec.core.memory import memory
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.decoding.call_sequences import Sequences
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
-from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.hidden_states import Reads, output_logits, taken
 from hf_spec.model.rounding import tolerance
@@ -97,38 +97,45 @@ def check_tree_forward(
     checked: dict[Hashable, None] = memory(model).setdefault("self-checks", {})
     if key in checked:
         return
-    reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
-    trials = [(Trial(model, padded, rows=rows), drafter, reads)]
     if not checked and not rope_ends(model):
         # Trials that cross the end of a context, where rotary frequencies may change unseen.
-        ends = [end for end in context_ends(model) if end > _PROMPT]
-        before = [Trial(model, False, end - _PROMPT - 1, rows) for end in ends]
-        trials = [(trial, None, False) for trial in before] + trials
-    hooks = f" with hooks ({', '.join(sorted(running.hooks))})" if running.hooks else ""
-    for trial, tried, read in trials:
-        try:
-            problem, error = trial.run(tried, read)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as raised:
-            raise ValueError(
-                f"{type(model).__name__}{hooks} does not work with {name}: a trial raised "
-                f"{type(raised).__name__}: {raised} Choose another strategy, or none."
-            ) from raised
-        if not error <= tolerance(trial.dtypes):  # NaN included
-            if running.hooks and problem == _NO_TREE:
-                problem = _NO_HOOKS
-            if model.training:
-                problem = f"is in training mode, in which dropout may differ, or {problem}"
-            raise ValueError(
-                f"{type(model).__name__}{hooks} does not work with {name}: it {problem} (relative "
-                f"error {error:.2g} in a trial{' with padding' * trial.padded} at position "
-                f"{trial.start})."
-                f"{' Call model.eval() first.' * model.training}"
-            )
+        for end in context_ends(model):
+            if end > _PROMPT:
+                _try(Trial(model, False, end - _PROMPT - 1, rows), name, None, False, running)
+    reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
+    _try(Trial(model, padded, rows=rows), name, drafter, reads, running)
     checked[key] = None
     for old in [*checked][:-KEPT]:
         checked.pop(old, None)
+
+
+def _try(
+    trial: Trial, name: str, drafter: Drafter | None, reads: bool, running: Fingerprint
+) -> None:
+    """Raise a ValueError unless a trial succeeds."""
+    model = trial.model
+    hooks = f" with hooks ({', '.join(sorted(running.hooks))})" if running.hooks else ""
+    what = f"{type(model).__name__}{hooks} does not work with {name}"
+    try:
+        problem, error = trial.run(drafter, reads)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as raised:
+        raise ValueError(
+            f"{what}: a trial raised {type(raised).__name__}: {raised} Choose another strategy, or "
+            "none."
+        ) from raised
+    if error <= tolerance(trial.dtypes):  # which NaN is not
+        return
+    if running.hooks and problem == _NO_TREE:
+        problem = _NO_HOOKS
+    if model.training:
+        problem = f"is in training mode, in which dropout may differ, or {problem}"
+    raise ValueError(
+        f"{what}: it {problem} (relative error {error:.2g} in a trial"
+        f"{' with padding' * trial.padded} at position {trial.start})."
+        f"{' Call model.eval() first.' * model.training}"
+    )
 
 
 class _Pruning:

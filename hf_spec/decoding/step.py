@@ -142,7 +142,7 @@ class Steps:
             root = state.root
             # While the drafter pauses, there are plain steps and lookups.
             for grows in (True, False) if nodes == 1 or self.strategy.lookup else (True,):
-                after = self._run(tree, _greedily, grows)[-1]
+                after = self._run(tree, verify.greedy, grows)[-1]
                 if after is not None:
                     after()
                 state.cache.rollback()
@@ -209,11 +209,6 @@ class Steps:
             [tokens[:count] for tokens, count in zip(host.tokens, counts)],
             [probes if count else 0 for probes, count in zip(host.num_probes, counts)],
         )
-
-
-def _greedily(tree: Tree, logits: Tensor, _: list[bool]) -> StepResult:
-    """A result that asks no processor and draws no number."""
-    return verify.match(tree, verify.likeliest(logits))
 
 
 def _depth_limits(state: DecodeState) -> list[int]:

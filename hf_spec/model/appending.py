@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.model.target import Target
 
@@ -37,15 +37,12 @@ class Prefilled:
 
     def committed(self, result: StepResult) -> StepResult:
         """The prompt as a result, given that of a step whose tree was the prompt's last token."""
-        most, device = max(map(len, self.following)), result.tokens.device
-        counts = sent([len(row) + 1 for row in self.following], device)
-        rows = [row + [0] * (most + 1 - len(row)) for row in self.following]
-        tokens = sent(rows, device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
-        path = torch.arange(most + 1, device=device).expand(len(rows), -1)
+        device, rows = result.tokens.device, [[*row, 0] for row in self.following]
+        counts = sent(list(map(len, rows)), device)
+        tokens = sent(filled(rows), device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
+        path = torch.arange(tokens.shape[1], device=device).expand(len(rows), -1)
         probes = torch.zeros_like(counts)
-        host = HostResult(
-            [range(len(row) + 1) for row in self.following], self.following, [0] * len(rows)
-        )
+        host = HostResult([range(len(row)) for row in rows], self.following, [0] * len(rows))
         return StepResult(path, counts, tokens, probes, counts - 1, result.bonus, host)
 
 
@@ -67,25 +64,22 @@ def append(target: Target, rows: list[list[int]]) -> Prefilled:
     chunks: list[Tensor] = []
     for start in range(0, max(map(len, rows)), at_once):
         parts = [row[start : start + at_once] for row in rows]
-        size = max(map(len, parts))  # shorter rows are padded
-        tokens = sent([part + [0] * (size - len(part)) for part in parts], device)
-        ended = [
-            row for row, part in enumerate(parts) if part and start + len(part) == len(rows[row])
-        ]
+        tokens = sent(filled(parts), device)
         last = sent([max(len(part) - 1, 0) for part in parts], device)
+        ended = [row for row, new in enumerate(rows) if start < len(new) <= start + at_once]
         output = target(Tree.chain(tokens), logits_at=last[:, None])
         cache.commit([len(part) for part in parts])
         logits |= {row: output.logits[row, 0] for row in ended}
         states = output.hidden
         if states is None:
             continue
-        if reads.tokens == "committed":
-            chunks.append(states)
-        elif reads.tokens == "last":
+        if reads.tokens == "last":
             hidden |= {row: states[row, last[row]] for row in ended}
+        elif reads.tokens == "committed":
+            chunks.append(states)
     stacked = torch.stack([logits[row] for row in sorted(logits)])
     if chunks:
         following = [row[1:] for row in rows]
         return Prefilled(target, stacked, torch.cat(chunks, dim=1), following)
     kept = torch.stack([hidden[row] for row in sorted(hidden)]) if hidden else None
-    return Prefilled(target, stacked, kept, [[] for _ in rows])
+    return Prefilled(target, stacked, kept, [[]] * len(rows))

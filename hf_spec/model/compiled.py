@@ -15,10 +15,10 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
+from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.programs import DraftProgram, VerifyProgram
+from hf_spec.model.programs import DraftProgram
 from hf_spec.model.target import Output, Pass, Target
 from modeling_patches.per_call import Changes
 

@@ -9,28 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.graphs import Graphs
-
-
-class VerifyProgram(NamedTuple):
-    """Chooses what a step accepts.
-
-    Attributes:
-        key: what it depends on besides the shapes of its inputs.
-        function: from the step's trees, logits ``(batch, tokens, vocab)`` and :attr:`inputs` to
-            its result.
-        inputs: tensors that change from step to step.
-        noise: what tokens to come will be sampled with, ``(batch, depth, vocab)`` (see
-            :func:`as_sampled`), given :attr:`inputs`, the result and the number of these tokens;
-            None if they are not sampled.
-    """
-
-    key: Hashable
-    function: Callable[[Tree, Tensor, Sequence[Tensor]], StepResult]
-    inputs: Sequence[Tensor] = ()
-    noise: Callable[[Sequence[Tensor], StepResult, int], Tensor] | None = None
 
 
 class DraftProgram(NamedTuple):
@@ -42,8 +22,8 @@ class DraftProgram(NamedTuple):
         inputs: all others that change from step to step.
         function: given :attr:`buffers` and :attr:`inputs`, the step's result, what the drafter
             reads of its hidden states, and what the next tokens will be sampled with (see
-            :attr:`VerifyProgram.noise`), returns the packed trees (:meth:`Tree.packed`), and what
-            the drafter gets besides.
+            :class:`hf_spec.core.verify.VerifyProgram`), returns the packed trees
+            (:meth:`Tree.packed`), and what the drafter gets besides.
         depth: depth of the trees.
         num_results: number of tensors that it returns.
     """

@@ -20,12 +20,12 @@ from hf_spec.core import mask as masks
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
+from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.model.block import Block, first_near, near, slot_positions
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.programs import DraftProgram, VerifyProgram
+from hf_spec.model.programs import DraftProgram
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import DynamicRope, rope_ends

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from naive_cache import SPECS, Pair, Spec, chain, random_states
+from naive_cache import SPECS, Pair, Spec, chain, dynamic, pack, random_states
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
@@ -45,21 +45,14 @@ def test_front_is_seen_when_asked_for_and_never_moves(specs: str) -> None:
     pair.step()  # without being asked for it is not there
 
 
-def test_learned_states_in_front_of_an_empty_cache() -> None:
-    """Seen by the first block that asks for them, and kept; each process has its own heads."""
+def test_each_process_has_its_own_heads_in_front() -> None:
     learned = learned_front([(4, 4, 4)] * 3, 3)
-    cache = TreeCache(3, 1, "cpu")
-    cache.states.set_front(learned, own=lambda states, heads: states[heads:])
     pair = Pair(SPECS["equal"], [4], 4, seed=0)
-    for _ in range(2):
-        cache.begin(chain(cache, 5), front=True)
-        for layer, states in enumerate(pair.states(1, 5)):
-            views = cache.update(*states, layer)
-            check_front(cache, views, [part[2:] for part in learned[layer]])
-            assert torch.equal(
-                views[0][0, :, cache.states.front + cache.max_length :][:, :5], states[0][0]
-            )
-        cache.commit([4])
+    pair.cache.states.set_front(learned, own=lambda states, heads: states[heads:])
+    pair.cache.begin(chain(pair.cache, 5), front=True)
+    for layer, states in enumerate(pair.states(1, 5)):
+        views = pair.cache.update(*states, layer)
+        check_front(pair.cache, views, [part[2:] for part in learned[layer]])
 
 
 def test_front_of_another_model_is_refused() -> None:
@@ -68,11 +61,6 @@ def test_front_of_another_model_is_refused() -> None:
         cache.states.set_front(learned_front([(2, 4, 4)] * 2, 3))
     with pytest.raises(ValueError, match="layer 0.*2 heads of dimension 4"):
         cache.states.set_front(learned_front([(2, 8, 8)], 3))
-    cache = TreeCache(1, 1, "cpu")
-    cache.states.set_front([(torch.zeros(2, 3, 5), torch.zeros(2, 3, 5))])
-    cache.begin(chain(cache, 5), front=True)
-    with pytest.raises(ValueError, match="layer 0: learned keys of shape .2, 3, 5."):
-        cache.update(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -80,12 +68,9 @@ def test_learned_numbers_are_bounded(dtype: torch.dtype) -> None:
     """Products of two of them are finite; those of an ordinary size stay as they are."""
     most = torch.finfo(dtype).max
     given = torch.tensor([[[torch.nan, torch.inf, most, -most, 200.0, -0.1]]], dtype=dtype)
-    cache = TreeCache(1, 1, "cpu")
+    cache = pack(dynamic([tuple(torch.zeros(2, 1, 1, 1, 6, dtype=dtype))]), None, 4)
     cache.states.set_front([(given, given)])
-    cache.begin(chain(cache, 1), front=True)
-    found = cache.update(*[torch.zeros(1, 1, 1, 6, dtype=dtype)] * 2, 0)[0][
-        0, 0, cache.states.front - 1
-    ]
+    found = cache.layers[0].with_front["keys"][0, 0, cache.states.front - 1]
     assert found[:2].tolist() == [0, 0] and found[2] == -found[3] >= 255
     assert torch.equal(found[4:], given[0, 0, 4:])
     assert bool((found * found).isfinite().all())

@@ -81,36 +81,21 @@ def test_chains_and_roots() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_trees_of_the_host(seed: int) -> None:
-    rows = random_rows(random.Random(seed))
-    tree = Tree.of_rows(rows, "cpu")
-    assert tree.host is not None
-    assert tree.host.rows(tree.row_sizes) == rows
-    assert tree.is_chain == all(r.parents == list(range(-1, tree.num_nodes - 1)) for r in rows)
-    for row, own in enumerate(rows):
-        n = len(own.tokens)
-        check_row(tree, row, own.parents)
-        assert tree.tokens[row, :n].tolist() == own.tokens
-        assert not tree.host.probs[row, n:].any() and not tree.host.parents[row, n:].any()
-
-
-@pytest.mark.parametrize("seed", range(10))
 def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
     """Whatever stands on the padding."""
     rows = random_rows(random.Random(seed))
-    tree, same = prepared(rows), Tree.of_rows(rows, "cpu")
-    assert tree.host is not None
-    assert (tree.row_sizes, tree.row_depths) == (same.row_sizes, same.row_depths)
-    assert tree.is_chain == same.is_chain
-    for row, own in enumerate(rows):
-        check_row(tree, row, own.parents)
-        assert tree.tokens[row, : len(own.tokens)].tolist() == own.tokens
-    for row, own in zip(tree.host.rows(tree.row_sizes), rows):
-        assert (row.parents, row.tokens) == (own.parents, own.tokens)
-        np.testing.assert_allclose(row.probs, own.probs, rtol=1e-5)  # float32 logarithms
-    size = tree.num_nodes
-    assert not tree.host.probs[~tree.valid.numpy()].any()
-    assert not tree.host.parents[~tree.valid.numpy()].any()
+    for tree in (prepared(rows), Tree.of_rows(rows, "cpu")):
+        assert tree.host is not None
+        assert tree.is_chain == all(r.parents == [*range(-1, tree.num_nodes - 1)] for r in rows)
+        for row, own in enumerate(rows):
+            check_row(tree, row, own.parents)
+            assert tree.tokens[row, : len(own.tokens)].tolist() == own.tokens
+        for row, own in zip(tree.host.rows(tree.row_sizes), rows):
+            assert (row.parents, row.tokens) == (own.parents, own.tokens)
+            np.testing.assert_allclose(row.probs, own.probs, rtol=1e-5)  # float32 logarithms
+        size = tree.num_nodes
+        assert not tree.host.probs[~tree.valid.numpy()].any()
+        assert not tree.host.parents[~tree.valid.numpy()].any()
     fits = Tree.packed(*(torch.full((1, size), 2**24 - 1) for _ in range(3)), torch.zeros(1, size))
     assert Tree.unpacked(fits).tokens.eq(2**24 - 1).all()
 
@@ -264,6 +249,8 @@ def test_padding_changes_neither_the_mask_nor_the_match(seed: int, group: str | 
     if group is not None:
         counts = [[rng.randint(0, len(GROUPS[group])) for _ in row.parents] for row in rows]
         tree = tree.attach_probes(GROUPS[group], counts)
+    if seed % 2:  # the host knows the shape alone
+        tree = tree.changed(host=None)
     targets, paths = leading_to(rng, tree)
     nodes, more = tree.num_tokens, rng.randint(0, 3)
     behind = rng.randint(0, 3) if group else 0

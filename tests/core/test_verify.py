@@ -162,7 +162,7 @@ class Scores:
         return torch.where(active[:, None], self.scores[rows, nodes], torch.nan)
 
 
-def argmax(scores: Tensor, active: Tensor, depth: int) -> Tensor:
+def argmax(scores: Tensor, depth: int) -> Tensor:
     return scores.argmax(-1)
 
 
@@ -468,7 +468,7 @@ def test_typical_samples_its_bonus_from_the_target_at_the_last_node() -> None:
     tree = Tree.chain(torch.tensor([[9, 1]]).expand(ROWS, 2))
     torch.manual_seed(3)
 
-    def select(scores: Tensor, active: Tensor, depth: int) -> Tensor:
+    def select(scores: Tensor, depth: int) -> Tensor:
         return verify.sample(scores.softmax(-1))
 
     accepted = verify.typical(tree, p.log().expand(ROWS, 2, 2), select, everyone(tree))
@@ -533,7 +533,7 @@ def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float)
         torch.multinomial(scores[:, 0].softmax(-1), 1)
     tree = Tree.roots(torch.tensor([1, 2]))
 
-    def select(scores: Tensor, active: Tensor, depth: int) -> Tensor:
+    def select(scores: Tensor, depth: int) -> Tensor:
         return verify.sample(scores.softmax(-1))
 
     for active in (everyone(tree), torch.tensor([True, False])):

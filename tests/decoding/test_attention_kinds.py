@@ -11,9 +11,7 @@ import torch
 from architectures import LAYERS, build, random_model, tiny_config
 from conftest import check_same, prompt, ragged
 from running import CAPTURED, drafting
-from transformers import DynamicCache
 
-from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
@@ -22,50 +20,6 @@ LOOKUP = drafting("prompt_lookup")
 KINDS = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "whisper")
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@every_kind
-def test_a_chat_in_one_cache(kind: str) -> None:
-    """Rows of a TreeCache get ahead of each other, and the next prompts are padded otherwise."""
-    model, batch = build(kind), ragged()
-    first = model.generate(**batch, **GREEDY, **LOOKUP, return_dict_in_generate=True)
-    assert isinstance(first[CACHE], TreeCache)
-    more = prompt(5, 3, seed=9)
-    ids = torch.cat([first.sequences, more], 1)
-    mask = torch.cat([batch["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)
-    cache = first[CACHE]
-    for _ in range(2):
-        check_same(
-            model, {**LOOKUP, CACHE: copy.deepcopy(cache)}, ids, attention_mask=mask, **GREEDY
-        )
-        ids, mask = (torch.nn.functional.pad(part, (2, 0)) for part in (ids, mask))
-
-
-@every_kind
-def test_a_callers_cache_is_filled_as_by_plain_generation(kind: str) -> None:
-    model, batch = build(kind), ragged()
-    config = model.config.get_text_config(decoder=True)
-    plain, ours = DynamicCache(config=config), DynamicCache(config=config)
-    expected = model.generate(**batch, **GREEDY, **{CACHE: plain})
-    assert model.generate(**batch, **GREEDY, **LOOKUP, **{CACHE: ours}).tolist() == (
-        expected.tolist()
-    )
-    real = torch.cat([batch["attention_mask"], torch.ones(3, 15, dtype=torch.long)], 1)
-    for mine, theirs in zip(ours.layers, plain.layers, strict=True):
-        assert type(mine) is type(theirs)
-        for name in ("keys", "values", "indexer_keys"):
-            found, wanted = getattr(mine, name, None), getattr(theirs, name, None)
-            assert (found is None) == (wanted is None)
-            if found is None or wanted is None:
-                continue
-            shown = real[:, -wanted.shape[-2] :, None]
-            shown = shown if name == "indexer_keys" else shown[:, None]
-            # fp32 in other orders of reduction, some layers deep
-            torch.testing.assert_close(found * shown, wanted * shown, rtol=1e-4, atol=1e-4)
-    turn = {"input_ids": torch.cat([expected, prompt(4, 3)], 1)}
-    turn["attention_mask"] = torch.cat([batch["attention_mask"], torch.ones(3, 20).long()], 1)
-    again = model.generate(**turn, **GREEDY, **LOOKUP, **{CACHE: ours})
-    assert again.tolist() == model.generate(**turn, **GREEDY, **{CACHE: plain}).tolist()
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "llama4_text", "whisper"])

@@ -17,14 +17,13 @@ from conftest import Tiny, check_same, prompt, ragged
 from recurrent_models import recurrent
 from replay import RECORDED, Replay, Rerun
 from running import CAPTURED, drafting, without_pruning
-from test_compiled import adapt, compiled, generate, has_hooks, reads_numbers, strategy
+from test_compiled import adapt, compiled, generate, strategy
 from test_method_contract import CASES, FIRST, adapted
 from test_method_contract import strategy as variant_of
 from test_recurrent import STRATEGIES, with_adapter
 from torch import Tensor
 from transformers import CompileConfig
 
-import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.model import captures, graphs
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
@@ -261,23 +260,6 @@ def test_code_is_kept_for_other_places(shallow: Tiny, cut_into: list[int]) -> No
 # -- what cannot be recorded -------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("hooks_count")
-@pytest.mark.parametrize(
-    ("change", "message"), [(reads_numbers, "_local_scalar_dense"), (has_hooks, "have hooks")]
-)
-def test_a_model_runs_as_it_is(shallow: Tiny, caplog: Any, change: Any, message: str) -> None:
-    """And one warning says why."""
-    model: Any = shallow(layers=2)
-    change(model)
-    want = generate(model, prompt(), **strategy("prompt_lookup")).sequences
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            output = generate(model, prompt(), **strategy("prompt_lookup"), **RECORDED)
-            assert torch.equal(output.sequences, want) and compiled(output)["kept"] == 0
-    [warned] = [one for one in caplog.records if "run as they are" in one.message]
-    assert message in warned.message
-
-
 def record(function: Any, *inputs: Tensor) -> Captured:
     with Watch(inputs):
         function(*inputs)
@@ -379,14 +361,6 @@ def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(captures.RECORDERS, model.device.type)
     with pytest.raises(ValueError, match="CUDA graphs need a CUDA device. Give another backend"):
         generate(model, prompt(), **strategy("prompt_lookup"), **RECORDED)
-
-
-def test_a_warm_up(shallow: Tiny) -> None:
-    model, config = adapt(shallow(), "medusa"), RECORDED["compile_config"]
-    spec = {"assistant_strategy": "medusa", "compile_config": config}
-    assert hf_spec.warm_up(model, max_length=60, **spec)
-    output = generate(model, prompt(), max_new_tokens=40, **{**spec, **RECORDED})
-    assert compiled(output)["made"] == 0
 
 
 def test_the_forwards_of_an_assistant(tiny: Tiny, shallow: Any) -> None:

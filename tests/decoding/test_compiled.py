@@ -19,7 +19,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
-from replay import Replay
+from replay import RECORDED, Replay
 from running import CAPTURED, drafting, experts_are_captured, family
 from test_shrinking import StopRowAt
 from torch._subclasses.fake_tensor import FakeTensor
@@ -414,22 +414,25 @@ def has_hooks(model: Any) -> None:
 
 @pytest.mark.usefixtures("hooks_count")
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "way", "message"),
     [
-        (reads_numbers, "DataDependent"), (knows_tracers, "gives something else"),
-        (has_hooks, "have hooks"),
+        (reads_numbers, CAPTURED, "DataDependent"), (has_hooks, CAPTURED, "have hooks"),
+        (knows_tracers, CAPTURED, "gives something else"), (has_hooks, RECORDED, "have hooks"),
+        (reads_numbers, RECORDED, "_local_scalar_dense"),
     ],
 )  # fmt: skip
 def test_a_forward_that_cannot_be_captured(
-    shallow: Any, caplog: Any, change: Any, message: str
+    shallow: Any, caplog: Any, monkeypatch: Any, change: Any, way: Any, message: str
 ) -> None:
     """It runs as it is, and one warning says why."""
+    if way is RECORDED:
+        monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model: PreTrainedModel = shallow(layers=2)
     change(model)
     want = generate(model, prompt(), **strategy("prompt_lookup")).sequences
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
+            output = generate(model, prompt(), **strategy("prompt_lookup"), **way)
             assert torch.equal(output.sequences, want) and compiled(output)["kept"] == 0
     [warned] = [one for one in caplog.records if "run as they are" in one.message]
     assert message in warned.message

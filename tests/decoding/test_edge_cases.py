@@ -59,6 +59,7 @@ def test_eos_anywhere_in_a_draft(tiny: Tiny, spec: Spec) -> None:
     assert max(free.spec_stats.accepted_histogram) >= 3
     for eos in set(free.sequences[0, 12:].tolist()):
         check_same(model, spec, input_ids=prompt(), eos_token_id=eos)
+        check_same(model, spec, **ragged(), eos_token_id=eos, pad_token_id=50)
         out = model.generate(
             **ragged(), **GREEDY, **spec, eos_token_id=eos, return_dict_in_generate=True
         )

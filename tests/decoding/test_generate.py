@@ -132,21 +132,15 @@ def allowed_by_row(row: int, ids: torch.Tensor) -> list[int]:
     return [t for t in range(3, VOCAB) if (t + row + int(ids[-1])) % 3]
 
 
+#: Beside those of test_every_option.py.
 PROCESSORS: dict[str, dict[str, Any]] = {
-    "repetition_penalty": {"repetition_penalty": 1.3},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "min_new_tokens": {"min_new_tokens": 15, "eos_token_id": list(range(3, 40))},
     "bad_words_ids": {"bad_words_ids": [[n] for n in range(20, 40)] + [[7, 8], [41, 42]]},
     "sequence_bias": {"sequence_bias": [[[5], 4.0], [[5, 6], 9.0], [[6, 7], 9.0]]},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
-    "forced_eos": {"forced_eos_token_id": EOS, "eos_token_id": EOS},
-    "suppress_tokens": {"suppress_tokens": list(range(30, 60))},
-    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(10, 20))},
     "exponential_decay": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": EOS},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": allowed_by_row},
     "by_row": {"logits_processor": LogitsProcessorList([ByRow(3)])},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0)},
-    "renormalize": {"renormalize_logits": True, "repetition_penalty": 1.2},
     "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [5, 6]},
 }
 
@@ -170,18 +164,6 @@ class StopAt(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.shown.append(input_ids.tolist())
         return input_ids[:, -1] % self.number == 0
-
-
-@pytest.mark.parametrize("how_many", [1, 8])
-def test_eos(tiny: Tiny, spec: Spec, how_many: int) -> None:
-    """EOS ids are chosen from what plain generation emits, so that rows stop at different times."""
-    model = tiny("llama_tied")
-    plain = model.generate(**ragged(), **GREEDY)[:, 12:]
-    for start in (2, 9):
-        eos = list(dict.fromkeys(plain[:, start:].flatten().tolist()))[:how_many]
-        cut = check_same(model, spec, **ragged(), eos_token_id=eos)
-        check_same(model, spec, **ragged(), eos_token_id=eos, pad_token_id=50)
-        assert (cut[:, 12:] == PAD).any()
 
 
 @pytest.mark.parametrize("eos", [None, EOS])

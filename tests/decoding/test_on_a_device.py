@@ -41,7 +41,7 @@ LATER = {
         8, "the last token's probability decides whether there is another forward (algorithm 3)"
     ),
     "methods/layer_skip/drafter expand: read": (8, "the same, of trees"),
-    "decoding/sequences _ask: read": (NEW, "criteria decide column by column"),
+    "decoding/call_sequences _ask: read": (NEW, "criteria decide column by column"),
 }  # fmt: skip
 #: What each step of a call waited for.
 Waits = dict[str, int]

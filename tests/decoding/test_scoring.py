@@ -7,7 +7,6 @@ import pytest
 import torch
 from random_trees import random_tree
 from transformers import (
-    GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -15,10 +14,8 @@ from transformers import (
 from transformers.generation import logits_process
 
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.call_sequences import Sequences
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.decoding.sequences import Sequences
-from hf_spec.drafting.options import DraftOptions
 
 VOCAB = 20
 LENGTHS = [3, 5, 5, 8]
@@ -50,8 +47,7 @@ def test_scores_of_whole_trees(made: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     tree = tree.with_tokens(torch.randint(VOCAB, tree.tokens.shape, generator=generator))
     logits = torch.randn(4, tree.num_nodes, VOCAB, generator=generator)
-    options, scorer = DraftOptions(acceptance="typical"), Scorer(LogitsProcessorList(made()), rows)
-    found = Acceptance(GenerationConfig(), options, scorer)._everywhere(tree, logits)
+    found = Scorer(LogitsProcessorList(made()), rows).everywhere(tree, logits)
     for row, shape in enumerate(shapes):
         for node in range(len(shape)):
             path, above = [], node

@@ -1,7 +1,4 @@
-"""The growing sequences of a call: stopping criteria, streaming, recorded scores, final ids.
-
-(:mod:`hf_spec.model.sequences` is about sequences for training.)
-"""
+"""The growing sequences of a call: stopping criteria, streaming, recorded scores, final ids."""
 
 from __future__ import annotations
 
@@ -84,8 +81,7 @@ class Sequences:
                 self._by_token.append(criterion)
             elif type(criterion) is not MaxLengthCriteria:
                 self._by_column.append(criterion)
-        #: ``(sequences, capacity)`` the ids on the host, for criteria that look at each token.
-        self._on_host = input_ids.to("cpu", copy=True) if self._by_token else None
+
         # Plain generation pads finished sequences if any criterion knows EOS; otherwise they run on
         # until the last one is done.
         self._pads = count == 1 or any(hasattr(one, "eos_token_id") for one in criteria)
@@ -194,13 +190,11 @@ class Sequences:
             return True
         if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
             return True
-        if self._on_host is None:
-            return False
-        end = self.lengths[row]
-        self._on_host = _reserved(self._on_host, end)
-        self._on_host[row, end - 1] = token
-        ids = self._on_host[row : row + 1, :end]
-        return any(bool(criterion(ids, None).any()) for criterion in self._by_token)
+        for criterion in self._by_token:  # which looks at the last tokens
+            last = self._tokens[row][-criterion.maximum_token_len :]
+            if bool(criterion(torch.tensor([last], device="cpu"), None).any()):
+                return True
+        return False
 
     def _ask(self, length: int) -> bool:
         """Ask criteria about the first tokens of all sequences; False if it is too early or late.
