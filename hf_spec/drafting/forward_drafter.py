@@ -16,11 +16,10 @@ from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
 from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import DraftExit
-from hf_spec.drafting.drafter import FORWARDS, Drafter
+from hf_spec.drafting.drafter import FORWARDS
 from hf_spec.drafting.grow import Children, Frontier, grow
-from hf_spec.drafting.growth import Growth
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
 from hf_spec.drafting.state import DecodeState
@@ -45,7 +44,7 @@ class GrowOptions(DraftOptions):
     width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
 
 
-class ForwardDrafter(Drafter):
+class ForwardDrafter(GrowingDrafter):
     """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
     before (EAGLE-2, section 4.1).
 
@@ -57,7 +56,6 @@ class ForwardDrafter(Drafter):
         depth: depth of the deepest draft token.
         width: nodes of a level that are continued.
         forward_per_level: whether each level takes a forward of its own, and not only the first.
-        token_ids: ``(tokens,)`` int64 ids that it predicts, ascending; None for all.
     """
 
     token_ids: Tensor | None = None
@@ -88,8 +86,8 @@ class ForwardDrafter(Drafter):
         if state.timed:  # else drafts must not depend on earlier calls
             key = *self._key, state.do_sample  # sampled text is harder to predict
             self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
-        exactly = fixed_size(self.options.num_draft_tokens, state.timed)
-        self.growth = Growth(self.exit.calibration, exactly)
+        self.calibration = self.exit.calibration
+        self.exactly = fixed_size(self.options.num_draft_tokens, state.timed)
 
     def catch_up(self, state: DecodeState) -> None:
         """Called before a tree grows."""
@@ -117,15 +115,15 @@ class ForwardDrafter(Drafter):
     @property
     def num_grown(self) -> int:
         """Number of draft tokens that are grown."""
-        return self.depth if self.width == 1 else self.growth.exactly or GROWN
+        return self.depth if self.width == 1 else self.exactly or GROWN
 
     def propose(self, state: DecodeState) -> Tree:
         depth = min(self.depth, state.max_depth)
         if state.grown is None and depth < 1:
             return Tree.roots(state.root)
-        return self.growth.tree(state, partial(self._grown, state, depth))
+        return self.grown(state, partial(self._grow, state, depth))
 
-    def _grown(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
+    def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
         """Trees of at most this depth, packed."""
         self.catch_up(state)
         noise, cost, goes_on = state.noise, state.draft_cost(), None
@@ -141,7 +139,6 @@ class ForwardDrafter(Drafter):
         return packed
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
-        """See :class:`Traceable`."""
         return Levels(self, width, None if noise is None else lambda place: noise[:, place, None])
 
     def paying(self, state: DecodeState, most: int, cost: float | None) -> int:
@@ -174,9 +171,6 @@ class ForwardDrafter(Drafter):
         tokens = best.indices if ids is None else ids[best.indices]
         # Nothing is drafted from logits that have overflowed.
         return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
-
-    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        self.growth.observe(result.tokens)
 
 
 class Levels:

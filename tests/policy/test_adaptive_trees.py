@@ -18,13 +18,13 @@ from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core.tree import Tree
 from hf_spec.drafting import predictions
 from hf_spec.drafting.grow import grow
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.heads import head_states
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.methods.registry import methods
 from hf_spec.model.hidden_states import output_logits
-from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.plans import best_ends, ends
 
 Path = tuple[int, ...]
@@ -264,15 +264,14 @@ def test_trust_moves_all_tokens_of_a_distance(with_markov_head: bool) -> None:
 def test_roots_of_rows_that_stopped_short_of_their_bonus_token() -> None:
     """Trees were grown before that was known; the last token that such a row has may be cached."""
     logits, _, bonus, _ = example(2, 3, 20, False)
-    source, last = AdaptiveTrees(3, probes=False), [7, int(bonus[1])]
+    last = [7, int(bonus[1])]
     packed = grow(predict(logits, 8), bonus, 8, 3)
     state: Any = SimpleNamespace(
         grown=Grown(packed, packed.numpy()), active=[False, True], timed=True,
         root=torch.tensor(last), tokens=[[5, last[0]], [6, last[1]]],
     )  # fmt: skip
     state.received = partial(DecodeState.received, state)
-    source.start(state)
-    tree = source.propose(None, state, 3)  # type: ignore[arg-type]
+    tree = GrowingDrafter.grown(GrowingDrafter.__new__(GrowingDrafter), state, None)  # type: ignore
     assert tree.host is not None and bonus[0] != 7
     assert tree.tokens[:, 0].tolist() == tree.host.tokens[:, 0].tolist() == last
 
