@@ -173,32 +173,30 @@ class ForwardDrafter(GrowingDrafter):
         return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
 
 
+@dataclass
 class Levels:
     """The levels of a tree; see :class:`hf_spec.drafting.grow.Expands`.
 
-    Args:
+    Attributes:
         drafter: runs forwards.
         width: children of a node, at most; one in a chain.
         noise: what the tokens after those of so many levels will be sampled with, ``(batch, 1,
             tokens)``, see :func:`as_sampled`; None if they are not sampled.
         goes_on: whether to expand a frontier that takes a forward; None: always.
-
-    Attributes:
         forwards: number of forwards that have run.
     """
 
-    def __init__(
-        self, drafter: ForwardDrafter, width: int, noise: Callable[[int], Tensor] | None,
-        goes_on: Callable[[Frontier], bool] | None = None,
-    ):  # fmt: skip
-        self._drafter, self._noise, self._goes_on = drafter, noise, goes_on
-        self._width = 1 if drafter.width == 1 else width
-        self.forwards = 0
+    drafter: ForwardDrafter
+    width: int
+    noise: Callable[[int], Tensor] | None = None
+    goes_on: Callable[[Frontier], bool] | None = None
+    forwards: int = 0
 
     def expand(self, frontier: Frontier) -> Children | None:
-        if self._drafter.forward_per_level or not frontier.depth:
-            if self._goes_on is not None and not self._goes_on(frontier):
+        drafter, depth = self.drafter, frontier.depth
+        if drafter.forward_per_level or not depth:
+            if self.goes_on is not None and not self.goes_on(frontier):
                 return None
             self.forwards += 1
-        noise = None if self._noise is None else self._noise(frontier.depth)
-        return self._drafter.children(frontier, self._width, noise)
+        noise = None if self.noise is None else self.noise(depth)
+        return drafter.children(frontier, 1 if drafter.width == 1 else self.width, noise)

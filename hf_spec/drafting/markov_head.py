@@ -142,9 +142,9 @@ class MarkovHead(ConditionalHead):
         """
         inner = functional.silu(self._embedded(previous) + self._projected(states))
         change = functional.linear(inner, self.weights[1][0])
-        if vocabulary is not None:
-            return vocabulary.linear(change)
-        return linear_logits(self.model, change)
+        if vocabulary is None:
+            return linear_logits(self.model, change)
+        return functional.linear(change.to(vocabulary.weight), vocabulary.weight)
 
     def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
         """The bias of a few tokens, given each of several previous tokens.

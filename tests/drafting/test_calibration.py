@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_spec.drafting.calibration import ALPHA, GUESSED, LEAST, MOST, Calibration, walk
+from hf_spec.drafting.calibration import ALPHA, GUESSED, LEAST, MOST, Calibration
 
 
 def test_the_factor_by_hand() -> None:
@@ -67,7 +67,7 @@ def test_a_prediction_counts_where_the_tokens_before_it_came(
 ) -> None:
     seen: list[tuple[int, float, bool]] = []
     monkeypatch.setattr(Calibration, "observe", lambda self, *args: seen.append(args))
-    walk(Calibration(3), PARENTS, TOKENS, CHANCES, [0.0] * 3, emitted)
+    Calibration(3).walk(PARENTS, TOKENS, CHANCES, [0.0] * 3, emitted)
     assert seen == [(distance, pytest.approx(share), hit) for distance, share, hit in expected]
 
 
@@ -77,5 +77,5 @@ def test_what_was_promised_before_it_was_calibrated() -> None:
     for _ in range(3000):
         trust = one.log_factors
         chances = [1.0, 0.9 * math.exp(trust[0])]
-        walk(one, [0, 0], [9, 5], chances, trust, [5 if rng.random() < 0.3 else 6])
+        one.walk([0, 0], [9, 5], chances, trust, [5 if rng.random() < 0.3 else 6])
     assert 0.9 * math.exp(one.log_factors[0]) == pytest.approx(0.3, abs=0.08)

@@ -31,7 +31,7 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.calibration import Array, Calibration, walk
+from hf_spec.drafting.calibration import Array, Calibration
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
@@ -246,7 +246,7 @@ def simulate(
             counts.append(depth + 1)
             ended = node
             if calibration is not None and drafts:
-                walk(calibration, *rows[row], trust, came)
+                calibration.walk(*rows[row], trust, came)
         if group:  # one row: the next step has predictions where this one ended at probes
             known = tree.num_probes > 0 and ended in drafter.probed[0]
         stall = 10.0 if rng.random() < 0.01 else 1.0
