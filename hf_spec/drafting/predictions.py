@@ -63,7 +63,7 @@ class Predictions:
         self._choose(logits, scores, width)
 
     def _choose(self, logits: Tensor, scores: Tensor, width: int) -> None:
-        """Choose the tokens of each distance; ``scores`` are logits, or what sampling makes them."""
+        """Choose tokens; ``scores`` are the logits, or what sampling makes of them."""
         width = width if self._head is None else max(width, SHORTLIST)
         chosen, self.log_probs = likeliest(scores, width)
         self.tokens = self._named(chosen)

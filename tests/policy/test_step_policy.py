@@ -4,7 +4,6 @@ No time is measured: simulated steps take what the test says, and the real loop 
 test turns. All figures are the same on every machine.
 """
 
-import gc
 import json
 import random
 import re
@@ -26,7 +25,6 @@ import hf_spec
 from hf_spec.core import memory
 from hf_spec.core.buckets import bucket
 from hf_spec.core.host_tree import Row
-from hf_spec.core.memory import recall
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
@@ -333,28 +331,28 @@ def test_finished_rows_and_limits_count_for_nothing() -> None:
     assert used[-1] and used.sum() == 10 == len(CHANCES[0])
 
 
-def test_tokens_of_a_batch_are_counted_per_unfinished_row() -> None:
+@pytest.mark.parametrize(
+    ("active", "emitted", "seconds", "cost"),
+    [
+        ([True, False, True], [3, 0, 1], 1.5, 1.5),  # tokens are counted per unfinished row
+        # A step that takes longer than expected counts as costlier, and as much cheaper if it takes
+        # less time, within bounds: noise costs nothing.
+        *(
+            ([True], [1], seconds, min(max(seconds, 0.5), 2.0))
+            for seconds in (1, 1.5, 0.75, 9, 0.1)
+        ),
+    ],
+)
+def test_what_a_step_costs(
+    active: list[bool], emitted: list[int], seconds: float, cost: float
+) -> None:
     learned = knowing(line(0.0))
     policy = StepPolicy(SpecStats(), learned, HERE)
-    whole = Tree.of_rows([found(CHANCES)] * 3, "cpu")
+    whole = Tree.of_rows([found(CHANCES)] * len(active), "cpu")
     assert policy.drafts()
-    tree = policy.choose(whole, Probing(), [True, False, True], [9] * 3)
-    policy.observe(tree, [3, 0, 1], 1.5)
-    assert learned.budget.lost == 1.5 - 2
-
-
-def test_noise_costs_nothing() -> None:
-    """A step that takes longer than expected counts as costlier, and as much cheaper if it takes
-    less time, within bounds."""
-    costs = []
-    for seconds in (1.0, 1.5, 0.75, 9.0, 0.1):
-        learned = knowing(line(0.0))
-        policy = StepPolicy(SpecStats(), learned, HERE)
-        assert policy.drafts()
-        tree = policy.choose(Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [9])
-        policy.observe(tree, [1], seconds)
-        costs.append(learned.budget.lost + 1)
-    assert costs == pytest.approx([1.0, 1.5, 0.75, 2.0, 0.5])
+    tree = policy.choose(whole, Probing(), active, [9] * len(active))
+    policy.observe(tree, emitted, seconds)
+    assert learned.budget.lost == pytest.approx(cost - sum(emitted) / sum(active))
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -380,21 +378,6 @@ def test_another_batch_size_starts_from_the_nearest() -> None:
     elsewhere = learned.setting((6, 8, "gpu"))  # nothing is known of it
     assert list(elsewhere.tries) == [3, 1] * WARM_UP
     assert learned.setting((6, 8, "cpu")) is lent
-
-
-def test_what_is_remembered_goes_with_the_model() -> None:
-    class Model:
-        """Something that can be remembered."""
-
-    gc.collect()
-    model, before = Model(), len(memory._MEMORIES)
-    one = recall(model, (Learned, "s"), Learned)
-    assert recall(model, (Learned, "s"), Learned) is one
-    assert recall(model, (Learned, "t"), Learned) is not one
-    assert len(memory._MEMORIES) == before + 1
-    del model
-    gc.collect()
-    assert len(memory._MEMORIES) == before
 
 
 def test_threads_wait_for_each_other() -> None:

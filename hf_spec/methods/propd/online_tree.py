@@ -126,7 +126,7 @@ class OnlineDrafter(HeadDrafter):
         self._predicted = None
 
     def learn(self, made: Predictions, root: Tensor, emitted: Sequence[Sequence[int]]) -> None:
-        """Learn from what each sequence emitted after its root ``(batch,)`` of what was predicted."""
+        """Learn from predictions and what each sequence emitted after its root ``(batch,)``."""
         depth = made.distances
         before = [[*tokens, *[0] * depth][: depth - 1] for tokens in emitted]
         later = sent(before, root.device, root.dtype).view(len(emitted), -1)
