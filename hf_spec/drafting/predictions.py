@@ -45,15 +45,10 @@ class Predictions:
     """
 
     def __init__(
-        self,
-        logits: Tensor,
-        width: int,
-        known: Sequence[int] | Tensor,
-        markov_head: MarkovHead | None = None,
-        states: Tensor | None = None,
-        ids: Tensor | None = None,
-        noise: Tensor | None = None,
-    ):
+        self, logits: Tensor, width: int, known: Sequence[int] | Tensor,
+        markov_head: MarkovHead | None = None, states: Tensor | None = None,
+        ids: Tensor | None = None, noise: Tensor | None = None,
+    ):  # fmt: skip
         self.distances, self.device = logits.shape[1], logits.device
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._head: Any = markov_head

@@ -49,13 +49,9 @@ def example(
 
 
 def naive(
-    logits: Tensor,
-    states: Tensor,
-    root: int,
-    markov_head: MarkovHead | None,
-    count: int,
+    logits: Tensor, states: Tensor, root: int, markov_head: MarkovHead | None, count: int,
     depth: int,
-) -> dict[Path, float]:
+) -> dict[Path, float]:  # fmt: skip
     """The likeliest paths of one row, best first, over the whole vocabulary."""
     found: dict[Path, float] = {}
     heap: list[tuple[float, Path]] = [(0.0, ())]
@@ -97,12 +93,9 @@ def grown(*args: Any) -> Tree:
 
 
 def predict(
-    logits: Tensor,
-    count: int,
-    known: Sequence[int] | None = None,
-    markov_head: MarkovHead | None = None,
-    states: Tensor | None = None,
-) -> Predictions:
+    logits: Tensor, count: int, known: Sequence[int] | None = None,
+    markov_head: MarkovHead | None = None, states: Tensor | None = None,
+) -> Predictions:  # fmt: skip
     known = [logits.shape[1]] * len(logits) if known is None else known
     return Predictions(logits, count, known, markov_head, states)
 

@@ -185,21 +185,11 @@ def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
 
 
 def simulate(
-    learned: Learned,
-    table: Array,
-    seconds: Seconds,
-    steps: int,
-    *,
-    real: Array | None = None,
-    batch: int = 1,
-    group: int = 0,
-    drafting: float = 0.02,
-    noise: float = 0.1,
-    seed: int = 0,
-    calibration: Calibration | None = None,
-    enabled: bool = True,
+    learned: Learned, table: Array, seconds: Seconds, steps: int, *, real: Array | None = None,
+    batch: int = 1, group: int = 0, drafting: float = 0.02, noise: float = 0.1, seed: int = 0,
+    calibration: Calibration | None = None, enabled: bool = True,
     setting: tuple[int, int, str] | None = None,
-) -> tuple[list[int], int, float, StepPolicy]:
+) -> tuple[list[int], int, float, StepPolicy]:  # fmt: skip
     """A call of so many steps; one in a hundred stalls.
 
     Args:
@@ -511,12 +501,9 @@ def test_expensive_drafts_are_given_up(
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_drafting_resumes(
-    timed: Callable[[float], tuple[Any, Timed]],
-    clock: FakeClock,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    inputs: str,
-) -> None:
+    timed: Callable[[float], tuple[Any, Timed]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
+    name: str, inputs: str,
+) -> None:  # fmt: skip
     """Drafts are wrong for 15 forwards; from then on they are the strategy's own."""
     model, timing = timed(2.0)
     drafter = get_method(name).drafter
