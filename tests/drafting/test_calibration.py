@@ -8,23 +8,16 @@ import pytest
 from hf_spec.drafting.calibration import ALPHA, GUESSED, LEAST, MOST, Calibration
 
 
-def test_the_factor_by_hand() -> None:
+def test_factors_and_rates_by_hand() -> None:
     one = Calibration(2)
-    assert one.log_factors == [0.0, 0.0]
-    came = promised = GUESSED
-    for share, hit in ((0.5, True), (0.25, False), (1.0, True)):
+    assert one.log_factors == [0.0, 0.0] and (one.rate(1), one.rate(2)) == (1.0, 1.0)
+    came = promised = tries = GUESSED
+    for share, hit in ((0.5, True), (0.25, False), (1.0, True), (0.3, False)):
         one.observe(2, share, hit)
-        promised, came = promised * (1 - ALPHA) + share, came * (1 - ALPHA) + hit
+        came, promised, tries = (
+            old * (1 - ALPHA) + new for old, new in ((came, hit), (promised, share), (tries, 1))
+        )
     assert one.log_factors == [0.0, pytest.approx(math.log(came / promised))]
-
-
-def test_the_rate_by_hand() -> None:
-    one = Calibration(2)
-    assert (one.rate(1), one.rate(2)) == (1.0, 1.0)
-    came = tries = GUESSED
-    for hit in (True, False, False):
-        one.observe(2, 0.3, hit)
-        tries, came = tries * (1 - ALPHA) + 1, came * (1 - ALPHA) + hit
     assert (one.rate(1), one.rate(2)) == (1.0, pytest.approx(came / tries))
 
 

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import product
 from typing import Any
 
@@ -380,35 +381,26 @@ def test_threads_wait_for_each_other() -> None:
         leave.wait(10)
         order.append("first")
 
-    one = threading.Thread(target=first)
-    one.start()
-    assert inside.wait(10)
-    two = threading.Thread(target=lambda: order.append(len(Learned().setting(HERE).tries)))
-    two.start()
-    two.join(0.1)
-    assert two.is_alive() and not order
-    leave.set()
-    one.join(10), two.join(10)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(first)
+        assert inside.wait(10)
+        two = pool.submit(lambda: order.append(len(Learned().setting(HERE).tries)))
+        assert not wait([two], 0.1).done and not order
+        leave.set()
     assert order == ["first", 2 * WARM_UP]
 
 
 def test_many_threads_share_what_is_learned() -> None:
-    learned, failed = Learned(), []
+    learned = Learned()
 
     def calls(seed: int) -> None:
-        try:
-            for n in range(3):
-                setting = (1, 8 + (seed + n) % 3, "cpu")
-                simulate(learned, CHANCES, line(0.03), 40, seed=seed, setting=setting)
-        except Exception as error:  # told below, in the test's own thread
-            failed.append(error)
+        for n in range(3):
+            setting = (1, 8 + (seed + n) % 3, "cpu")
+            simulate(learned, CHANCES, line(0.03), 40, seed=seed, setting=setting)
 
-    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not failed and len(learned.settings) == 3
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(calls, range(8)))
+    assert len(learned.settings) == 3
     counts = [one.count for of in learned.settings.values() for one in of.times.sizes.values()]
     assert 0 < 8 * 3 * 40 - sum(counts) < 50  # the first step of a size is not counted
     json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
