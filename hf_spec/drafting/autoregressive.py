@@ -173,7 +173,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         rows = bucket(tree.num_tokens) + levels * self.width
         self.cache.states.reserve(self.cache.max_length + rows)
         state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
-        return self.growth.program(self, state, tree, self.num_grown, levels, self.width)
+        return self.grows(state, tree, self.num_grown, levels, self.width)
 
     def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
         return self.cache.tensors(), [self.cache.lengths, *self.kept()], self.cache.layout

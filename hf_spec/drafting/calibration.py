@@ -70,26 +70,25 @@ class Calibration:
             emitted: the tokens that followed in each row; the first is that of distance 1.
         """
         columns = trees.parents.tolist(), trees.tokens.tolist(), trees.probs.tolist()
-        for parents, tokens, probs, following in zip(*columns, emitted):
-            walk(self, parents, tokens, probs, trust, following)
+        for parents, tokens, chances, following in zip(*columns, emitted):
+            self.walk(parents, tokens, chances, trust, following)
 
-
-def walk(
-    calibration: Calibration, parents: Sequence[int], tokens: Sequence[int],
-    chances: Sequence[float], trust: Sequence[float], emitted: Sequence[int],
-) -> None:  # fmt: skip
-    """:meth:`Calibration.learn` of one row, given its nodes; ``chances`` are of whole paths."""
-    node = 0
-    for distance, token in enumerate(emitted, 1):
-        below = [n for n in range(1, len(parents)) if parents[n] == node and chances[n] > 0]
-        if not below or chances[node] <= 0:
-            return
-        share = sum(chances[n] for n in below) / chances[node] / math.exp(trust[distance - 1])
-        hit = [n for n in below if tokens[n] == token]
-        calibration.observe(distance, min(share, 1.0), bool(hit))
-        if not hit:
-            return
-        node = hit[0]
+    def walk(
+        self, parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float],
+        trust: Sequence[float], emitted: Sequence[int],
+    ) -> None:  # fmt: skip
+        """:meth:`learn` of one row, given its nodes; ``chances`` are of whole paths."""
+        node = 0
+        for distance, token in enumerate(emitted, 1):
+            below = [n for n in range(1, len(parents)) if parents[n] == node and chances[n] > 0]
+            if not below or chances[node] <= 0:
+                return
+            share = sum(chances[n] for n in below) / chances[node] / math.exp(trust[distance - 1])
+            hit = [n for n in below if tokens[n] == token]
+            self.observe(distance, min(share, 1.0), bool(hit))
+            if not hit:
+                return
+            node = hit[0]
 
 
 class DraftExit:

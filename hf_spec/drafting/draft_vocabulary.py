@@ -125,11 +125,6 @@ class DraftVocabulary(Holds):
         rows = self._rows
         return functional.linear(hidden.to(rows.weight), rows.weight, rows.bias)
 
-    def linear(self, hidden: Tensor) -> Tensor:
-        """Logits ``(..., size)`` without the output embeddings' bias, so linear in ``hidden``."""
-        weight = self.weight
-        return functional.linear(hidden.to(weight), weight, None)
-
     def of_all(self, logits: Tensor) -> Tensor:
         """Expand logits ``(..., size)`` to ``(..., vocab)``; other tokens get -inf."""
         everything = logits.new_full((*logits.shape[:-1], vocab_size(self.model)), -torch.inf)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.pruning import Pruning
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.chains import ChainGenerator
-from hf_spec.drafting.forward_needs import ForwardNeeds
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads
+from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.programs import DraftProgram
+from modeling_patches.per_call import Changes
 
 #: Drafting runs modules of the model, such as its output embeddings.
 MODULES = "modules"
@@ -27,7 +30,7 @@ FORWARDS = "forwards"
 MakeTree = Callable[[Any, int], TokenTree]
 
 
-class Drafter(ForwardNeeds, ChainGenerator):
+class Drafter(ChainGenerator):
     """Proposes draft trees. One instance serves one ``generate()`` call.
 
     A new one declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
@@ -43,6 +46,13 @@ class Drafter(ForwardNeeds, ChainGenerator):
             were sampled from.
         policy_chooses: whether the policy chooses among its draft tokens by their probabilities.
         runs: what drafting runs: nothing, :data:`MODULES` or :data:`FORWARDS`.
+        probe_inputs: the learned inputs of its probes, if it has any.
+        group: the probes of a node; empty if there are none.
+        distances: tokens after the next one that they predict.
+        drafting: changes to the model while it drafts; None if drafting does not run it.
+        beside: modules beside the model that drafting runs, such as an assistant.
+        pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
+            ones depends on their tokens, so a pruned tree must not carry distributions.
     """
 
     reads: Reads = Reads()
@@ -52,10 +62,32 @@ class Drafter(ForwardNeeds, ChainGenerator):
     can_sample: ClassVar[bool] = False
     policy_chooses: bool = False
     runs: ClassVar[str] = ""
+    probe_inputs: ProbeInputs | None = None
+    group: ProbeGroup = ProbeGroup.causal(0)
+    distances: int = 0
+    drafting: Changes | None = None
+    beside: Sequence[nn.Module] = ()
+    pruning: Pruning | None = None
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions):
         self.model = model
         self.options: Any = options  # of the method's own class
+
+    @property
+    def kind_of_forward(self) -> Hashable:
+        """What its forwards need besides a tree. Each kind is checked and compiled once."""
+        inputs = self.probe_inputs
+        probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
+        return probes, self.reads, self.pruning and self.pruning.layer
+
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
+        """The step's trees with probes.
+
+        Args:
+            tree: the draft tree of each sequence.
+            ahead: number of distances to predict after each node, per sequence.
+        """
+        return tree
 
     def start(self, state: DecodeState) -> None:
         """Called once, before the prompt's :meth:`advance`."""

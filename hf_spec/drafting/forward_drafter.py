@@ -16,11 +16,10 @@ from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
 from hf_spec.core.transfer import waits
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import DraftExit
-from hf_spec.drafting.drafter import FORWARDS, Drafter
+from hf_spec.drafting.drafter import FORWARDS
 from hf_spec.drafting.grow import Children, Frontier, grow
-from hf_spec.drafting.growth import Growth
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
 from hf_spec.drafting.state import DecodeState
@@ -45,7 +44,7 @@ class GrowOptions(DraftOptions):
     width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
 
 
-class ForwardDrafter(Drafter):
+class ForwardDrafter(GrowingDrafter):
     """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
     before (EAGLE-2, section 4.1).
 
@@ -57,7 +56,6 @@ class ForwardDrafter(Drafter):
         depth: depth of the deepest draft token.
         width: nodes of a level that are continued.
         forward_per_level: whether each level takes a forward of its own, and not only the first.
-        token_ids: ``(tokens,)`` int64 ids that it predicts, ascending; None for all.
     """
 
     token_ids: Tensor | None = None
@@ -88,8 +86,8 @@ class ForwardDrafter(Drafter):
         if state.timed:  # else drafts must not depend on earlier calls
             key = *self._key, state.do_sample  # sampled text is harder to predict
             self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
-        exactly = fixed_size(self.options.num_draft_tokens, state.timed)
-        self.growth = Growth(self.exit.calibration, exactly)
+        self.calibration = self.exit.calibration
+        self.exactly = fixed_size(self.options.num_draft_tokens, state.timed)
 
     def catch_up(self, state: DecodeState) -> None:
         """Called before a tree grows."""
@@ -117,15 +115,15 @@ class ForwardDrafter(Drafter):
     @property
     def num_grown(self) -> int:
         """Number of draft tokens that are grown."""
-        return self.depth if self.width == 1 else self.growth.exactly or GROWN
+        return self.depth if self.width == 1 else self.exactly or GROWN
 
     def propose(self, state: DecodeState) -> Tree:
         depth = min(self.depth, state.max_depth)
         if state.grown is None and depth < 1:
             return Tree.roots(state.root)
-        return self.growth.tree(state, partial(self._grown, state, depth))
+        return self.grown(state, partial(self._grow, state, depth))
 
-    def _grown(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
+    def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
         """Trees of at most this depth, packed."""
         self.catch_up(state)
         noise, cost, goes_on = state.noise, state.draft_cost(), None
@@ -141,7 +139,6 @@ class ForwardDrafter(Drafter):
         return packed
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
-        """See :class:`Traceable`."""
         return Levels(self, width, None if noise is None else lambda place: noise[:, place, None])
 
     def paying(self, state: DecodeState, most: int, cost: float | None) -> int:
@@ -175,36 +172,31 @@ class ForwardDrafter(Drafter):
         # Nothing is drafted from logits that have overflowed.
         return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
 
-    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        self.growth.observe(result.tokens)
 
-
+@dataclass
 class Levels:
     """The levels of a tree; see :class:`hf_spec.drafting.grow.Expands`.
 
-    Args:
+    Attributes:
         drafter: runs forwards.
         width: children of a node, at most; one in a chain.
         noise: what the tokens after those of so many levels will be sampled with, ``(batch, 1,
             tokens)``, see :func:`as_sampled`; None if they are not sampled.
         goes_on: whether to expand a frontier that takes a forward; None: always.
-
-    Attributes:
         forwards: number of forwards that have run.
     """
 
-    def __init__(
-        self, drafter: ForwardDrafter, width: int, noise: Callable[[int], Tensor] | None,
-        goes_on: Callable[[Frontier], bool] | None = None,
-    ):  # fmt: skip
-        self._drafter, self._noise, self._goes_on = drafter, noise, goes_on
-        self._width = 1 if drafter.width == 1 else width
-        self.forwards = 0
+    drafter: ForwardDrafter
+    width: int
+    noise: Callable[[int], Tensor] | None = None
+    goes_on: Callable[[Frontier], bool] | None = None
+    forwards: int = 0
 
     def expand(self, frontier: Frontier) -> Children | None:
-        if self._drafter.forward_per_level or not frontier.depth:
-            if self._goes_on is not None and not self._goes_on(frontier):
+        drafter, depth = self.drafter, frontier.depth
+        if drafter.forward_per_level or not depth:
+            if self.goes_on is not None and not self.goes_on(frontier):
                 return None
             self.forwards += 1
-        noise = None if self._noise is None else self._noise(frontier.depth)
-        return self._drafter.children(frontier, self._width, noise)
+        noise = None if self.noise is None else self.noise(depth)
+        return drafter.children(frontier, 1 if drafter.width == 1 else self.width, noise)

@@ -61,13 +61,9 @@ class Expands(Protocol):
 
 
 def grow(
-    source: Expands,
-    root: Tensor,
-    count: int,
-    depth: int,
-    trust: Sequence[float] | Tensor | None = None,
-    expanded: int | None = None,
-) -> Tensor:
+    source: Expands, root: Tensor, count: int, depth: int,
+    trust: Sequence[float] | Tensor | None = None, expanded: int | None = None,
+) -> Tensor:  # fmt: skip
     """The ``count`` likeliest paths of every row as a tree, likeliest first.
 
     Exact if all nodes are expanded: a path is never likelier than its parent, so the likeliest n

@@ -1,42 +1,48 @@
-"""The trees of a call that grow by their draft tokens' own probabilities, and what they teach."""
+"""Drafters of trees that grow by their draft tokens' own probabilities, and what these teach."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from torch import Tensor
 
 from hf_spec.core.host_tree import HostTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
+from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.calibration import Calibration
+from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.grow import Expands, grow
+from hf_spec.drafting.held import Holds
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.programs import DraftProgram
 
 
-class Traceable(Protocol):
-    """A drafter whose part of a step can be a program.
+class GrowingDrafter(Drafter, Holds):
+    """A drafter whose trees grow by probabilities, on the host or in a program.
 
     Attributes:
-        token_ids: ``(tokens,)`` int64 ids that it predicts, ascending; None for all.
+        calibration: learned of such trees, and learning; None to take probabilities as they are.
+        exactly: number of draft tokens, with which trees are forwarded whole; None if the policy
+            chooses among them.
     """
 
+    calibration: Calibration | None = None
+    exactly: int | None = None
+    _next_trust: Sequence[float] = ()  # :attr:`trust` of trees that a program grows
+    #: This step's trees and their :attr:`trust`. Lookups may be merged into what is forwarded.
+    _trees: tuple[HostTree, Sequence[float]] | None = None
+
     @property
-    def token_ids(self) -> Tensor | None: ...
+    def token_ids(self) -> Tensor | None:
+        """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
+        return None
 
-    def carried(self, tree: Tree) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
-        """What a program for a step with this tree works with: tensors in fixed memory, others, and
-        a key of all else that matters besides shapes."""
-
-    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        """A copy that works with these tensors in place of those of :meth:`carried`; ``in_place``:
-        see :meth:`TreeCache.traced_with`."""
-
-    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        """See :meth:`Drafter.advance`."""
+    @property
+    def trust(self) -> Sequence[float]:
+        """Terms to add to log-probabilities, per distance."""
+        return () if self.calibration is None else self.calibration.log_factors
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Expands:
         """What a tree grows from.
@@ -48,35 +54,26 @@ class Traceable(Protocol):
             noise: ``(batch, depth, tokens)`` what draft tokens, of :attr:`token_ids`, will be
                 sampled with, see :func:`as_sampled`; None if they are not sampled.
         """
+        raise NotImplementedError
+
+    def carried(self, tree: Tree) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
+        """What a program for a step with this tree works with: tensors in fixed memory, others, and
+        a key of all else that matters besides shapes."""
+        return self.tensors(), [], None
+
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        """A copy that works with these tensors in place of those of :meth:`carried`; ``in_place``:
+        see :meth:`TreeCache.traced_with`."""
+        return self.using(tensors)
 
     def kept(self) -> Sequence[Tensor]:
-        """What :meth:`Drafter.received` gets besides the trees."""
+        """What :meth:`received` gets besides the trees."""
+        return ()
 
-
-class Growth:
-    """Serves one call. It holds neither the drafter nor the state, also if a step fails.
-
-    Args:
-        calibration: learned of such trees, and learning; None to take probabilities as they are.
-        exactly: number of draft tokens, with which trees are forwarded whole; None if the policy
-            chooses among them.
-    """
-
-    def __init__(self, calibration: Calibration | None, exactly: int | None):
-        self.calibration, self.exactly = calibration, exactly
-        self._ahead: Sequence[float] = ()  # :attr:`trust` of trees that a program grows
-        #: This step's trees and their :attr:`trust`. Lookups may be merged into what is forwarded.
-        self._trees: tuple[HostTree, Sequence[float]] | None = None
-
-    @property
-    def trust(self) -> Sequence[float]:
-        """Terms to add to log-probabilities, per distance."""
-        return () if self.calibration is None else self.calibration.log_factors
-
-    def tree(self, state: DecodeState, make: Callable[[Sequence[float]], Tensor]) -> Tree:
+    def grown(self, state: DecodeState, make: Callable[[Sequence[float]], Tensor]) -> Tree:
         """The step's trees: those that a program has grown, or new ones, which ``make`` packs
         (:func:`grow`), given :attr:`trust`."""
-        grown, trust = state.grown, self._ahead
+        grown, trust = state.grown, self._next_trust
         if grown is None:
             trust = self.trust
             grown = Grown(make(trust))
@@ -84,39 +81,35 @@ class Growth:
         self._trees = host, trust
         return tree if self.exactly is None else tree.changed(whole=True)
 
-    def observe(self, emitted: Sequence[Sequence[int]]) -> bool:
-        """Learn from the tokens that each sequence emitted after its tree, if it had one; returns
-        whether it had."""
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         trees, self._trees = self._trees, None
         if trees is not None and self.calibration is not None:
-            self.calibration.learn(*trees, emitted)
-        return trees is not None
+            self.calibration.learn(*trees, result.tokens)
 
-    def program(
-        self, drafter: Traceable, state: DecodeState, tree: Tree, count: int, depth: int,
-        expanded: int | None = None,
-    ) -> DraftProgram | None:  # fmt: skip
-        """See :meth:`Drafter.program`; the other arguments as of :func:`grow`."""
+    def grows(
+        self, state: DecodeState, tree: Tree, count: int, depth: int, expanded: int | None = None
+    ) -> DraftProgram | None:
+        """See :meth:`program`; the last arguments are those of :func:`grow`."""
         graphs = state.target.graphs
         if graphs is None:
             return None
         in_place = not graphs.compiles
-        buffers, changing, key = drafter.carried(tree)
-        self._ahead = self.trust or [0.0] * max(depth, 1)
+        buffers, changing, key = self.carried(tree)
+        self._next_trust = self.trust or [0.0] * max(depth, 1)
 
         def function(
             tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
             noise: Tensor | None,
         ) -> tuple[Tensor, ...]:  # fmt: skip
             *own, trust = tensors
-            drafting, root = drafter.traced(own, in_place), result.bonus
+            drafting, root = self.traced(own, in_place), result.bonus
             drafting.advance(result, hidden)
             if noise is not None and drafting.token_ids is not None:
                 noise = noise[..., drafting.token_ids]
             levels = drafting.levels(root, depth, count, noise)
             return grow(levels, root, count, depth, trust, expanded), *drafting.kept()
 
-        inputs = [*changing, sent(self._ahead, state.root.device)]
-        num_results = 1 + len(drafter.kept())
+        inputs = [*changing, sent(self._next_trust, state.root.device)]
+        num_results = 1 + len(self.kept())
         key = "draft tree", key, count, depth, expanded, len(buffers)
         return DraftProgram(key, buffers, inputs, function, depth, num_results)

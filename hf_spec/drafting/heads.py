@@ -22,7 +22,8 @@ from hf_spec.core.checks import SHARE, choice, count, setting
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN
-from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
+from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, chain_tree
+from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.weights import (

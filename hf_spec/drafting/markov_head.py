@@ -37,6 +37,10 @@ from modeling_patches.weights import input_features, placement
 AT_ONCE = 8192
 
 
+#: Logits, or what gives them, and what is remembered of the tokens so far, if anything.
+Remembered = tuple[Tensor, Tensor | None]
+
+
 class ConditionalHead(Holds, ABC):
     """How the tokens before change predictions, which are of all distances at once.
 
@@ -63,7 +67,7 @@ class ConditionalHead(Holds, ABC):
     @abstractmethod
     def given(
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Remembered:
         """Logits given the tokens before.
 
         Args:
@@ -123,7 +127,7 @@ class MarkovHead(ConditionalHead):
 
     def given(
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Remembered:
         bias = drafted_logits(self.vocabulary, partial(self.logits, previous, states))
         return logits + bias.to(logits), None
 
@@ -138,9 +142,9 @@ class MarkovHead(ConditionalHead):
         """
         inner = functional.silu(self._embedded(previous) + self._projected(states))
         change = functional.linear(inner, self.weights[1][0])
-        if vocabulary is not None:
-            return vocabulary.linear(change)
-        return linear_logits(self.model, change)
+        if vocabulary is None:
+            return linear_logits(self.model, change)
+        return functional.linear(change.to(vocabulary.weight), vocabulary.weight)
 
     def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
         """The bias of a few tokens, given each of several previous tokens.

@@ -121,13 +121,9 @@ class Confidence:
 
 
 def continuation_tree(
-    tokens: list[int],
-    matches: Sequence[Match],
-    max_depth: int,
-    max_nodes: int,
-    confidence: Confidence | None = None,
-    min_probability: float = 0.0,
-) -> Row:
+    tokens: list[int], matches: Sequence[Match], max_depth: int, max_nodes: int,
+    confidence: Confidence | None = None, min_probability: float = 0.0,
+) -> Row:  # fmt: skip
     """Merge the continuations of the matches into one tree.
 
     A continuation that reaches the end of the sequence continues with its own first tokens, so that

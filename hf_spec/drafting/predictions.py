@@ -45,35 +45,30 @@ class Predictions:
     """
 
     def __init__(
-        self,
-        logits: Tensor,
-        width: int,
-        known: Sequence[int] | Tensor,
-        markov_head: MarkovHead | None = None,
-        states: Tensor | None = None,
-        ids: Tensor | None = None,
-        noise: Tensor | None = None,
-    ):
-        self._prepare(logits, known, ids, noise)
-        if self._noise is not None:
-            logits = as_sampled(logits, self._noise)
-        if markov_head is not None:
-            width = max(width, SHORTLIST)
-        chosen, self.log_probs = likeliest(logits, width)
-        self.tokens = chosen if ids is None else ids[chosen]
-        self._markov_head, self._states = markov_head, states
+        self, logits: Tensor, width: int, known: Sequence[int] | Tensor,
+        markov_head: MarkovHead | None = None, states: Tensor | None = None,
+        ids: Tensor | None = None, noise: Tensor | None = None,
+    ):  # fmt: skip
+        self.distances, self.device = logits.shape[1], logits.device
+        self.known: Any = known if isinstance(known, Tensor) else tuple(known)
+        self._head: Any = markov_head
+        self._states, self._ids = states, ids
+        self._noise = None if noise is None else noise.to(logits.device)
+        scores = logits if self._noise is None else as_sampled(logits, self._noise)
+        self._choose(logits, scores, width)
+
+    def _choose(self, logits: Tensor, scores: Tensor, width: int) -> None:
+        """Choose tokens; ``scores`` are the logits, or what sampling makes of them."""
+        width = width if self._head is None else max(width, SHORTLIST)
+        chosen, self.log_probs = likeliest(scores, width)
+        self.tokens = self._named(chosen)
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
         self._table: Tensor | None = None
 
-    def _prepare(
-        self, logits: Tensor, known: Sequence[int] | Tensor, ids: Tensor | None,
-        noise: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Keep what all predictions need."""
-        self.distances, self.device, self._ids = logits.shape[1], logits.device, ids
-        self._noise = None if noise is None else noise.to(logits.device)
-        self.known: Any = known if isinstance(known, Tensor) else tuple(known)
+    def _named(self, tokens: Tensor) -> Tensor:
+        """The ids of tokens given as indices of logits."""
+        return tokens if self._ids is None else self._ids[tokens]
 
     def expand(self, frontier: Frontier) -> Children | None:
         """See :class:`hf_spec.drafting.grow.Expands`. In rows without predictions of that distance,
@@ -82,7 +77,7 @@ class Predictions:
         if place >= self.distances:
             return None
         given = self.log_probs[:, place, None]
-        if self._markov_head is not None:
+        if self._head is not None:
             if self._table is None:  # all distances at once: one product instead of many
                 root = frontier.tokens[:, :1, None].to(device).expand(-1, 1, given.shape[-1])
                 self._table = self.given(torch.cat([root, self.tokens[:, :-1]], dim=1))
@@ -104,9 +99,8 @@ class Predictions:
         Args:
             previous: ``(batch, distances, n)`` tokens before each distance.
         """
-        assert self._markov_head is not None and self._states is not None
         plain, tokens = self.log_probs[:, :, None], self.tokens
-        bias = self._markov_head.bias(previous.to(tokens.device), self._states, tokens)
+        bias = self._head.bias(previous.to(tokens.device), self._states, tokens)
         weighed = plain + (bias if self._noise is None else TRUST * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
@@ -143,7 +137,7 @@ class Predictions:
     def likeliest(self, previous: Tensor) -> Tensor:
         """``(batch, distances, width)`` ids, likeliest first, given the token before each distance,
         ``(batch, distances)``."""
-        if self._markov_head is None:
+        if self._head is None:
             return self.tokens
         found = self.given(previous[:, :, None])[:, :, 0]
         return self.tokens.gather(2, found.argsort(stable=True, dim=-1, descending=True))

@@ -11,7 +11,8 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
+from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter
+from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.programs import DraftProgram

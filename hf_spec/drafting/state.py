@@ -35,33 +35,6 @@ class Grown(NamedTuple):
         return Grown(self.packed[sent(rows, self.packed.device)], numbers)
 
 
-class FollowsBatch(Protocol):
-    """Something that keeps state per sequence."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
-
-
-class Growing(FollowsBatch, Protocol):
-    """The call's sequences, of which the batch's rows are still decoded."""
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """The index in the call of each row."""
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The tokens of each row so far, with the prompt, without padding."""
-
-    @property
-    def active(self) -> list[bool]:
-        """Whether each row is unfinished."""
-
-    @property
-    def remaining(self) -> list[int]:
-        """How many tokens each row may still emit."""
-
-
 class Process(Protocol):
     """The call's logits processors."""
 
@@ -104,10 +77,10 @@ class DecodeState:
     """
 
     model: Any
-    drafter: FollowsBatch
+    drafter: Any
     target: Target
     cache: TreeCache
-    sequences: Growing
+    sequences: Any
     root: Tensor
     do_sample: bool
     process: Process
@@ -120,24 +93,26 @@ class DecodeState:
     noise: SamplingNoise | None = None
 
     @property
-    def rows(self) -> Sequence[int]:
-        return self.sequences.rows
-
-    @property
     def tokens(self) -> list[list[int]]:
-        return self.sequences.tokens
+        """The tokens of each row so far, with the prompt, without padding."""
+        found: list[list[int]] = self.sequences.tokens
+        return found
 
     @property
     def active(self) -> list[bool]:
-        return self.sequences.active
+        """Whether each row is unfinished."""
+        found: list[bool] = self.sequences.active
+        return found
 
     @property
     def remaining(self) -> list[int]:
-        return self.sequences.remaining
+        """How many tokens each row may still emit."""
+        found: list[int] = self.sequences.remaining
+        return found
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows in this order, each at most once, and have all parts follow."""
-        parts: list[FollowsBatch | None] = [
+        parts: list[Any] = [
             self.sequences, self.cache, self.target, self.drafter, self.lookups, self.noise
         ]  # fmt: skip
         for part in parts:
@@ -167,7 +142,7 @@ class DecodeState:
     @property
     def batch_size(self) -> int:
         """Batch rows that are still carried."""
-        return len(self.rows)
+        return len(self.sequences.rows)
 
     @property
     def max_depth(self) -> int:

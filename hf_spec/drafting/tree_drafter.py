@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hf_spec.core.host_tree import HostTree
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.core.tree_states import TreeState
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.drafter import MODULES, Drafter
-from hf_spec.drafting.held import Holds
+from hf_spec.drafting.drafter import MODULES
+from hf_spec.drafting.grow import Expands, grow
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
-from hf_spec.drafting.options import CHAIN
+from hf_spec.drafting.options import AUTO, CHAIN, fixed_size
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 from hf_spec.model.programs import DraftProgram
 
 #: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
 AT_ONCE = 384
+#: Number of draft tokens grown for the policy to choose from: mostly, and after a step that has
+#: taken so many.
+FEWEST, MOST = 15, 63
 #: Combinations of the rows' states whose tensors are cached.
 KEPT_STEPS = 256
 
@@ -35,53 +43,11 @@ def chain_tree(_: Any, depth: int) -> TokenTree:
     return TokenTree.chain(depth)
 
 
-class TreeSource:
-    """Provides the trees of a call's steps; this class uses the same trees throughout.
-
-    Args:
-        states: the tree of each state, that is, for each number of predicted tokens.
-    """
-
-    #: Whether it uses probabilities; otherwise only the order of tokens.
-    weighs: ClassVar[bool] = False
-    #: See :class:`Drafter`.
-    policy_chooses: bool = False
-
-    def __init__(self, states: TreeStates):
-        self._states = states
-
-    @property
-    def max_depth(self) -> int:
-        """Largest number of distances that its trees use."""
-        return self._states.max_probes
-
-    def start(self, state: DecodeState) -> None:
-        """Called before the call's first step."""
-
-    def propose(self, drafter: TreeDrafter, state: DecodeState, depth: int) -> Tree:
-        """The trees of the current step, whose draft tokens can be used down to ``depth``."""
-        states, known = self._states, drafter.num_predicted
-        trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
-        return drafter.build_trees(trees, state)
-
-    def program(self, drafter: TreeDrafter, state: DecodeState, tree: Tree) -> DraftProgram | None:
-        """See :meth:`Drafter.program`."""
-        return None
-
-    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
-        """Called after each step, plain ones included, with the tokens that each row emitted and
-        the number of draft tokens that were forwarded."""
-
-    def details(self) -> dict[str, Any]:
-        """See :meth:`Drafter.details`."""
-        return {}
-
-
-class TreeDrafter(Drafter, Holds):
+class TreeDrafter(GrowingDrafter):
     """A drafter that says how far it predicts, whether that takes probes, and what it predicts.
 
     Args:
-        source: provides the trees of each step.
+        source: which trees its steps have.
         weights: the adapter's parameters; its Markov head and vocabulary may be among them.
 
     Attributes:
@@ -104,7 +70,8 @@ class TreeDrafter(Drafter, Holds):
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
         self.source = source
-        self.policy_chooses = source.policy_chooses
+        self.policy_chooses = source.states is None and source.num_draft_tokens == AUTO
+        self._most = FEWEST
         self.markov_head: ConditionalHead | None = MarkovHead.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
@@ -116,8 +83,16 @@ class TreeDrafter(Drafter, Holds):
         """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
         return None if self.vocabulary is None else self.vocabulary.tokens
 
+    @property
+    def weighs(self) -> bool:
+        """Whether its trees use probabilities; otherwise only the order of tokens."""
+        return self.source.states is None
+
     def start(self, state: DecodeState) -> None:
-        self.source.start(state)
+        # Where nothing may depend on time, nor may drafts depend on earlier calls.
+        known = self.source.calibrations if state.timed else None
+        self.calibration = known and known[state.do_sample]
+        self.exactly = fixed_size(self.source.num_draft_tokens, state.timed)
         _ = self.token_ids  # rows are made before they replace the output embeddings
         self.num_predicted = [self.distances] * state.batch_size
 
@@ -131,27 +106,43 @@ class TreeDrafter(Drafter, Holds):
         self._steps.clear()
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        self.source.observe(result.tokens, tree.num_tokens - 1)
-
-    def details(self) -> dict[str, Any]:
-        return self.source.details()
-
-    def propose(self, state: DecodeState) -> Tree:
-        depth = max(min(max(self.num_predicted), state.max_depth), 0)
-        return self.source.propose(self, state, depth)
+        if self._trees is not None:
+            self._most = MOST if tree.num_tokens > FEWEST else FEWEST
+        super().observe(state, tree, result)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        return self.source.program(self, state, tree) if grows else None
+        if not grows or not self.weighs:
+            return None
+        # Those of the step after this one, as :meth:`observe` will say.
+        count = self.exactly or (MOST if tree.num_tokens > FEWEST else FEWEST)
+        return self.grows(state, tree, count, self.source.max_depth)
 
-    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
-        """See :class:`Traceable`, as of the three methods after this one."""
-        return self.tensors(), [], None
+    def propose(self, state: DecodeState) -> Tree:
+        known, states = self.num_predicted, self.source.states
+        depth = max(min(max(known), state.max_depth), 0)
+        if states is not None:
+            trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
+            return self.build_trees(trees, state)
+        if depth:
+            tree = self.grown(state, partial(self._grow, state, depth))
+        else:  # the device has the roots already
+            zeros = np.zeros((state.batch_size, 1), np.int64)
+            tokens = np.array([row[-1:] for row in state.tokens])
+            tree = Tree.roots(state.root).changed(host=HostTree(zeros + 1.0, zeros, zeros, tokens))
+        if self.exactly is None:
+            return tree
+        assert tree.host is not None
+        ahead = ((tree.host.probs > 0) * self.distances).tolist()  # padding has no probability
+        return self.attach_probes(tree.changed(whole=True), ahead)
 
-    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        return self.using(tensors)
+    def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
+        count = self.exactly or self._most
+        return grow(self.scored(state, depth, count), state.root, count, depth, trust)
 
-    def kept(self) -> Sequence[Tensor]:
-        return ()
+    def scored(self, state: DecodeState, depth: int, width: int) -> Expands:
+        """What scores the paths of the step's trees."""
+        noise = None if state.noise is None else state.noise.ahead(depth, self.token_ids)
+        return self.levels(state.root, depth, width, noise)
 
     def build_trees(self, trees: Sequence[TreeState], state: DecodeState) -> Tree:
         """Trees of these shapes, each no deeper than the row's predictions, with their tokens and
@@ -238,7 +229,7 @@ class TreeDrafter(Drafter, Holds):
     @property
     def exact(self) -> bool:
         """Whether the magnitude of logits matters and the model scales or caps them."""
-        return (self.source.weighs or self.markov_head is not None) and shapes_logits(self.model)
+        return (self.weighs or self.markov_head is not None) and shapes_logits(self.model)
 
     @abstractmethod
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:

@@ -24,10 +24,10 @@ from hf_spec.drafting.losses import Ahead, future_losses, mean_loss
 from hf_spec.drafting.options import CHAIN, DraftOptions
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
+from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.registry import Method
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import computed_states, probe_sequences
-from hf_spec.policy.tree_source import tree_source
 from modeling_patches.weights import input_features
 
 #: Models with more parameters get four mask tokens (section 4.1).

@@ -6,7 +6,6 @@ hidden states of some layers of the base at all committed tokens; see
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from hf_spec.drafting.block_diffusion.config import BlockConfig
@@ -15,7 +14,6 @@ from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.losses import block_loss
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Method
-from hf_spec.policy.tree_source import tree_source
 
 
 @dataclass
@@ -30,7 +28,6 @@ METHOD = Method(
     summary="a small decoder predicts a block of tokens in one forward",
     options=DraftOptions,
     drafter=BlockDrafter,
-    make=partial(BlockDrafter, tree_source=tree_source),
     adapter_config=DFlashConfig,
     adapter_module=BlockAdapter,
     objective=block_loss,

@@ -6,7 +6,6 @@ slot's logits what the token before it says (:mod:`hf_spec.drafting.block_diffus
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from hf_spec.core.checks import setting
@@ -16,7 +15,6 @@ from hf_spec.drafting.block_diffusion.network import BlockAdapter
 from hf_spec.drafting.losses import block_loss
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Method
-from hf_spec.policy.tree_source import tree_source
 
 
 @dataclass
@@ -39,7 +37,6 @@ METHOD = Method(
     summary="a block predicted in one forward, and a Markov head that chains its tokens",
     options=DraftOptions,
     drafter=BlockDrafter,
-    make=partial(BlockDrafter, tree_source=tree_source),
     adapter_config=DSparkConfig,
     adapter_module=BlockAdapter,
     objective=block_loss,

@@ -17,8 +17,8 @@ from hf_spec.drafting.heads import (
 )
 from hf_spec.drafting.losses import heads_loss
 from hf_spec.drafting.options import DraftOptions
+from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.registry import Method
-from hf_spec.policy.tree_source import tree_source
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,19 +16,16 @@ SIZES = (0, 1, 3, 7, 15, 31, 63)
 WIDEST = 64
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The plan of a step.
 
     Attributes:
         drafted: number of the tree's likeliest draft tokens to take.
         probed: number of nodes with probes.
-        expected: expected number of emitted tokens of all rows; 0 if unknown.
     """
 
     drafted: int = 0
     probed: int = 0
-    expected: float = 0.0
 
 
 def width(tokens: int, probes: int) -> int:

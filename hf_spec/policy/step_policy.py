@@ -20,8 +20,7 @@ the measurements.
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,9 +35,6 @@ from hf_spec.policy.learned import ALPHA, Learned
 from hf_spec.policy.plans import SIZES, Plan, best_ends, ends, plans, width
 from hf_spec.policy.step_times import CLIP, TICK, ratio
 
-#: Number of recent decisions kept for reports.
-HISTORY = 128
-
 
 class StepPolicy:
     """Decides for one call, with what earlier calls of the model have learned.
@@ -48,9 +44,6 @@ class StepPolicy:
         learned: what was learned about the strategy on the model; updated.
         setting: see :attr:`Learned.settings`.
         enabled: if False, every step drafts.
-
-    Attributes:
-        history: the latest decisions.
     """
 
     def __init__(
@@ -59,9 +52,7 @@ class StepPolicy:
     ):  # fmt: skip
         self.stats, self.learned, self.enabled = stats, learned, enabled
         self._key, self.setting = setting, learned.setting(setting)
-        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        self._plan: Plan | None = None
-        self._live = 1
+        self._drafts = False  # whether this step's trees were chosen
         self._before = 0.0, 0  # seconds of drafting, and forwards
         self._steps: Counter[tuple[int, int]] = Counter()
         if enabled:
@@ -83,10 +74,10 @@ class StepPolicy:
     def drafts(self, lookup: bool = False) -> bool:
         """Whether the step that begins now drafts: lookups alone (``lookup``: if there are any)
         while the strategy is :attr:`paused`."""
-        self._plan = None
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         plain = self.enabled and self.setting.times_plain() or self.paused and not lookup
         self.stats.num_fallback_steps += plain
+        self._drafts = False
         return not plain
 
     @property
@@ -118,15 +109,13 @@ class StepPolicy:
             active: unfinished rows.
             limits: depth of the deepest draft token that each row can use.
         """
-        self._live = sum(active)
-        host = tree.host
+        host, self._drafts = tree.host, True
         if host is None or tree.whole or not self.enabled:
-            self._plan = Plan(tree.num_tokens - 1)
             return tree
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)
         group = 0 if self.paused else len(drafter.group)
-        self._plan = plan = self._best(probs, host.parents, group)
+        plan = self._best(probs, host.parents, group)
         tree = tree.likeliest(plan.drafted)
         if not plan.probed:
             return tree
@@ -137,9 +126,8 @@ class StepPolicy:
     def _best(self, probs: Array, parents: Array, group: int) -> Plan:
         """The plan of the largest value; ``probs`` are of paths, likeliest first, ``group`` is the
         number of probes under a node that has them."""
-        setting, learned, live = self.setting, self.learned, float(self._live)
-        sums = probs.sum(0)
-        most, sums[0] = int(np.flatnonzero(sums > 0).max(initial=0)), live
+        setting, learned, sums = self.setting, self.learned, probs.sum(0)
+        live, most = float(sums[0]), int(np.flatnonzero(sums > 0).max(initial=0))
         expected: list[float] = sums.cumsum().tolist()
         choices = plans(most, group)
         costs = setting.times.curve([width(1 + size, n * group) for size, n in choices])
@@ -147,7 +135,7 @@ class StepPolicy:
             size = setting.tries.popleft() if setting.tries and most else SIZES[2]
             size = min(size, most)
             probed = next(n for drafted, n in reversed(choices) if drafted <= size)
-            return Plan(size, probed, expected[size])
+            return Plan(size, probed)
         plain = setting.times.plain_seconds()
         # What the time of a step would otherwise yield, in tokens.
         costs *= setting.rate.value or live / max(plain or 0.0, TICK)
@@ -170,7 +158,7 @@ class StepPolicy:
         elif n:
             setting.retries.pop("probes", None)
         self.stats.num_fallback_steps += not best and most > 0
-        return Plan(size, n, expected[size])
+        return Plan(size, n)
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -180,32 +168,23 @@ class StepPolicy:
         are tokens per batch row, 0 for one that was already finished."""
         counts = [count for count in emitted if count]
         tokens, live = sum(counts), len(counts)
-        drafted, rows = tree.num_tokens - 1, width(tree.num_tokens, tree.num_probes)
-        setting, plan = self.setting, self._plan
+        drafted, size = tree.num_tokens - 1, width(tree.num_tokens, tree.num_probes)
+        setting, times = self.setting, self.setting.times
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]
-        times = setting.times
-        typical = plan is not None and not self.paused
-        expected = self._expected(rows, drafting)
-        times.observe(rows, seconds - drafting, drafting if typical else None, forwards)
+        expected, usual = times.seconds(size), times.drafting_seconds
+        if expected is not None:  # by the steps before it, if they tell
+            expected += drafting if usual is None else min(drafting, CLIP * usual)
+        typical = self._drafts and not self.paused
+        times.observe(size, seconds - drafting, drafting if typical else None, forwards)
         setting.rate.add(tokens, seconds)
-        self._steps[(drafted, rows)] += 1
-        if rows == 1:
+        self._steps[(drafted, size)] += 1
+        if size == 1:
             setting.retries["plain"].steps = 0
-        if self.enabled and live:
-            self._charge(tokens, live, seconds, expected)
-        if plan is None:
+        plain, budget = times.plain_seconds(), self.learned.budget
+        if not self.enabled or not live:
             return
-        self.history.append({
-            "draft_tokens": drafted, "step_tokens": rows,
-            "expected_tokens": plan.expected or None, "tokens": tokens,
-            "expected_seconds": expected, "seconds": seconds, "batch_size": live,
-        })  # fmt: skip
-
-    def _charge(self, tokens: int, live: int, seconds: float, expected: float | None) -> None:
-        """Charge a step to the budget if the strategy drafted; else it waits."""
-        plain, budget = self.setting.times.plain_seconds(), self.learned.budget
-        if self._plan is None or budget.paused:
+        if not self._drafts or budget.paused:
             budget.wait()
         elif plain:
             # Nothing is cheaper than a plain step. A stall says nothing, nor does a warm-up: what
@@ -214,25 +193,10 @@ class StepPolicy:
             usual = max(expected or plain, plain)
             budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
 
-    def _expected(self, size: int, drafting: float) -> float | None:
-        """Seconds that a step should take, by those before it; None while they do not tell."""
-        times = self.setting.times
-        forward, usual = times.seconds(size), times.drafting_seconds
-        if forward is None:
-            return None
-        return forward + (drafting if usual is None else min(drafting, CLIP * usual))
-
     @locked
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``, as JSON types: the choices and their inputs."""
-        times, history = self.setting.times, list(self.history)
-        known = [one for one in history if one["expected_tokens"]]
-        expected = sum(one["expected_tokens"] for one in known)
-        errors = [
-            abs(one["expected_seconds"] / one["seconds"] - 1)
-            for one in history
-            if one["expected_seconds"] and one["seconds"]
-        ]
+        times = self.setting.times
         return {
             "policy": {
                 "paused": self.enabled and self.learned.budget.paused,
@@ -242,14 +206,9 @@ class StepPolicy:
                 "drafted_seconds": times.drafted_seconds,
                 "seconds": {str(rows): spent for rows, spent in times.means.items()},
                 "prediction_value": self.learned.prediction_value,
-                "tokens_per_expected": (
-                    sum(one["tokens"] for one in known) / expected if expected else None
-                ),
-                "median_time_error": statistics.median(errors) if errors else None,
                 "steps": [
                     {"draft_tokens": n, "step_tokens": rows, "count": count}
                     for (n, rows), count in sorted(self._steps.items())
                 ],
-                "history": history,
             }
         }

@@ -146,13 +146,3 @@ def test_a_confidence_is_the_probability_of_the_likeliest() -> None:
     assert found.isfinite().all() and (found[2, 0] > 0.999) and (found[2, 1:] > 0).all()
     alone = with_confidence(torch.tensor([[-0.7]]), torch.tensor([0.25]))
     torch.testing.assert_close(alone.exp(), torch.tensor([[0.25]]))
-
-
-def test_a_selector_chooses_among_the_likeliest() -> None:
-    head, logits, states, root = made("selector", top_k=2)
-    before = torch.stack([root, root, root], 1)
-    given = head.along(logits, before, states)
-    kept = logits.topk(2).indices
-    free = made("selector")[0].along(logits, before, states)
-    assert torch.equal(given.gather(-1, kept), free.gather(-1, kept))
-    assert given.isinf().sum(-1).unique().tolist() == [len(IDS) - 2]

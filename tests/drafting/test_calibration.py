@@ -5,26 +5,19 @@ import random
 
 import pytest
 
-from hf_spec.drafting.calibration import ALPHA, GUESSED, LEAST, MOST, Calibration, walk
+from hf_spec.drafting.calibration import ALPHA, GUESSED, LEAST, MOST, Calibration
 
 
-def test_the_factor_by_hand() -> None:
+def test_factors_and_rates_by_hand() -> None:
     one = Calibration(2)
-    assert one.log_factors == [0.0, 0.0]
-    came = promised = GUESSED
-    for share, hit in ((0.5, True), (0.25, False), (1.0, True)):
+    assert one.log_factors == [0.0, 0.0] and (one.rate(1), one.rate(2)) == (1.0, 1.0)
+    came = promised = tries = GUESSED
+    for share, hit in ((0.5, True), (0.25, False), (1.0, True), (0.3, False)):
         one.observe(2, share, hit)
-        promised, came = promised * (1 - ALPHA) + share, came * (1 - ALPHA) + hit
+        came, promised, tries = (
+            old * (1 - ALPHA) + new for old, new in ((came, hit), (promised, share), (tries, 1))
+        )
     assert one.log_factors == [0.0, pytest.approx(math.log(came / promised))]
-
-
-def test_the_rate_by_hand() -> None:
-    one = Calibration(2)
-    assert (one.rate(1), one.rate(2)) == (1.0, 1.0)
-    came = tries = GUESSED
-    for hit in (True, False, False):
-        one.observe(2, 0.3, hit)
-        tries, came = tries * (1 - ALPHA) + 1, came * (1 - ALPHA) + hit
     assert (one.rate(1), one.rate(2)) == (1.0, pytest.approx(came / tries))
 
 
@@ -67,7 +60,7 @@ def test_a_prediction_counts_where_the_tokens_before_it_came(
 ) -> None:
     seen: list[tuple[int, float, bool]] = []
     monkeypatch.setattr(Calibration, "observe", lambda self, *args: seen.append(args))
-    walk(Calibration(3), PARENTS, TOKENS, CHANCES, [0.0] * 3, emitted)
+    Calibration(3).walk(PARENTS, TOKENS, CHANCES, [0.0] * 3, emitted)
     assert seen == [(distance, pytest.approx(share), hit) for distance, share, hit in expected]
 
 
@@ -77,5 +70,5 @@ def test_what_was_promised_before_it_was_calibrated() -> None:
     for _ in range(3000):
         trust = one.log_factors
         chances = [1.0, 0.9 * math.exp(trust[0])]
-        walk(one, [0, 0], [9, 5], chances, trust, [5 if rng.random() < 0.3 else 6])
+        one.walk([0, 0], [9, 5], chances, trust, [5 if rng.random() < 0.3 else 6])
     assert 0.9 * math.exp(one.log_factors[0]) == pytest.approx(0.3, abs=0.08)

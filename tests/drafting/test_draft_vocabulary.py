@@ -31,13 +31,27 @@ def test_the_commonest_tokens() -> None:
     assert common_tokens([[]], 2, 9).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "gpt2", "phi", "gemma2"])
-def test_logits_are_columns_of_the_models(fresh: Tiny, architecture: str) -> None:
-    """Also with a bias (phi) and a soft cap (gemma2)."""
-    model: Any = fresh(architecture)
-    if architecture == "gemma2":
+class Hidden(nn.Module):
+    """Output embeddings whose numbers cannot be seen, as a quantized module's."""
+
+    def __init__(self, inner: nn.Linear):
+        super().__init__()
+        self.__dict__["inner"] = inner
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gpt2", "phi", "gemma2", "hidden"])
+def test_logits_are_columns_of_the_models(fresh: Tiny, kind: str) -> None:
+    """Also with a bias (phi), a soft cap (gemma2) and numbers that cannot be seen."""
+    model: Any = fresh("llama" if kind == "hidden" else kind)
+    if kind == "hidden":
+        model.lm_head = Hidden(model.lm_head)
+    if kind == "gemma2":
         model.config.final_logit_softcapping = 2.0
-    if architecture == "phi":
+    if kind == "phi":
         model.lm_head.bias.data = torch.randn(VOCAB)
     part = DraftVocabulary(TOKENS, model)
     states = torch.randn(2, 3, model.config.hidden_size)
@@ -53,28 +67,6 @@ def test_logits_are_columns_of_the_models(fresh: Tiny, architecture: str) -> Non
     assert (whole[..., others] == -torch.inf).all()
 
 
-class Hidden(nn.Module):
-    """Output embeddings whose numbers cannot be seen, as a quantized module's."""
-
-    def __init__(self, inner: nn.Linear):
-        super().__init__()
-        self.__dict__["inner"] = inner
-        self.in_features, self.out_features = inner.in_features, inner.out_features
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden)
-
-
-def test_output_embeddings_that_are_not_plain_numbers(fresh: Tiny) -> None:
-    model: Any = fresh("llama")
-    states = torch.randn(3, model.config.hidden_size)
-    with torch.no_grad():
-        wanted = output_logits(model, states)[:, TOKENS]
-        model.lm_head = Hidden(model.lm_head)
-        part = DraftVocabulary(TOKENS, model)
-        torch.testing.assert_close(output_logits(model, states, part), wanted)
-
-
 def test_weights_that_change_are_read_again(fresh: Tiny) -> None:
     model: Any = fresh("llama")
     part, states = DraftVocabulary(TOKENS, model), torch.randn(1, model.config.hidden_size)
@@ -86,15 +78,6 @@ def test_weights_that_change_are_read_again(fresh: Tiny) -> None:
         assert DraftVocabulary(TOKENS, model)._rows is rows  # adapters take turns
         model.lm_head.weight.mul_(2)
         torch.testing.assert_close(DraftVocabulary(TOKENS, model)(states), 2 * before)
-
-
-def test_shortlists_hold_their_own_ids() -> None:
-    logits = torch.randn(2, 3, len(TOKENS), dtype=torch.float64)
-    found = Predictions(logits, 4, (3, 3), ids=TOKENS)
-    best = logits.topk(4)
-    assert torch.equal(found.tokens, TOKENS[best.indices])
-    torch.testing.assert_close(found.log_probs, logits.log_softmax(-1).gather(2, best.indices))
-    assert Predictions(logits, 50, (3, 3), ids=TOKENS).tokens.shape[-1] == len(TOKENS)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

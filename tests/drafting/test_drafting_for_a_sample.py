@@ -8,44 +8,10 @@ import torch
 from conftest import VOCAB, Tiny
 from fake_clock import FakeClock
 from running import draft_everything
-from torch import Tensor
 
 import hf_spec
 from hf_spec.core import memory
-from hf_spec.drafting.noise import TRUST, SamplingNoise
-from hf_spec.drafting.predictions import Predictions
-
-
-def gumbel(*shape: int, generator: torch.Generator) -> Tensor:
-    return -torch.empty(*shape).exponential_(generator=generator).log()
-
-
-class Plus:
-    """A Markov head: a bias for each pair of tokens."""
-
-    def __init__(self, table: Tensor):
-        self.table = table
-
-    def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-        rows = self.table[previous]  # (batch, distances, n, vocab)
-        index = tokens[:, :, None].expand(-1, -1, previous.shape[2], -1)
-        return rows.gather(-1, index)
-
-
-@pytest.mark.parametrize("with_markov_head", [False, True])
-def test_predictions_of_a_sample(with_markov_head: bool) -> None:
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(2, 3, 11, generator=generator).double()
-    table = torch.randn(11, 11, generator=generator).double()
-    noise = gumbel(2, 3, 11, generator=generator).double()
-    previous = torch.randint(11, (2, 3, 1), generator=generator)
-    markov_head: Any = Plus(table) if with_markov_head else None
-    found = Predictions(logits, 11, (3, 3), markov_head, logits, None, noise)
-    given = logits + (table[previous[..., 0]] if with_markov_head else 0.0)
-    expected = (TRUST * (given + noise)).log_softmax(-1).gather(-1, found.tokens)
-    own = found.given(previous)[:, :, 0] if with_markov_head else found.log_probs
-    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
-
+from hf_spec.drafting.noise import SamplingNoise
 
 #: Layer whose MLP is left out of drafts.
 SKIPPED = 1

@@ -1,7 +1,7 @@
 """Option ``lookup_history``: lookups in the answers of earlier calls."""
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -107,11 +107,9 @@ def test_threads_search_while_others_add() -> None:
         for _ in range(300):
             history.add([[1, 2, 3], [1, 4, 5, 6]])
 
-    threads = [threading.Thread(target=work) for work in (search, add, search, add)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for work in [pool.submit(work) for work in (search, add, search, add)]:
+            work.result()
     assert not wrong and found(history, [1])[0] == [4, 5, 6]
 
 

@@ -14,6 +14,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.losses import NEVER, Ahead, future_losses
 from hf_spec.drafting.markov_head import MarkovHead
+from hf_spec.drafting.noise import TRUST
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
 from hf_spec.model.sequences import IGNORED
 
@@ -62,9 +63,11 @@ class Example:
         inner = [x / (1 + (-x).exp()) for x in inner]
         return torch.stack([output[:, r] * inner[r] for r in range(RANK)]).sum(0)
 
-    def predictions(self, width: int, with_markov_head: bool = True) -> Predictions:
-        chosen = self.markov_head if with_markov_head else None
-        return Predictions(self.logits, width, [DISTANCES] * BATCH, chosen, self.states)
+    def predictions(
+        self, width: int, with_markov_head: bool = True, noise: Tensor | None = None
+    ) -> Predictions:
+        chosen, known = self.markov_head if with_markov_head else None, [DISTANCES] * BATCH
+        return Predictions(self.logits, width, known, chosen, self.states, noise=noise)
 
 
 def places() -> list[tuple[int, int]]:
@@ -117,35 +120,32 @@ def test_states_given_the_root(depth: int) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-5)
 
 
-def test_a_shortlist_of_the_whole_vocabulary() -> None:
-    """The softmax of the logits with the bias added."""
-    case = Example(SHORTLIST - 3)
-    predictions = case.predictions(8)
-    assert predictions.tokens.shape == (BATCH, DISTANCES, case.vocab)
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("vocab", [SHORTLIST - 3, 3 * SHORTLIST])
+def test_tokens_outside_of_the_shortlist_keep_their_chance_together(
+    vocab: int, sampled: bool
+) -> None:
+    """Of the whole vocabulary, it is the softmax of the logits with the bias added; with the noise
+    that tokens will be sampled with, of what sampling makes of these."""
+    case, trust, noise = Example(vocab), 1.0, None
+    if sampled:
+        drawn = torch.empty_like(case.logits)
+        drawn.exponential_(generator=torch.Generator().manual_seed(2))
+        trust, noise = TRUST, -drawn.log()
+    predictions = case.predictions(8, noise=noise)
+    assert predictions.tokens.shape == (BATCH, DISTANCES, min(vocab, SHORTLIST))
     whole = predictions.given(case.previous[:, None].expand(-1, DISTANCES, -1))
     for row, distance in places():
         found = whole[row, distance - 1]
         tokens = predictions.tokens[row, distance - 1]
-        for n, previous in enumerate(case.previous[row].tolist()):
-            logits = case.logits[row, distance - 1] + case.bias(row, distance, previous)
-            # Tokens outside of the shortlist are thought to have 1e-6 together.
-            torch.testing.assert_close(found[n], logits.log_softmax(-1)[tokens], rtol=0, atol=1e-4)
-
-
-def test_tokens_outside_of_the_shortlist_keep_their_chance_together() -> None:
-    case = Example(3 * SHORTLIST)
-    predictions = case.predictions(8)
-    assert predictions.tokens.shape[-1] == SHORTLIST
-    whole = predictions.given(case.previous[:, None].expand(-1, DISTANCES, -1))
-    for row, distance in places():
-        found = whole[row, distance - 1]
-        tokens = predictions.tokens[row, distance - 1]
-        plain = case.logits[row, distance - 1].softmax(-1)
+        logits = case.logits if noise is None else case.logits + noise
+        plain = (trust * logits[row, distance - 1]).softmax(-1)
         torch.testing.assert_close(predictions.log_probs[row, distance - 1].exp(), plain[tokens])
         for n, previous in enumerate(case.previous[row].tolist()):
-            weighed = plain[tokens] * case.bias(row, distance, previous)[tokens].exp()
+            weighed = plain[tokens] * (trust * case.bias(row, distance, previous)[tokens]).exp()
             expected = weighed / (weighed.sum() + 1 - plain[tokens].sum())
-            torch.testing.assert_close(found[n].exp(), expected)
+            # Tokens outside of the shortlist are thought to have 1e-6 together at least.
+            torch.testing.assert_close(found[n].exp(), expected, rtol=1e-4, atol=1e-6)
             assert 0 < found[n].exp().sum() < 1 + 1e-9
 
 

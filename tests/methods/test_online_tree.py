@@ -16,7 +16,6 @@ from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core import memory
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.grow import grow
-from hf_spec.drafting.growth import Growth
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.methods.propd.online_tree import (
@@ -24,7 +23,7 @@ from hf_spec.methods.propd.online_tree import (
     HIT_ALPHA,
     RANKS,
     HitRates,
-    OnlineTrees,
+    OnlineDrafter,
     Ranked,
 )
 
@@ -74,11 +73,10 @@ def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     seen: list[tuple[int, int]] = []
     hits: Any = HitRates(4)
     hits.observe = lambda distance, rank: seen.append((distance, rank))
-    source = OnlineTrees(hits)
-    source.growth, source._predicted = Growth(None, None), (made, roots)
+    drafter = OnlineDrafter.__new__(OnlineDrafter)  # of no model
+    drafter.hits, drafter._uncounted = hits, []
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
-    source.observe(came, 8)
-    source.observe(came, 8)  # nothing was predicted since
+    drafter.learn(made, roots, came)
     expected = []
     for row, tokens in enumerate(came):
         before = [int(roots[row]), *tokens]

@@ -9,8 +9,8 @@ import hf_spec
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.decoding.strategy import resolve
 from hf_spec.drafting.options import DraftOptions, changed, key_of
+from hf_spec.drafting.tree_source import drafted_depth, static_tree
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.policy.tree_source import drafted_depth, static_tree
 
 WHOLE = "must be a whole number"
 FIXED = {"draft_exit": "fixed"}

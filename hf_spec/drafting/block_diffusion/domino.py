@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, products, scaled
+from hf_spec.drafting.block_diffusion.head import BlockHead, Shapes, drafted
+from hf_spec.drafting.markov_head import Remembered
 
 #: Names of the GRU's matrices for embeddings and states, of P1 and of P2.
 NAMES = (
@@ -35,13 +36,10 @@ class Domino(BlockHead):
     plain_share = 1.0
 
     @classmethod
-    def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
+    def shapes(cls, config: Any, known: int) -> Shapes:
         hidden, rank, size = config.hidden_size, config.markov_rank, config.markov_width
-        made = (
-            scaled(3 * size, hidden), scaled(3 * size, size), scaled(rank, hidden + size),
-            torch.zeros(drafted(config, known), rank),
-        )  # fmt: skip
-        return dict(zip(NAMES, made))
+        first, second = (rank, hidden + size), (drafted(config, known), rank)
+        return dict(zip(NAMES, ((3 * size, hidden), (3 * size, size), first, second)))
 
     def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
         """With 1 for slots whose logits are corrected, and 0 for others."""
@@ -50,21 +48,13 @@ class Domino(BlockHead):
         corrected = (distances > self.config.markov_skips).to(states)
         return torch.cat([states, corrected[:, None].expand(*states.shape[:-1], 1)], -1)
 
-    def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
-        among: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        of_inputs, of_states, first, second = (self.weights[name] for name in NAMES)
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
+        of_inputs, of_states, first, _ = (self.weights[name] for name in NAMES)
         embedded = self.network.embedded(previous)
         if memory is None:
             memory = embedded.new_zeros(*embedded.shape[:-1], of_states.shape[1])
-        (reset, update, new), (by_reset, by_update, by_new) = (
-            functional.linear(x, matrix).chunk(3, -1)
-            for x, matrix in ((embedded, of_inputs), (memory, of_states))
-        )
-        reset, update = (reset + by_reset).sigmoid(), (update + by_update).sigmoid()
-        memory = (1 - update) * (new + reset * by_new).tanh() + update * memory
+        flat = embedded.flatten(0, -2), memory.flatten(0, -2)
+        memory = torch.gru_cell(*flat, of_inputs, of_states).view_as(memory)
         states, corrected = states.split([states.shape[-1] - 1, 1], -1)
         both = torch.cat([states.to(memory).expand(*memory.shape[:-1], -1), memory], -1)
-        change = products(functional.silu(functional.linear(both, first)), second, among)
-        return logits + corrected.to(logits) * change.to(logits), memory
+        return corrected.to(memory) * functional.silu(functional.linear(both, first)), memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -18,7 +18,8 @@ from hf_spec.drafting.block_diffusion.predictions import PathPredictions
 from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
+from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter
+from hf_spec.drafting.tree_source import tree_source
 from hf_spec.model.hidden_states import Reads
 
 
@@ -27,13 +28,9 @@ class BlockDrafter(TreeDrafter):
 
     Args:
         adapter: the adapter, of a :class:`BlockConfig`.
-        tree_source: :func:`hf_spec.policy.tree_source.tree_source`.
     """
 
-    def __init__(
-        self, model: Any, options: DraftOptions, adapter: Adapter,
-        tree_source: Callable[..., TreeSource],
-    ):  # fmt: skip
+    def __init__(self, model: Any, options: DraftOptions, adapter: Adapter):
         config, weights = adapter.config, adapter.tensors()
         source = tree_source(options, self.trees, model, adapter, config.distances)
         super().__init__(model, options, source, weights)

@@ -18,104 +18,83 @@ are: sigmoid(w [h; W1[p]] + b), or without W1[p]. Trees are grown by that.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, look_up, products, scaled
+from hf_spec.drafting.block_diffusion.head import BlockHead, Shapes, drafted, look_up
+from hf_spec.drafting.markov_head import Remembered
 
-#: Names of the tensors of the head of confidence.
+#: Names of the tensors of the head of confidence, and of those of kinds.
 CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
+_TABLES = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+_GATE = "markov_head.gate_proj.weight", "markov_head.gate_proj.bias"
+_JOINT = "markov_head.joint_proj.weight", "markov_head.joint_proj.bias"
+_CODES = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
+_PROJECTION = "candidate_selector.hidden_projection.weight"
 
 
 class VanillaHead(BlockHead):
     """W1 ``(known, rank)`` and W2 ``(tokens, rank)``; logits change by W2 u.
 
     Attributes:
-        names: of W1, W2, and of what a kind has besides.
+        tables: names of W1 and W2.
     """
 
-    names: ClassVar[tuple[str, ...]] = (
-        "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
-    )  # fmt: skip
-    output = names[1]
+    tables = _TABLES
+    output = tables[1]
 
     @classmethod
-    def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
+    def shapes(cls, config: Any, known: int) -> Shapes:
         rank = config.markov_rank
-        made = [scaled(known, rank), torch.zeros(drafted(config, known), rank)]
-        return dict(zip(cls.names, made + cls.more(rank, config.hidden_size)))
+        return dict(zip(cls.tables, ((known, rank), (drafted(config, known), rank))))
 
-    @classmethod
-    def more(cls, rank: int, hidden: int) -> list[Tensor]:
-        """Further tensors of a new head."""
-        return []
-
-    def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
-        among: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        first, second, *more = (self.weights[name] for name in self.names)
-        before = look_up(first, previous)
-        states = states.to(before).expand(*before.shape[:-1], -1)
-        change, memory = self.change(before, states, memory, *more)
-        return logits + products(change, second, among).to(logits), memory
-
-    def change(
-        self, before: Tensor, states: Tensor, memory: Tensor | None, *more: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """u and what is remembered, both ``(..., rank)``, by rows of W1, states, what was
-        remembered before, and further tensors."""
-        return before, None
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
+        return self._read(previous, states)[0], None
 
     def confidence(self, previous: Tensor, states: Tensor) -> Tensor | None:
         if CONFIDENCE[0] not in self.weights:
             return None
-        before = look_up(self.weights[self.names[0]], previous)
-        states = states.to(before).expand(*before.shape[:-1], -1)
-        weight, bias = (self.weights[name] for name in CONFIDENCE)
+        before, states = self._read(previous, states)
+        weight = self.weights[CONFIDENCE[0]]
         seen = states if weight.shape[1] == states.shape[-1] else torch.cat([states, before], -1)
-        return functional.linear(seen, weight, bias)[..., 0].sigmoid()
+        return self.linear(CONFIDENCE, seen)[..., 0].sigmoid()
+
+    def _read(self, previous: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """W1[p], and h for each p."""
+        before = look_up(self.weights[self.tables[0]], previous)
+        return before, states.to(before).expand(*before.shape[:-1], -1)
 
 
 class GatedHead(VanillaHead):
     """G ``(rank, hidden + rank)`` and its bias."""
 
-    names = (
-        *VanillaHead.names, "markov_head.gate_proj.weight", "markov_head.gate_proj.bias",
-    )  # fmt: skip
-
     @classmethod
-    def more(cls, rank: int, hidden: int) -> list[Tensor]:
-        return [scaled(rank, hidden + rank), torch.zeros(rank)]
+    def shapes(cls, config: Any, known: int) -> Shapes:
+        rank, width = config.markov_rank, config.markov_rank + config.hidden_size
+        return {**super().shapes(config, known), **dict(zip(_GATE, ((rank, width), (rank,))))}
 
-    def change(
-        self, before: Tensor, states: Tensor, memory: Tensor | None, *more: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        gate = functional.linear(torch.cat([states, before], -1), *more)
-        return gate.sigmoid() * before, None
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
+        before, states = self._read(previous, states)
+        return self.linear(_GATE, torch.cat([states, before], -1)).sigmoid() * before, None
 
 
 class RecurrentHead(VanillaHead):
     """J ``(3 * rank, 2 * rank + hidden)`` and its bias."""
 
     remembers = True
-    names = (
-        *VanillaHead.names, "markov_head.joint_proj.weight", "markov_head.joint_proj.bias",
-    )  # fmt: skip
 
     @classmethod
-    def more(cls, rank: int, hidden: int) -> list[Tensor]:
-        return [scaled(3 * rank, 2 * rank + hidden), torch.zeros(3 * rank)]
+    def shapes(cls, config: Any, known: int) -> Shapes:
+        size, width = 3 * config.markov_rank, 2 * config.markov_rank + config.hidden_size
+        return {**super().shapes(config, known), **dict(zip(_JOINT, ((size, width), (size,))))}
 
-    def change(
-        self, before: Tensor, states: Tensor, memory: Tensor | None, *more: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
+        before, states = self._read(previous, states)
         memory = torch.zeros_like(before) if memory is None else memory
-        joint = torch.cat([memory, before, states], -1)
-        gate, new, out = functional.linear(joint, *more).chunk(3, -1)
+        joint = self.linear(_JOINT, torch.cat([memory, before, states], -1))
+        gate, new, out = joint.chunk(3, -1)
         memory = gate.sigmoid() * memory + (1 - gate.sigmoid()) * new.tanh()
         return out.tanh(), memory
 
@@ -124,17 +103,16 @@ class Selector(VanillaHead):
     """P ``(rank, hidden)``."""
 
     chooses = True
-    names = tuple(
-        f"candidate_selector.{name}"
-        for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
-    )
-    output = names[1]
+    tables = _CODES
+    output = tables[1]
 
     @classmethod
-    def more(cls, rank: int, hidden: int) -> list[Tensor]:
-        return [scaled(rank, hidden)]
+    def shapes(cls, config: Any, known: int) -> Shapes:
+        return {
+            **super().shapes(config, known),
+            _PROJECTION: (config.markov_rank, config.hidden_size),
+        }
 
-    def change(
-        self, before: Tensor, states: Tensor, memory: Tensor | None, *more: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        return before * functional.linear(states, *more), None
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
+        before, states = self._read(previous, states)
+        return before * self.linear([_PROJECTION], states), None

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, look_up, products
+from hf_spec.drafting.block_diffusion.head import BlockHead, Shapes, look_up, products
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits
 from hf_spec.drafting.made_once import is_plain
+from hf_spec.drafting.markov_head import Remembered
 from hf_spec.model.hidden_states import shapes_logits
 from modeling_patches.weights import is_updated, output_bias, output_weight
 
@@ -49,13 +50,16 @@ class DSpine(BlockHead):
         self.vocabulary = DraftVocabulary.of(self.weights, network.model)
 
     @classmethod
+    def shapes(cls, config: Any, known: int) -> Shapes:
+        shape = config.markov_width, config.markov_rank
+        return {_BIAS: shape[:1], **dict.fromkeys((_MESSAGE, _OF_RECEIVER, _OF_SENDER), shape)}
+
+    @classmethod
     def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
-        hidden, rank, width = config.hidden_size, config.markov_rank, config.markov_width
+        hidden, width, rank = config.hidden_size, config.markov_width, config.markov_rank
         loads = config.inference_mode or torch.empty(0).is_meta  # its codes come from a file
         codes, directions = codes_of(None if loads else output_weight(model), known, hidden, rank)
-        made = {CODES: codes, _BIAS: torch.zeros(width)}
-        for name in (_MESSAGE, _OF_RECEIVER, _OF_SENDER):
-            made[name] = torch.randn(width, rank) / rank**0.5
+        made = {CODES: codes, **super().fresh(config, known, model)}
         for index in range(config.num_layers):
             made[_readout(index)] = directions.clone()
             made[_write(index)] = torch.zeros(hidden, width)
@@ -75,11 +79,8 @@ class DSpine(BlockHead):
     def given(
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
         among: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        last = states[..., states.shape[-1] // 2 :].to(self.weights[_MESSAGE])
-        index = self.config.num_layers - 1
-        written = self._written(last, self._feature(last, index), self._code(previous), index)
-        states = self.network.adapter.norm(written)
+    ) -> Remembered:  # fmt: skip
+        states, _ = self.features(previous, states, memory)
         if among is None:
             return self._all_logits(states).to(logits), None
         if self._shapes_logits:
@@ -87,6 +88,13 @@ class DSpine(BlockHead):
         weight = self._output_weight()
         assert weight is not None
         return products(states.to(weight), weight, among).to(logits), None
+
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
+        """States with the drafted tokens' message."""
+        last = states[..., states.shape[-1] // 2 :].to(self.weights[_MESSAGE])
+        index = self.config.num_layers - 1
+        written = self._written(last, self._feature(last, index), self._code(previous), index)
+        return self.network.adapter.norm(written), None
 
     def _all_logits(self, states: Tensor) -> Tensor:
         flat, predict = states.flatten(0, -2)[None], self.network.logits

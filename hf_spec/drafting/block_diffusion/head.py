@@ -4,19 +4,22 @@ them."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.markov_head import ConditionalHead
+from hf_spec.drafting.markov_head import ConditionalHead, Remembered
+
+#: Shapes of tensors by name.
+Shapes = dict[str, tuple[int, ...]]
 
 
 class BlockHead(ConditionalHead):
     """A head of a block, whose slots are predicted from without the tokens drafted before them.
 
-    A new one defines :meth:`fresh` and :meth:`given`, and stands in the table
+    A new one defines :meth:`shapes` and :meth:`features`, and stands in the table
     :data:`~hf_spec.drafting.block_diffusion.heads.HEADS`.
 
     Args:
@@ -46,21 +49,40 @@ class BlockHead(ConditionalHead):
 
     @classmethod
     @abstractmethod
-    def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
-        """Tensors of a new head by name, with which it changes nothing.
+    def shapes(cls, config: Any, known: int) -> Shapes:
+        """Shapes of its tensors by name.
 
         Args:
             config: the :class:`BlockConfig`, with the shape of the base recorded.
             known: how many tokens may come before.
-            model: the base model.
         """
 
-    @abstractmethod
+    @classmethod
+    def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
+        """Tensors of a new head on a base model by name, with which it changes nothing: random
+        matrices, whose outputs are of the size of their inputs, and zeros."""
+        made = {}
+        for name, shape in cls.shapes(config, known).items():
+            random = len(shape) == 2 and name != cls.output
+            made[name] = torch.randn(shape) / shape[-1] ** 0.5 if random else torch.zeros(shape)
+        return made
+
     def given(
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
         among: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> Remembered:  # fmt: skip
         """See :class:`ConditionalHead`; of the tokens ``among``, ``(..., k)``, or of all."""
+        features, memory = self.features(previous, states, memory)
+        return logits + products(features, self.weights[self.output], among).to(logits), memory
+
+    @abstractmethod
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
+        """What the rows of :attr:`output` are multiplied with, and the memory of the tokens after;
+        see :meth:`given`."""
+
+    def linear(self, names: Sequence[str], inputs: Tensor) -> Tensor:
+        """The product with a matrix, and the bias if there is one, of these names."""
+        return torch.nn.functional.linear(inputs, *(self.weights[name] for name in names))
 
     def after_layer(self, index: int, hidden: Tensor, anchors: Tensor) -> Tensor:
         """What becomes of a layer's output.
@@ -94,11 +116,6 @@ class BlockHead(ConditionalHead):
         """``(...)`` how likely the likeliest token is accepted, if those before it are; None if it
         does not know. ``previous`` and ``states`` are as in :meth:`given`."""
         return None
-
-
-def scaled(*shape: int) -> Tensor:
-    """Random numbers for a matrix whose outputs are of the size of its inputs."""
-    return torch.randn(shape) / shape[-1] ** 0.5
 
 
 def drafted(config: Any, known: int) -> int:

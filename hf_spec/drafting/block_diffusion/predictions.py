@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -21,27 +19,21 @@ SHORTLIST = 256
 class PathPredictions(Predictions):
     """Predictions given the tokens drafted before: of a shortlist of each slot's tokens, which a
     head gives other logits. All others keep theirs.
-
-    Args:
-        markov_head: how the tokens before change the predictions.
-        logits, width, known, states, ids, noise: see :class:`Predictions`.
     """
 
-    def __init__(
-        self, logits: Tensor, width: int, known: Sequence[int] | Tensor, markov_head: BlockHead,
-        states: Tensor, ids: Tensor | None = None, noise: Tensor | None = None,
-    ):  # fmt: skip
-        self._prepare(logits, known, ids, noise)
-        self._head, self._hidden, self._width = markov_head, states, width
+    _head: BlockHead
+    _states: Tensor
+
+    def _choose(self, logits: Tensor, scores: Tensor, width: int) -> None:
+        self._width, top_k = width, self._head.top_k
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
-        scores = logits if self._noise is None else as_sampled(logits, self._noise)
-        size = min(max(markov_head.top_k or SHORTLIST, width), logits.shape[-1])
-        by = scores if markov_head.top_k is None else logits
+        size = min(max(top_k or SHORTLIST, width), logits.shape[-1])
+        by = scores if top_k is None else logits
         self._among = among = by.topk(size).indices  # (batch, distances, size)
         self._logits = logits.gather(-1, among)
         self._others: Tensor | None = None  # (batch, distances, 1) what all others sum up to
-        if markov_head.top_k is not None:
-            self._logits[..., markov_head.top_k :] = -torch.inf
+        if top_k is not None:
+            self._logits[..., top_k:] = -torch.inf
         elif size < logits.shape[-1]:
             others = scores.scatter(-1, among, -torch.inf)
             self._others = others.to(torch.float32).logsumexp(-1, keepdim=True)
@@ -55,7 +47,7 @@ class PathPredictions(Predictions):
         memory = self._memory if place else None
         if memory is not None:
             memory = states_at(memory, frontier.parents)
-        states, among = self._hidden[:, place, None], self._among[:, place, None]
+        states, among = self._states[:, place, None], self._among[:, place, None]
         logits, self._memory = self._head.given(
             self._logits[:, place, None], previous, states, memory, among
         )
@@ -67,9 +59,7 @@ class PathPredictions(Predictions):
         if sure is not None and self._noise is None:
             log_probs = with_confidence(log_probs, sure)
         tokens = among.expand(*chosen.shape[:-1], -1).gather(-1, chosen)
-        if self._ids is not None:
-            tokens = self._ids[tokens]
-        return Children(tokens, self.where_known(log_probs, place))
+        return Children(self._named(tokens), self.where_known(log_probs, place))
 
 
 def with_confidence(log_probs: Tensor, confidence: Tensor) -> Tensor:

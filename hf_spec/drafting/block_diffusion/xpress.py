@@ -21,36 +21,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec.drafting.block_diffusion.head import BlockHead, drafted, look_up, products, scaled
+from hf_spec.drafting.block_diffusion.head import BlockHead, Shapes, drafted, look_up
+from hf_spec.drafting.markov_head import Remembered
 
-_NAMES = {
-    name: f"refiner_head.{name}" + ".weight" * (name != "mix_l")
-    for name in (
-        "token_embed", "down_h", "down_g", "in_proj", "mix_l", "mlp_gate", "mlp_up", "mlp_down",
-        "readout",
-    )
-}  # fmt: skip
+
+def _name(part: str) -> str:
+    return f"refiner_head.{part}" + ".weight" * (part != "mix_l")
 
 
 class XPress(BlockHead):
     """T ``(known, rank)``, D and E ``(rank, hidden)``, I ``(rank, 3 * rank)``, mix ``(rank,
     block_size, block_size)``, the SwiGLU's three, and O ``(tokens, rank)``."""
 
-    output = _NAMES["readout"]
+    output = _name("readout")
     remembers = True
     reads_ahead = True
     plain_share = 0.6
 
     @classmethod
-    def fresh(cls, config: Any, known: int, model: Any) -> dict[str, Tensor]:
+    def shapes(cls, config: Any, known: int) -> Shapes:
         hidden, rank, width = config.hidden_size, config.markov_rank, config.markov_width
-        size = config.block_size
-        made = (
-            scaled(known, rank), scaled(rank, hidden), scaled(rank, hidden),
-            scaled(rank, 3 * rank), torch.zeros(rank, size, size), scaled(width, rank),
-            scaled(width, rank), scaled(rank, width), torch.zeros(drafted(config, known), rank),
-        )  # fmt: skip
-        return dict(zip(_NAMES.values(), made))
+        size, out = config.block_size, drafted(config, known)
+        parts = {
+            "token_embed": (known, rank), "down_h": (rank, hidden), "down_g": (rank, hidden),
+            "in_proj": (rank, 3 * rank), "mix_l": (rank, size, size), "mlp_gate": (width, rank),
+            "mlp_up": (width, rank), "mlp_down": (rank, width), "readout": (out, rank),
+        }  # fmt: skip
+        return {_name(part): shape for part, shape in parts.items()}
 
     def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
         """With each slot's part of a_k, and what the root's slot adds to the sum."""
@@ -64,10 +61,7 @@ class XPress(BlockHead):
             added = self._matrix("mix_l")[:, :, 0].T * first[:, :, None]
         return torch.cat([states, inner, added], -1)
 
-    def given(
-        self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
-        among: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
         rank, first = self.config.markov_rank, int(not self.config.sample_from_anchor)
         *_, inner, added = states.split([states.shape[-1] - 2 * rank, rank, rank], -1)
         own = self._of_token(previous) + inner
@@ -77,11 +71,10 @@ class XPress(BlockHead):
         mixed = (self._matrix("mix_l")[:, slot, first : slot + 1].T * path).sum(-2)
         own = own + added + mixed
         gate = functional.silu(self._linear("mlp_gate", own)) * self._linear("mlp_up", own)
-        own = own + self._linear("mlp_down", gate)
-        return logits + products(own, self._matrix("readout"), among).to(logits), memory
+        return own + self._linear("mlp_down", gate), memory
 
     def _matrix(self, name: str) -> Tensor:
-        return self.weights[_NAMES[name]]
+        return self.weights[_name(name)]
 
     def _linear(self, name: str, inputs: Tensor) -> Tensor:
         return functional.linear(inputs, self._matrix(name))

@@ -23,9 +23,9 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, sample
-from hf_spec.drafting.drafter import FORWARDS, Drafter
+from hf_spec.drafting.drafter import FORWARDS
 from hf_spec.drafting.grow import Children, Frontier, grow
-from hf_spec.drafting.growth import Growth
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
@@ -39,7 +39,7 @@ from modeling_patches.per_call import Changes
 RANKS = 3
 
 
-class LayerSkipDrafter(Drafter):
+class LayerSkipDrafter(GrowingDrafter):
     """Drafts token by token with the chosen sublayers left out."""
 
     can_sample = True
@@ -68,7 +68,7 @@ class LayerSkipDrafter(Drafter):
         if state.do_sample:  # other drafts are right
             key = *self._key, "sampled"
             self.exit = recall(self.model, key, lambda: ThresholdExit(self.options))
-        self.growth = Growth(self.exit.calibration, None)
+        self.calibration = self.exit.calibration
         graphs = state.target.graphs
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
@@ -78,9 +78,9 @@ class LayerSkipDrafter(Drafter):
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit != POLICY or not state.timed or samples:
             return self._chain(state, depth, samples)
-        return self.growth.tree(state, partial(self._grown, state, depth))
+        return self.grown(state, partial(self._grow, state, depth))
 
-    def _grown(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
+    def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
         """Trees of the policy's exit, packed."""
         stage = Stage(self, state)
         packed = grow(stage, state.root, max(RANKS * depth, 1), depth, trust, expanded=1)
@@ -133,7 +133,7 @@ class LayerSkipDrafter(Drafter):
         return tree.with_tokens(tokens[:, : tree.num_tokens], stacked)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        self.growth.observe(result.tokens)
+        super().observe(state, tree, result)
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(result.path, self._lengths) if path]
             drafted = sum(length for _, length in rows)

@@ -15,9 +15,9 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
+from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.ppd.adapter import PromptTokens
 from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, dynamic_source
-from hf_spec.policy.tree_source import tree_source
 
 #: Rank paths of the static tree: many at depth 1, which every step verifies, and few below.
 STATIC: tuple[tuple[int, ...], ...] = (

@@ -37,9 +37,9 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.options import ADAPTIVE
-from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
+from hf_spec.drafting.tree_drafter import TreeDrafter
+from hf_spec.drafting.tree_source import TreeSource, check_states
 from hf_spec.methods.registry import get_method
-from hf_spec.policy.tree_source import check_states
 from modeling_patches.modules import unwrapped
 
 #: Value of the option ``tree``.
@@ -361,4 +361,4 @@ def dynamic_source(model: Any, adapter: Adapter) -> TreeSource:
         )
     states = states_of(saved)
     check_states(states, "dynamic_tree", model, adapter.config.num_prompt_tokens)
-    return TreeSource(states)
+    return TreeSource(states.max_probes, states)

@@ -16,18 +16,17 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.heads import WEIGHTS, HeadDrafter
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
-from hf_spec.drafting.tree_drafter import TreeSource
+from hf_spec.drafting.tree_source import drafted_depth, tree_source
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
 from hf_spec.methods.propd.online_tree import (
     HIT_ALPHA,
     ONLINE,
     RANKS,
     HitRates,
-    OnlineTrees,
+    OnlineDrafter,
 )
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
-from hf_spec.policy.tree_source import drafted_depth, tree_source
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
 
@@ -162,10 +161,10 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter
             depth = drafted_depth(options, heads)
             key = depth, options.hit_alpha, options.hit_ranks
             hits = recall(model, (HitRates, adapter.name, *key), lambda: HitRates(*key))
-            source: TreeSource = OnlineTrees(hits)
+            drafter = OnlineDrafter(model, options, weights, hits)
         else:
             source = tree_source(options, ProPDDrafter.trees, model, adapter, heads)
-        drafter = ProPDDrafter(model, options, weights, source)
+            drafter = ProPDDrafter(model, options, weights, source)
     else:
         method = drafting_method(options)
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))

@@ -7,9 +7,9 @@ draft tokens, by the step times that it learns (sections 4.2.1 and 4.2.3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from hf_spec.core.memory import locked
 from hf_spec.core.transfer import sent, waits
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.grow import Children, Expands, Frontier
+from hf_spec.drafting.heads import HeadDrafter
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_drafter import TreeDrafter
-from hf_spec.policy.adaptive_trees import AdaptiveTrees
+from hf_spec.drafting.tree_source import TreeSource
 
 #: Value of the option ``tree``.
 ONLINE = "online"
@@ -94,36 +96,37 @@ class Ranked:
         return Children(found.tokens, ranked.masked_fill(own == -torch.inf, -torch.inf))
 
 
-class OnlineTrees(AdaptiveTrees):
-    """Trees of the likeliest ranks, of predictions that take no step tokens.
+class OnlineDrafter(HeadDrafter):
+    """Trees of the heads' likeliest ranks.
 
     Args:
         hits: how often predictions are right, by distance; updated.
     """
 
-    weighs: ClassVar[bool] = False
+    weighs = False
+    _predicted: tuple[Predictions, Tensor] | None = None
 
-    def __init__(self, hits: HitRates):
-        super().__init__(len(hits.counts), probes=False)
+    def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], hits: HitRates):
+        super().__init__(model, options, weights, TreeSource(len(hits.counts)))
         self.hits = hits
-        self._predicted: tuple[Predictions, Tensor] | None = None
         #: Of steps that are not counted yet, the likeliest tokens (batch, depth, K), and what came.
         self._uncounted: list[tuple[Tensor, list[Sequence[int]]]] = []
 
     @locked
-    def predictions(
-        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int
-    ) -> Expands:
-        made = drafter.levels(state.root, depth, max(width, self.hits.ranks))
+    def scored(self, state: DecodeState, depth: int, width: int) -> Expands:
+        made = self.levels(state.root, depth, max(width, self.hits.ranks))
         self._predicted = made, state.root
         return Ranked(made, self.hits.chances)
 
     @locked
-    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
-        super().observe(emitted, num_drafted)
-        if self._predicted is None:
-            return
-        (made, root), self._predicted = self._predicted, None
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        super().observe(state, tree, result)
+        if self._predicted is not None:
+            self.learn(*self._predicted, result.tokens)
+        self._predicted = None
+
+    def learn(self, made: Predictions, root: Tensor, emitted: Sequence[Sequence[int]]) -> None:
+        """Learn from predictions and what each sequence emitted after its root ``(batch,)``."""
         depth = made.distances
         before = [[*tokens, *[0] * depth][: depth - 1] for tokens in emitted]
         later = sent(before, root.device, root.dtype).view(len(emitted), -1)

@@ -18,9 +18,9 @@ from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, sample
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.hidden_states import model_logits
-from hf_spec.policy.tree_source import tree_source
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hf_spec.adapters.module import Adapter
@@ -13,15 +14,32 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.drafter import MakeTree
 from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
-from hf_spec.drafting.tree_drafter import TreeSource
-from hf_spec.policy.adaptive_trees import AdaptiveTrees
+
+
+@dataclass(frozen=True)
+class TreeSource:
+    """What trees a drafter's steps have.
+
+    Attributes:
+        max_depth: largest number of distances that they use.
+        states: static trees: that of each state, that is, for each number of predicted tokens; None
+            for those that grow by the step's probabilities.
+        num_draft_tokens: the option of this name, for trees that grow.
+        calibrations: learned by earlier calls, greedy and sampled ones; None to use predictions
+            uncorrected.
+    """
+
+    max_depth: int
+    states: TreeStates | None = None
+    num_draft_tokens: int | str = AUTO
+    calibrations: tuple[Calibration, Calibration] | None = None
 
 
 def tree_source(
     options: DraftOptions, trees: Mapping[str, MakeTree | None], model: Any,
     adapter: Adapter, distances: int, probes: int = 0,
 ) -> TreeSource:  # fmt: skip
-    """The tree source that the option ``tree`` names, unless the drafter makes it.
+    """The trees that the option ``tree`` names, unless the drafter makes them.
 
     Args:
         trees: see :class:`Drafter`.
@@ -37,12 +55,12 @@ def tree_source(
     if options.tree != ADAPTIVE:
         states = TreeStates.uniform(static_tree(options, trees, depth), depth, bool(probes))
         check_states(states, "tree", model, distances)
-        return TreeSource(states)
+        return TreeSource(depth, states)
     if options.num_draft_tokens != AUTO:
-        return AdaptiveTrees(depth, bool(probes), options.num_draft_tokens)
+        return TreeSource(depth, num_draft_tokens=options.num_draft_tokens)
     key = adapter.config.type_name, adapter.name, depth
     pair = recall(model, (Calibration, key), lambda: (Calibration(depth), Calibration(depth)))
-    return AdaptiveTrees(depth, bool(probes), calibrations=pair)
+    return TreeSource(depth, calibrations=pair)
 
 
 def drafted_depth(options: DraftOptions, distances: int) -> int:
