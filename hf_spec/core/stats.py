@@ -43,7 +43,8 @@ class SpecStats:
         accepted: per depth, steps of one sequence that accepted a draft token there.
         draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
             in the full model, in verification, and in everything else.
-
+        plain_seconds: estimate of the time that plain steps would have taken for the same tokens,
+            the prompt's forward included; 0 if no plain step was timed.
         details: reports of the drafter and the policy.
     """
 
@@ -62,7 +63,7 @@ class SpecStats:
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
-
+    plain_seconds: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -87,6 +88,13 @@ class SpecStats:
             f"tau={self.mean_accepted_tokens:.2f}, seconds={self.total_seconds:.3g})"
         )
 
+    @property
+    def speed_beside_plain(self) -> float | None:
+        """Speed relative to plain steps of the same strategy, estimated from
+        :attr:`plain_seconds`; None if no plain step was timed. ``hf-spec bench`` measures plain
+        ``generate``."""
+        return self.plain_seconds / self.total_seconds if self.plain_seconds else None
+
     def __str__(self) -> str:
         """Up to six lines; what did not occur is left out."""
         name = f"{self.strategy}: " if self.strategy else ""
@@ -96,7 +104,9 @@ class SpecStats:
             f"tau {self.mean_accepted_tokens:.2f} (tokens per step and sequence)"
         ]
         if total:
-            lines.append(f"{tokens / total:.1f} tokens per second, {total:.3g} s")
+            beside = self.speed_beside_plain
+            estimate = f", {beside:.2f}x its plain steps" if beside is not None else ""
+            lines.append(f"{tokens / total:.1f} tokens per second{estimate}, {total:.3g} s")
             parts = ((name, getattr(self, f"{name}_seconds")) for name in (*PHASES, "other"))
             lines.append("time: " + ", ".join(f"{one} {part / total:.0%}" for one, part in parts))
         if self.num_drafted_tokens or self.num_fallback_steps:
@@ -147,7 +157,8 @@ class SpecStats:
                 self.details = {**mine, **theirs}
             elif item.name == "strategy":
                 self.strategy = theirs if first or mine == theirs else ""
-
+            elif item.name == "plain_seconds":  # of all runs, or unknown
+                self.plain_seconds = mine + theirs if first or mine and theirs else 0.0
             elif isinstance(mine, dict):
                 setattr(self, item.name, Counter(mine) + Counter(theirs))
             else:

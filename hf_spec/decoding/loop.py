@@ -78,14 +78,14 @@ def decode(
         stack.callback(handover.give_back)  # also after an error or interrupt
         scorer = Scorer(logits_processor, sequences)
         steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, handover, watch)
-        watch.step()
+        prompt_seconds = watch.step()
         _take_all(steps, synced_gpus)
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = handover.give_back()
     steps.finish()
     watch.step(last=True)
-
+    _estimate_plain(stats, steps.policy, prompt_seconds, rows)
     memory(model)[SpecStats] = stats
     if not wants:
         return ids
@@ -146,6 +146,17 @@ def _take_all(steps: Steps, synced: bool) -> None:
         if rows is not None:
             steps.select(rows)
         steps.take()
+
+
+def _estimate_plain(
+    stats: SpecStats, policy: StepPolicy, prompt_seconds: float, num_prompts: int
+) -> None:
+    """Set what the call would have taken by the plain steps that were timed."""
+    plain = policy.setting.times.plain_seconds()
+    if plain is not None and stats.num_steps > 1:
+        live = (stats.num_row_steps - num_prompts) / (stats.num_steps - 1)  # rows of a step
+        after_first = stats.num_generated_tokens - num_prompts
+        stats.plain_seconds = prompt_seconds + plain * after_first / live
 
 
 def _remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list[int] | None:

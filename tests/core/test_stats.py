@@ -98,10 +98,12 @@ def test_printed_statistics_are_a_summary() -> None:
     stats.record(3, 2, 4)
     stats.record(1, 2, 4)
     stats.draft_seconds, stats.forward_seconds, stats.other_seconds = 0.25, 1.0, 0.75
-
+    assert stats.speed_beside_plain is None, "no plain step was timed"
+    assert "2.0 tokens per second, 2 s" in str(stats).splitlines()
+    stats.plain_seconds = 3.0
     assert str(stats).splitlines() == [
         "medusa: 4 tokens in 3 steps, tau 2.00 (tokens per step and sequence)",
-        "2.0 tokens per second, 2 s",
+        "2.0 tokens per second, 1.50x its plain steps, 2 s",
         "time: draft 12%, forward 50%, verify 0%, other 38%",
         "8 draft tokens; 1 plain steps",
         "accepted at position 1, 2, ...: ▄ 50% ▄ 50% (of the drafts that reach it)",
@@ -110,6 +112,7 @@ def test_printed_statistics_are_a_summary() -> None:
     assert "long" not in str(hf_spec.SpecGenerateOutput(torch.ones(1, 2), spec_stats=stats))
     stats.merge(stats)
     assert str(stats).startswith("medusa: 8 tokens in 6 steps, tau 2.00")
+    assert stats.speed_beside_plain == 1.5
 
 
 def test_time_outside_phases_is_other(clock: FakeClock) -> None:
