@@ -63,7 +63,7 @@ def test_rows_of_tokens_are_those_of_the_base(fresh: Tiny, architecture: str) ->
     """Bit for bit, in plain forwards and in forwards with mask tokens; theirs are others."""
     model = fresh(architecture)
     base = logits(model)
-    inputs = mask_tokens(added(model), model)
+    inputs = mask_tokens(added(model))
     assert inputs.update is not None and hooked(model) == 0
     assert torch.equal(logits(model), base)
     plain, plain_cache = step(model, ProbeInputs(inputs.embeddings))
@@ -88,7 +88,7 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
     """
     model = fresh(architecture)
     adapter = added(model)
-    inputs = mask_tokens(adapter, model)
+    inputs = mask_tokens(adapter)
     ours = masks_of(model, inputs)
     updated = with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
     ids, candidates = prompt(9), prompt(5, seed=1)[0]
