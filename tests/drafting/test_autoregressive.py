@@ -1,5 +1,6 @@
 """Drafters with a decoder of their own draft in every step what they draft from scratch."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,12 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.memory import memory
+from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
+from hf_spec.drafting.draft_cache import DraftCache
+from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.eagle3 import Eagle3Config
+from hf_spec.model.sequences import token_hidden
 from hf_spec.policy.step_policy import StepPolicy
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -34,6 +39,25 @@ def adapted(model: Any, **fields: Any) -> Any:
     return model
 
 
+def chain_anew(drafter: Any, tokens: list[int]) -> list[int]:
+    """The likeliest token of each level after a text, all of which a copy of the drafter runs."""
+    ids, after = torch.tensor([tokens[:-1]]), torch.tensor([tokens[1:]])
+    path, count = torch.arange(len(tokens) - 1)[None], torch.tensor([len(tokens) - 1])
+    own = copy.copy(drafter)
+    own.cache = DraftCache(own.network.num_layers, 1, ids.device)
+    own._root = own._block = own._level = None
+    host = HostResult(path.tolist(), after.tolist(), [0])
+    result = StepResult(path, count, after, count * 0, count - 1, after[:, -1], host)
+    own.advance(result, token_hidden(own.model, ids, layers=own.reads.layers))
+    found, zeros, chain = after[:, -1:], torch.zeros(1, 1, dtype=torch.long), []
+    for depth in range(own.depth):
+        found = own.level(Frontier(depth, found, zeros.float(), zeros, zeros))[:, -1]
+        found = found.argmax(-1, keepdim=True)
+        found = found if own.token_ids is None else own.token_ids[found]
+        chain.append(int(found))
+    return chain
+
+
 @contextmanager
 def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Each proposed tree is compared with the chain of a new drafter that runs the whole text
@@ -46,7 +70,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         for row, tokens in enumerate(state.tokens):
             if not state.active[row] or tree.row_sizes[row] == 0:
                 continue
-            _, *expected = self.chain(torch.tensor([tokens[:-1]]))
+            expected = chain_anew(self, tokens)
             host, node, chain = tree.host.rows(tree.row_sizes)[row], 0, []
             while True:  # the likeliest child comes first
                 below = [n for n, above in enumerate(host.parents) if above == node and n]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import Tiny, prompt
 from peft import get_peft_model
+from running import proposals
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
 import hf_spec
@@ -88,23 +89,14 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
     with torch.no_grad():
         for value in weights.values():
             value.mul_(30)
-    steps: list[tuple[list[int], list[int], int]] = []
-    propose = BitaDrafter.propose
-
-    def noted(self: BitaDrafter, state: Any) -> Any:
-        tree = propose(self, state)
-        drafted = tree.drafted.tokens[0, 1:].tolist()
-        steps.append((list(state.tokens[0]), drafted, tree.num_nodes))
-        return tree
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BitaDrafter, "propose", noted)
+    with proposals(BitaDrafter) as seen:
         out = model.generate(
             prompt(), max_new_tokens=40, do_sample=False, assistant_strategy="bita",
             assistant_kwargs={"tree": "straightforward", "drafting": "always"},
         )  # fmt: skip
     plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
     assert out.tolist() == plain.tolist()
+    steps = [(tokens, tree.drafted.tokens[0, 1:].tolist(), tree.num_nodes) for tokens, tree in seen]
     known: list[int] = []  # the first step has none
     for (tokens, candidates, rows), (after, *_) in zip(steps, [*steps[1:], (out[0].tolist(),)]):
         room = out.shape[1] - len(tokens) - 1  # of the budget

@@ -169,20 +169,6 @@ def test_tree(fixture: Any, name: str) -> None:
         torch.testing.assert_close(logits[0], io["tree.logits"][nodes], **NEAR)
 
 
-@every_fixture
-def test_a_chain_for_stock_decoding(fixture: Any, name: str) -> None:
-    """It reads the model's own states, and continues with the drafter's own."""
-    ids = torch.arange(3, 15)[None]
-    drafter, seen = fixture.drafter(), fixture.model(ids, output_hidden_states=True)
-    states = [seen.hidden_states[layer] for layer in fixture.adapter.config.layers]
-    fixture.features = torch.cat(states, -1)
-    root = seen.logits[:, -1:].argmax(-1)
-    fixture.ids = torch.cat([ids, root], 1)
-    fixture.commit(drafter, [0], [12])
-    expected, _ = chain(drafter, root)
-    assert drafter.chain(ids)[:6] == [int(root), *expected[0].tolist()]
-
-
 @pytest.mark.parametrize("name", ["tiny-llama"])
 def test_training_time_test(fixture: Any, name: str) -> None:
     """speculators' logits and losses, whose chains begin everywhere, with decay 1."""

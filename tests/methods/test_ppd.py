@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import VOCAB, Tiny, prompt, ragged
 from method_variants import VARIANTS
-from running import drafting
+from running import drafting, proposals
 from transformers import DynamicCache
 
 import hf_spec
@@ -24,7 +24,6 @@ from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
 from hf_spec.methods.ppd.drafter import PPDDrafter
-from hf_spec.methods.registry import get_method
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
@@ -149,31 +148,16 @@ def test_prompts_start_from_text(fresh: Tiny) -> None:
 
 
 @every_config
-def test_drafts_are_the_oracle_s(
-    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, fields: dict
-) -> None:
+def test_drafts_are_the_oracle_s(fresh: Tiny, fields: dict) -> None:
     """Decoding reads the same predictions as training does, wherever a row stands."""
     model = with_adapter(fresh("llama"), fields)
     ids = prompt()
     plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
-    method = get_method("ppd")
-    drafter = method.make_drafter(model, method.parse_options({}))
-    chain = drafter.get_candidates(ids)[0][0, ids.shape[1] + 1 :]
-    assert chain.tolist() == naive(model, ids[0]).argmax(-1).tolist()
-    drafted: list[tuple[list[int], list[int]]] = []
-    propose = PPDDrafter.propose
-
-    def watched(self: Any, state: Any) -> Any:
-        tree = propose(self, state)
-        drafted.append((list(state.tokens[0]), tree.drafted.tokens[0, 1:].tolist()))
-        return tree
-
-    monkeypatch.setattr(PPDDrafter, "propose", watched)
-    model.generate(
-        ids, max_new_tokens=NEW, do_sample=False, **drafting("ppd", tree="chain"),
-    )  # fmt: skip
+    with proposals(PPDDrafter) as drafted:
+        model.generate(ids, max_new_tokens=NEW, do_sample=False, **drafting("ppd", tree="chain"))
     checked = 0
-    for known, tokens in drafted:
+    for known, tree in drafted:
+        tokens = tree.drafted.tokens[0, 1:].tolist()
         assert plain[0, : len(known)].tolist() == known
         # The prompt tokens hung under the last token of the step before.
         expected = naive(model, torch.tensor(known[:-1])).argmax(-1).tolist()
