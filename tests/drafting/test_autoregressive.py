@@ -10,14 +10,14 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from running import CAPTURED, as_if, draft_everything, drafting
+from step_by_hand import chain, commit
 from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.memory import memory
-from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.core.verify import HostResult
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.draft_cache import DraftCache
-from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.model.sequences import token_hidden
 from hf_spec.policy.step_policy import StepPolicy
@@ -41,21 +41,13 @@ def adapted(model: Any, **fields: Any) -> Any:
 
 def chain_anew(drafter: Any, tokens: list[int]) -> list[int]:
     """The likeliest token of each level after a text, all of which a copy of the drafter runs."""
-    ids, after = torch.tensor([tokens[:-1]]), torch.tensor([tokens[1:]])
-    path, count = torch.arange(len(tokens) - 1)[None], torch.tensor([len(tokens) - 1])
+    ids, known = torch.tensor([tokens]), len(tokens) - 1
     own = copy.copy(drafter)
     own.cache = DraftCache(own.network.num_layers, 1, ids.device)
     own._root = own._block = own._level = None
-    host = HostResult(path.tolist(), after.tolist(), [0])
-    result = StepResult(path, count, after, count * 0, count - 1, after[:, -1], host)
-    own.advance(result, token_hidden(own.model, ids, layers=own.reads.layers))
-    found, zeros, chain = after[:, -1:], torch.zeros(1, 1, dtype=torch.long), []
-    for depth in range(own.depth):
-        found = own.level(Frontier(depth, found, zeros.float(), zeros, zeros))[:, -1]
-        found = found.argmax(-1, keepdim=True)
-        found = found if own.token_ids is None else own.token_ids[found]
-        chain.append(int(found))
-    return chain
+    hidden = token_hidden(own.model, ids[:, :-1], layers=own.reads.layers)
+    commit(own, ids, hidden, [(0, known)], HostResult([range(known)], [tokens[1:]], [0]))
+    return chain(own, depth=own.depth)[0][0].tolist()
 
 
 @contextmanager
@@ -71,15 +63,15 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             if not state.active[row] or tree.row_sizes[row] == 0:
                 continue
             expected = chain_anew(self, tokens)
-            host, node, chain = tree.host.rows(tree.row_sizes)[row], 0, []
+            host, node, drafted = tree.host.rows(tree.row_sizes)[row], 0, []
             while True:  # the likeliest child comes first
                 below = [n for n, above in enumerate(host.parents) if above == node and n]
                 if not below:
                     break
                 node = below[0]
-                chain.append(host.tokens[node])
-            assert chain and chain == expected[: len(chain)]
-            steps.append(len(chain))
+                drafted.append(host.tokens[node])
+            assert drafted and drafted == expected[: len(drafted)]
+            steps.append(len(drafted))
         return tree
 
     with monkeypatch.context() as patch:
