@@ -124,13 +124,6 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(
         batch[1] += [6] * (step + 1)
 
 
-def test_finished_sequences_leave_the_batch(tiny: Tiny) -> None:
-    model = tiny("llama_tied")
-    plain = plainly(model, **ragged(), **GREEDY)
-    settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
-    check_same(model, {**drafts(), "assistant_model": tiny("qwen2")}, **ragged(), **settings)
-
-
 def test_compiled_and_continued(tiny: Tiny) -> None:
     model = tiny("llama_tied")
     spec = {**drafts(), "assistant_model": tiny("llama")}

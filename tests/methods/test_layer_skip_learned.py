@@ -10,10 +10,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import adapter_oracle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from adapter_oracle import batch_of, hooked, randomise, with_updates
+from adapter_oracle import batch_of, hooked, with_updates
 from bit_sums import bit_sums
 from conftest import Tiny, prompt, ragged
 from running import CAPTURED, drafting, running
@@ -38,9 +39,8 @@ FIXED = {"draft_exit": "fixed", "max_draft": 4}
 
 
 def added(model: PreTrainedModel, **fields: Any) -> Any:
-    model.add_adapter(hf_spec.LayerSkipConfig(**{**SKIP, "draft_rank": 4, **fields}), "mine")
-    randomise(model, "LAYER_SKIP")
-    return find_active(model, "LAYER_SKIP")
+    config = hf_spec.LayerSkipConfig(**{**SKIP, "draft_rank": 4, **fields})
+    return adapter_oracle.added(model, config, "mine")
 
 
 def updated(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:

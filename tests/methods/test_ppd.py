@@ -178,12 +178,3 @@ def states_of(generator: random.Random, most: int) -> TreeStates:
         probes = tuple(generator.randint(0, most) for _ in range(len(tree)))
         states.append(TreeState(tree, (most, *probes[1:]) if known == 0 else probes))
     return TreeStates(tuple(states))
-
-
-# -- inside a draft model -----------------------------------------------------------------------
-
-
-def test_a_strategy_and_a_draft_model(fresh: Tiny) -> None:
-    model = with_adapter(fresh("llama"), {})
-    with pytest.raises(ValueError, match="name it in the assistant's generation_config"):
-        model.generate(prompt(), assistant_strategy="ppd", assistant_model=fresh("llama"))
