@@ -25,7 +25,7 @@ def test_the_example_method_of_the_docs_works(
     (tmp_path / "echo_of_the_docs.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_registered", dict(registry.methods()))
-    importlib.import_module("echo_of_the_docs")
+    scope = vars(importlib.import_module("echo_of_the_docs"))
     assert hf_spec.strategies()["echo"] == "repeats the last token"
 
     model = tiny("llama")
@@ -35,6 +35,8 @@ def test_the_example_method_of_the_docs_works(
         ids, max_new_tokens=40, do_sample=False, **drafting("echo", length=3),
     )  # fmt: skip
     assert torch.equal(plain, ours)
+    candidates, logits = scope["METHOD"].drafter(model, scope["EchoOptions"]()).get_candidates(ids)
+    assert candidates.tolist() == [[5, 9, 7, 7, 7, 7, 7, 7, 7]] and logits is None
 
 
 def test_every_relative_link_of_the_docs_exists() -> None:

@@ -38,6 +38,7 @@ import hf_spec
 from hf_spec.adapters.layer import layers_of
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
+from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import TreeDrafter
@@ -308,6 +309,27 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
             first = 0 if window is None else max(len(tokens) - (window - 1), 0)
             for ours, theirs in zip(row_of(cache, row, index), (layer.keys[0], layer.values[0])):
                 torch.testing.assert_close(ours[:, first:], theirs[:, first:], **CLOSE)
+
+
+# -- stock assisted decoding ------------------------------------------------------------------
+
+
+@every_case
+def test_candidates_for_stock_assisted_decoding(tiny: Tiny, name: str, variant: str) -> None:
+    """A drafter is a ``CandidateGenerator``: the ids it is given, and a chain behind them."""
+    model = tiny()
+    method = methods()[name]
+    with adapted(model, name, variant), torch.no_grad():
+        parsed = method.parse_options(options(name, variant))
+        drafter = method.make_drafter(model, parsed, needed(name).get("assistant_model"))
+        ids = prompt()
+        candidates, _ = drafter.get_candidates(ids)
+        assert candidates.shape[0] == 1 and candidates.dtype == ids.dtype
+        assert candidates[:, : ids.shape[1]].tolist() == ids.tolist()
+        assert (candidates.shape[1] > ids.shape[1]) == drafter.drafts
+        if isinstance(drafter, (TreeDrafter, AutoregressiveDrafter)):  # others may guess it wrong
+            assert candidates[0, ids.shape[1]] == model(ids).logits[0, -1].argmax()
+        drafter.update_candidate_strategy(candidates, None, 0)
 
 
 # -- sampling --------------------------------------------------------------------------------

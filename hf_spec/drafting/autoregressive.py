@@ -22,13 +22,14 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
+from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed, whole
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import Reads, states_at
+from hf_spec.model.hidden_states import Reads, captured, states_at
 from hf_spec.model.programs import DraftProgram
+from modeling_patches.per_call import Changes
 
 #: Committed rows that run at once, of each sequence.
 AT_ONCE = 512
@@ -212,3 +213,16 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def release(self) -> list[Tensor]:
         return [] if self._graphs is None else self.cache.states.release()
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        changes = Changes()
+        seen = captured(self.model, changes, self.reads.layers)
+        logits = changes.run(self.model, input_ids, use_cache=False).logits
+        after = torch.cat([input_ids[:, 1:], logits[:, -1:].argmax(-1).to(input_ids.device)], 1)
+        own = copy.copy(self)
+        own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
+        own._root = own._block = own._level = None
+        own.advance(whole(after), seen[0])
+        return [int(after[:, -1]), *own.chain_after(after[:, -1:])]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import StepResult
+from hf_spec.core.verify import HostResult, StepResult
 
 
 class DraftCache(TreeCache):
@@ -62,6 +62,13 @@ class TracedDraftCache:
 
     def rollback(self) -> None:
         """Nothing is left open."""
+
+
+def whole(tokens: Tensor) -> StepResult:
+    """A sequence as a result, given the tokens ``(1, n)`` after each of its own."""
+    counts, path = tokens.new_full((1,), tokens.shape[1]), torch.zeros_like(tokens)
+    host = HostResult([range(tokens.shape[1])], tokens.tolist(), [0])
+    return StepResult(path, counts, tokens, counts * 0, counts - 1, tokens[:, -1], host)
 
 
 def committed(result: StepResult, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.chains import ChainGenerator
 from hf_spec.drafting.forward_needs import ForwardNeeds
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
 from hf_spec.drafting.state import DecodeState
@@ -26,11 +27,11 @@ FORWARDS = "forwards"
 MakeTree = Callable[[Any, int], TokenTree]
 
 
-class Drafter(ForwardNeeds):
+class Drafter(ForwardNeeds, ChainGenerator):
     """Proposes draft trees. One instance serves one ``generate()`` call.
 
     A new one declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
-    any, and :meth:`propose`.
+    any, :meth:`propose`, and :meth:`chain` for stock assisted decoding.
 
     Attributes:
         reads: the target's hidden states that :meth:`advance` gets.

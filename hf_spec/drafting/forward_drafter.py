@@ -102,6 +102,18 @@ class ForwardDrafter(Drafter):
     def finish(self) -> None:
         """Discard what :meth:`level` has cached."""
 
+    def chain_after(self, root: Tensor) -> list[int]:
+        """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""
+        found, zeros = root, torch.zeros_like(root)
+        tokens: list[int] = []
+        for depth in range(self.depth):
+            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
+            found = self.level(frontier)[:, -1].argmax(-1, keepdim=True)
+            if self.token_ids is not None:
+                found = self.token_ids[found]
+            tokens.append(int(found))
+        return tokens
+
     @property
     def num_grown(self) -> int:
         """Number of draft tokens that are grown."""

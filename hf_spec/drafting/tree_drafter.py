@@ -271,3 +271,12 @@ class TreeDrafter(Drafter, Holds):
             logits = self.given(states, before)
             done += len(states)
             yield logits if self.vocabulary is None else self.vocabulary.of_all(logits)
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        # The token before those that are predicted.
+        own = self.model(input_ids).logits[:, -1:].argmax(-1).to(input_ids.device)
+        (states,) = self.future_states(torch.cat([input_ids, own], dim=1), last)
+        own = own[0].to(states.device)
+        predictions = self._predictions(states, own, (self.distances,), 1)
+        return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()

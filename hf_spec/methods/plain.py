@@ -5,6 +5,8 @@ With recorded steps this is plain generation whose forwards are one launch each.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
@@ -30,6 +32,9 @@ class PlainDrafter(Drafter):
 
     def propose(self, state: DecodeState) -> Tree:
         return Tree.roots(state.root)
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        return []
 
 
 METHOD = Method(

@@ -6,11 +6,13 @@ Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.lookup import BatchLookup, History
-from hf_spec.drafting.ngram import Limits
+from hf_spec.drafting.ngram import Limits, NgramIndex, continuation_tree
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import Method
@@ -47,6 +49,12 @@ class PromptLookupDrafter(Drafter):
 
     def select(self, rows: Sequence[int]) -> None:
         self.lookups.select(rows)
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        tokens, depth = input_ids[0].tolist(), self.options.max_depth
+        index = NgramIndex(self.options.min_ngram, self.options.max_ngram)
+        index.update(tokens)
+        return continuation_tree(tokens, index.matches(tokens, 1), depth, depth).tokens[1:]
 
 
 METHOD = Method(

@@ -190,3 +190,19 @@ def test_rows_are_drafted_for_themselves() -> None:
         one.observe(state, tree, HostResult([[]] * 4, emitted, [0] * 4))
         for own, confidence in zip(one.lookups.rows, confidences):
             assert vars(own.confidence) == vars(confidence)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32])
+def test_get_candidates_appends_the_best_chain(dtype: torch.dtype) -> None:
+    rng, one = random.Random(3), drafter(max_depth=6)
+    tokens = [4, 5, 6]
+    for _ in range(12):
+        ids = torch.tensor([tokens], dtype=dtype)
+        candidates, logits = one.get_candidates(ids)
+        matches = rescan(tokens, 1, 4, 1)
+        chain = continuation(tokens, matches[0][0], 6) if matches else []
+        assert logits is None
+        assert candidates.dtype == dtype
+        assert candidates.shape == (1, len(tokens) + len(chain))
+        assert candidates[0].tolist() == tokens + chain
+        tokens = tokens + sequence(rng, rng.randint(1, 3), 4)

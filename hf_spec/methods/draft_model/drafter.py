@@ -144,3 +144,15 @@ class DraftModelDrafter(AssistantDrafter):
         if self._graphs is None or self._target is None:
             return []
         return self._target.cache.states.release()
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        known = input_ids.to(placement(self.assistant).device).clamp(max=self.shared - 1)
+        found = self.assistant.generate(
+            known, attention_mask=torch.ones_like(known), max_new_tokens=self.depth,
+            do_sample=False, num_beams=1, assistant_strategy=None,
+        )  # fmt: skip
+        tokens: list[int] = found[0, input_ids.shape[1] :].tolist()
+        wrong = (place for place, token in enumerate(tokens) if token >= self.shared)
+        return tokens[: next(wrong, len(tokens))]

@@ -8,13 +8,16 @@ as many rows of their own, and the assistant has no cache: nothing is written, r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_spec.cache.buffers import aligned
+from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.transfer import sent
@@ -23,8 +26,10 @@ from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
-from hf_spec.model.hidden_states import Reads, states_at
+from hf_spec.model.hidden_states import Reads, captured, states_at, taken
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.cache_name import CACHE
+from modeling_patches.per_call import Changes
 from modeling_patches.shared_kv import shared_kv_sources, with_given_masks
 from modeling_patches.weights import placement
 
@@ -118,3 +123,20 @@ class SharedKVDrafter(AssistantDrafter):
 
     def finish(self) -> None:
         self._seen = self._after = None
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        model, known = self.model, input_ids[:, :-1].to(placement(self.model).device)
+        if not known.shape[1]:  # nothing to attend to
+            return []
+        source = DynamicCache(config=model.config.get_text_config(decoder=True))
+        changes = Changes()
+        states = captured(model, changes)
+        inputs = {"input_ids": known, "use_cache": True, "logits_to_keep": 1, CACHE: source}
+        changes.run(model, **taken(model, **inputs))
+        cache = TreeCache(len(source.layers), 1, known.device)
+        take_over(cache, source, more=0)
+        own = copy.copy(self)
+        own._hidden, own._seen = states[0][:, -1], own._see(cache, torch.zeros_like(known[:, :1]))
+        return own.chain_after(input_ids[:, -1:])

@@ -145,6 +145,13 @@ class LayerSkipDrafter(Drafter):
         merged = {} if self.learned is None else {"merged_bytes": self.learned.num_bytes}
         return {"threshold": round(self.exit.gamma, 4), **merged}
 
+    def chain(self, input_ids: Tensor) -> list[int]:
+        output = self.drafting.run(
+            self.model.generate, input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
+            num_beams=1, assistant_strategy=None,
+        )  # fmt: skip
+        return output[0, input_ids.shape[1] :].tolist()
+
 
 class Stage:
     """The drafting stage of one step; see :class:`hf_spec.drafting.grow.Expands`."""
