@@ -150,7 +150,22 @@ TABLES = {
         (_ppd("1"), *(_ppd(f"{n}", f"--num-ept {n}") for n in (2, 5))),
     ),
     "ppd-training": Table(
-        "PPD, Table 6.5: loss", (_ppd("distillation"), _ppd("hard", "--loss hard"))
+        "PPD, Tables 6.5 and 6.6: loss, prefix tuning",
+        (
+            _ppd("distillation"), _ppd("hard", "--loss hard"),
+            _ppd("prefix", "--num-prefix-tokens 1"),
+        ),
+    ),
+    "ppd-head": Table(
+        "PPD, Table 6.7: a head of their own",
+        (
+            _ppd("none"),
+            *(
+                _ppd(f"{kind}-{stages}", f"--head {kind} --head-stages {stages}")
+                for kind in ("vocabulary", "residual")
+                for stages in (1, 2)
+            ),
+        ),
     ),
     "ppd-masks": Table(
         "PPD, Tables 6.8 and 6.9: masks and weights of EPTs",
@@ -159,6 +174,10 @@ TABLES = {
             *(_ppd(mask, f"--num-ept 4 --ept-mask {mask}") for mask in ("decoder", "encoder")),
             _ppd("learned", "--num-ept 4 --ept-aggregation learned"),
         ),
+    ),
+    "ppd-exits": Table(
+        "PPD, Table 6.10: several exits",
+        (_ppd("1"), *(_ppd(f"{n}", f"--num-exits {n}") for n in (2, 3))),
     ),
     "propd-pruning": Table(
         "ProPD, Table 2: layer and k",

@@ -29,7 +29,10 @@ LAYERS = frozenset(
      "LinearAttentionAndSlidingWindowAttentionLayer"}
 )  # fmt: skip
 
-_OTHER_ADAPTERS = "Choose an adapter without it: prompt_depth='none' for BITA, or another type."
+_OTHER_ADAPTERS = (
+    "Choose an adapter without it: prompt_depth='none' for BITA, num_prefix_tokens=0 for PPD, or "
+    "another type."
+)
 
 
 def context_ends(model: Any) -> list[int]:

@@ -223,7 +223,16 @@ VARIANTS: dict[str, Variants] = {
             "ensemble": {"num_ept": 2},
             "decoder": {"num_ept": 2, "ept_mask": "decoder"},
             "encoder": {"num_ept": 3, "ept_mask": "encoder", "num_prompt_tokens": 2},
-            "learned": {"num_ept": 2, "ept_mask": "encoder", "ept_aggregation": "learned"},
+            "learned": {"num_ept": 2, "ept_aggregation": "learned"},
+            "prefix": {"num_prefix_tokens": 2},
+            "vocabulary": {"head": "vocabulary"},
+            "residual": {"head": "residual"},
+            "low rank": {"head": "residual", "head_rank": 2},
+            "exits": {"num_exits": 2},
+            "all": {
+                "num_ept": 2, "ept_mask": "encoder", "ept_aggregation": "learned",
+                "num_prefix_tokens": 1, "head": "vocabulary", "num_exits": 3,
+            },
         },
     ),
     "prompt_lookup": Variants(

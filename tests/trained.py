@@ -20,7 +20,7 @@ _SPACE = {"num_mask_tokens": 2, "rank": 2, "markov_rank": 0}
 #: Method and config by name.
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bita": ("bita", {"num_mask_tokens": 2, "num_prompt_tokens": 4, "markov_rank": 0}),
-    "ppd": ("ppd", {"num_prompt_tokens": 2, "markov_rank": 0}),
+    "ppd": ("ppd", {"num_prompt_tokens": 2, "head": "residual", "markov_rank": 0}),
     "medusa": ("medusa", {"num_heads": 2, "markov_rank": 0}),
     "dflash": ("dflash", {"num_layers": 1, "block_size": 3}),
     "dspark": ("dspark", {"num_layers": 1, "block_size": 2, "markov_rank": 4}),

@@ -133,6 +133,10 @@ class SpecPeftConfig(PeftConfig):
         """Peak learning rates, by prefix of parameter names."""
         return {}
 
+    def untrained(self, progress: float) -> frozenset[str]:
+        """Names of the parameters that are not trained yet, at a share of the steps (0 to 1)."""
+        return frozenset()
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, and the files for `SpecConfig` and `custom_generate`: the
         strategy with its default options, unless the folder already names a strategy."""

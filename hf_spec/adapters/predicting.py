@@ -1,4 +1,4 @@
-"""Base of adapters that predict future tokens: draft vocabularies and Markov heads."""
+"""Base of adapters that predict future tokens: draft vocabularies, Markov heads, prefix KV."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.checks import SHARE, check_count, count, setting
-from hf_spec.core.limits import MAX_RANK, MAX_SIZE
+from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
+from modeling_patches.support import kv_shape
 from modeling_patches.weights import input_features, output_features, placement
 
 #: Fields that ``hf-spec train`` sets by default.
@@ -97,6 +98,32 @@ class PredictingConfig(VocabularyConfig):
             )
             tensors.update(zip(MARKOV_HEAD, matrices))
         return tensors
+
+
+@dataclass
+class FrontConfig(PredictingConfig):
+    """Base of configs of adapters with a prefix KV, which has the shape of the base's KV cache."""
+
+    num_layers: int | None = setting(
+        None, "Layers of the base's cache (recorded).", count(1, MAX_SHAPE)
+    )
+    num_kv_heads: int | None = setting(
+        None, "Key-value heads of the base (recorded).", count(1, MAX_SHAPE)
+    )
+    head_dim: int | None = setting(
+        None, "Dimension of the base's heads (recorded).", count(1, MAX_SHAPE)
+    )
+
+    def record_shape(self, model: nn.Module) -> None:
+        """Record the shape of the base's cache, unless a loaded adapter already has it."""
+        if not (self.inference_mode and self.num_layers):
+            self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)
+
+    def fresh_states(self, name: str, slots: int, std: float) -> dict[str, Tensor]:
+        """``<name>_keys`` and ``<name>_values``, ``(layers, kv_heads, slots, head_dim)`` each."""
+        assert self.num_layers and self.num_kv_heads and self.head_dim
+        shape = (self.num_layers, self.num_kv_heads, slots, self.head_dim)
+        return {f"{name}_{part}": torch.randn(shape) * std for part in ("keys", "values")}
 
 
 def text_embeddings(model: Any, count: int) -> Tensor:

@@ -39,7 +39,7 @@ class ForwardNeeds:
     def kind_of_forward(self) -> Hashable:
         """What its forwards need besides a tree. Each kind is checked and compiled once."""
         inputs = self.probe_inputs
-        probes = inputs and (len(inputs.embeddings), inputs.num_front)
+        probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
         return probes, self.reads, self.pruning and self.pruning.layer
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:

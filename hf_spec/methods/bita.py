@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import TRAINED, PredictingConfig
+from hf_spec.adapters.predicting import TRAINED, FrontConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import choice, count, setting
-from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FRONT, MAX_FUTURE, MAX_SHAPE
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FRONT, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -28,7 +28,6 @@ from hf_spec.methods.registry import Method
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import computed_states, probe_sequences
 from hf_spec.policy.tree_source import tree_source
-from modeling_patches.support import kv_shape
 from modeling_patches.weights import input_features
 
 #: Models with more parameters get four mask tokens (section 4.1).
@@ -36,7 +35,7 @@ LARGE = 13e9
 
 
 @dataclass
-class BitaConfig(PredictingConfig):
+class BitaConfig(FrontConfig):
     """Config of a BITA adapter: mask tokens that draft, and prompt tokens that only they attend to.
 
     Raises:
@@ -61,16 +60,6 @@ class BitaConfig(PredictingConfig):
         choice("deep", "shallow", "none"),
     )
 
-    num_layers: int | None = setting(
-        None, "Layers of the base's cache (recorded).", count(1, MAX_SHAPE)
-    )
-    num_kv_heads: int | None = setting(
-        None, "Key-value heads of the base (recorded).", count(1, MAX_SHAPE)
-    )
-    head_dim: int | None = setting(
-        None, "Dimension of the base's heads (recorded).", count(1, MAX_SHAPE)
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompt_depth == "none":
@@ -86,8 +75,8 @@ class BitaConfig(PredictingConfig):
         if self.num_mask_tokens is None:
             parameters = sum(p.numel() for p in model.parameters())
             self.num_mask_tokens = 4 if parameters > LARGE else 3
-        if self.prompt_depth == "deep" and not (self.inference_mode and self.num_layers):
-            self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)
+        if self.prompt_depth == "deep":
+            self.record_shape(model)
 
 
 #: Standard deviation of initial embeddings (section 4.1).
@@ -110,10 +99,7 @@ class BitaAdapter(Adapter):
         if config.prompt_depth == "shallow":
             tensors["prompts"] = torch.randn(count, hidden) * INIT_STD
         elif config.prompt_depth == "deep":
-            assert config.num_layers and config.num_kv_heads and config.head_dim
-            shape = config.num_layers, config.num_kv_heads, count, config.head_dim
-            for name in ("prompt_keys", "prompt_values"):
-                tensors[name] = torch.randn(shape) * INIT_STD
+            tensors |= config.fresh_states("prompt", count, INIT_STD)
         self.hold({**tensors, **config.fresh_shared(model, config.num_mask_tokens)})
 
 

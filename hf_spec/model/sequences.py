@@ -25,6 +25,7 @@ from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
+from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
@@ -158,7 +159,8 @@ class _Run:
         for local in {local for local in self.attention.locals.values() if local is not None}:
             seen[local] = visible[:, None] & near(local, query_positions, key_positions)
         if front:
-            learned = visible.new_ones(self.batch, 1, visible.shape[1], front)
+            kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
+            learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
             seen = {local: torch.cat([learned, mask], dim=3) for local, mask in seen.items()}
             key_positions = pad(key_positions, (front, 0))
         if self.attention.positions is not None:
@@ -194,6 +196,7 @@ class _Run:
         changes = self._changes(visible, self.seq)
         if while_probing is not None:
             changes.update(while_probing)
+        averaged_exits(self.model, changes, self.inputs.exits)
         if self.inputs.update is not None:
             self.inputs.update.add_to(changes)
         seen = captured(self.model, changes)
@@ -217,6 +220,7 @@ class _Run:
             [self.model.get_input_embeddings()(self.input_ids), self._embeddings()], dim=1
         )
         changes = self._changes(visible)
+        averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
         seen = captured(self.model, changes)
         # Recurrent layers ask their cache for states.
         held = {} if self.states is None else {CACHE: sequence_cache(self.states)}

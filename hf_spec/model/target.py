@@ -30,6 +30,7 @@ from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import DynamicRope, rope_ends
 from modeling_patches.early_pruning import Choose, early_pruning
+from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
@@ -148,11 +149,15 @@ class Target:
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = Pass(), False
         self.probe_embeddings: Tensor | None = None
+        #: ``(kinds, slots)`` bool, which front slots each kind of probe sees.
+        self.front_seen: Tensor | None = None
         if probe_inputs is not None:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
                 cache.states.set_front(probe_inputs.front, Ranks(model).own_heads)
+                kinds = torch.arange(len(probe_inputs.embeddings), device=cache.lengths.device)
+                self.front_seen = probe_inputs.sees_front(kinds)
 
     def __call__(
         self,
@@ -265,9 +270,10 @@ class Target:
         }
         front = cache.states.front if cache.block and cache.block.front else 0
         learned, visible = None, block.visible
-        if front:
-            learned = visible.new_zeros((*positions.shape, front))
-            learned[:, -block.tree.num_probes :, front - self.num_front :] = True
+        if front and self.front_seen is not None:
+            seen = self.front_seen[block.kinds.to(lengths.device)]
+            learned = seen.new_zeros((*positions.shape, front))
+            learned[:, -block.tree.num_probes :, front - self.num_front :] = seen
         made: dict[Local | None, Tensor] = {}
         at_keys: dict[Local | None, Tensor] = {}
         by_position = attention.positions is not None or any(kinds.values())
@@ -345,6 +351,7 @@ class Target:
         inputs = self._inputs(Block.of(tree), keys)
         changes, seen = self._watched(tree.num_tokens, tree.num_probes)
         if not self._prunes:
+            # After averaged exits, which must see the last layer's output first.
             early_pruning(
                 self.model, changes, pruning.layer,
                 lambda hidden: None if running.choose is None else running.choose(hidden),
@@ -365,10 +372,12 @@ class Target:
         running.tokens, running.probes, running.logits_at = tokens, probes, logits_at
         if self._watching is None:
             changes, inputs = Changes().update(self._changes), self.probe_inputs
-            if inputs is not None and inputs.update is not None:
-                inputs.update.add_to(
-                    changes, lambda: (running.tokens + running.probes, running.probes)
-                )
+            if inputs is not None:
+                averaged_exits(self.model, changes, inputs.exits, lambda: running.tokens)
+                if inputs.update is not None:
+                    inputs.update.add_to(
+                        changes, lambda: (running.tokens + running.probes, running.probes)
+                    )
             seen = captured(self.model, changes, self.reads.layers, running.wanted)
             self._watching = changes, seen
         return self._watching

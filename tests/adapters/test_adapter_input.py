@@ -349,6 +349,8 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
         ("LayerSkip", {"peft_type": "LORA"}, "LayerSkipConfig is of PEFT type LAYER_SKIP, got .*"),
         ("PPD", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 1 to 256"),
         ("PPD", {"num_ept": 10**7}, "num_ept=10000000: .* from 1 to 341"),  # 1024 of three each
+        ("PPD", {"num_prefix_tokens": 10**7}, "num_prefix_tokens=10000000: .* from 0 to 1365"),
+        ("PPD", {"head": "residual", "head_rank": 10**7}, "head_rank=10000000: .* to 16384"),
         ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
         ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
         ("Medusa", {"markov_rank": 10**6}, "markov_rank="),

@@ -28,7 +28,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "propd": lambda: hf_spec.ProPDConfig(num_heads=2, prune_layer=1),
     "bita": lambda: hf_spec.BitaConfig(num_mask_tokens=2, markov_rank=2),
     "space": lambda: hf_spec.SpaceConfig(num_mask_tokens=2, draft_vocab_size=40),
-    "ppd": lambda: hf_spec.PPDConfig(num_prompt_tokens=2, markov_rank=2),
+    "ppd": lambda: hf_spec.PPDConfig(num_prompt_tokens=2, head="vocabulary"),
     "layer_skip": lambda: hf_spec.LayerSkipConfig(skip_attention=[1]),
 }
 STRATEGY = {name: name for name in CONFIGS} | {"own heads": "medusa"}

@@ -5,18 +5,22 @@ The oracle runs one place at a time by stock forwards, with masks written as the
 
 import random
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import added, losses_one_by_one, two_answers
 from conftest import VOCAB, Tiny, prompt, ragged
+from datasets import Dataset
 from method_variants import VARIANTS
 from running import drafting, proposals
-from transformers import DynamicCache
+from tiny_checkpoint import make_model
+from transformers import DynamicCache, TrainerCallback
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
@@ -25,6 +29,9 @@ from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
 from hf_spec.methods.ppd.drafter import PPDDrafter
+from hf_spec.methods.registry import get_method
+from hf_spec.tools.hub.card import write_card
+from hf_spec.tools.training.train import train
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
@@ -77,20 +84,52 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits (m, vocab) of the prompt tokens behind ``ids`` (seq,) of a llama."""
     adapter = find_active(model, "PPD")
     config, weights = adapter.config, adapter.tensors()
-    count, ept = config.num_prompt_tokens, config.num_ept
+    count, ept, prefix = config.num_prompt_tokens, config.num_ept, config.num_prefix_tokens
+    seen = DynamicCache()
+    model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
     cache = DynamicCache()
-    model(input_ids=ids[None], **{CACHE: cache}, use_cache=True)
-    rows = torch.full((count * ept, len(ids) + count * ept), -1e9)
-    rows[:, : len(ids)] = 0
+    for index, layer in enumerate(seen.layers):
+        states = [layer.keys, layer.values]
+        if prefix:
+            own = [weights["prefix_keys"][index][None], weights["prefix_values"][index][None]]
+            states = [torch.cat(pair, 2) for pair in zip(own, states)]
+        cache.update(*states, index)
+    rows = torch.full((count * ept, count * prefix + len(ids) + count * ept), -1e9)
     for query in range(count * ept):
+        for slot in range(count * prefix):  # figure 4.4
+            if slot // prefix == query // ept:
+                rows[query, slot] = 0
+        for token in range(len(ids)):
+            rows[query, count * prefix + token] = 0
         for key in range(count * ept):
             if sees(config.ept_mask, query, key, ept):
-                rows[query, len(ids) + key] = 0
-    logits = model(
-        inputs_embeds=weights["prompts"][None], **{CACHE: cache}, attention_mask=rows[None, None],
+                rows[query, count * prefix + len(ids) + key] = 0
+    layers: list[torch.Tensor] = []
+    handles = [
+        layer.register_forward_hook(
+            lambda m, a, out: layers.append(out[0] if isinstance(out, tuple) else out)
+        )
+        for layer in model.model.layers
+    ]
+    model(
+        inputs_embeds=weights["prompts"][None], **{CACHE: cache},
+        attention_mask=rows[None, None],
         position_ids=torch.tensor([[len(ids) + place // ept for place in range(count * ept)]]),
-    ).logits.view(count, ept, -1)  # fmt: skip
-    if config.ept_aggregation == "average":  # section 4.4.4
+    )  # fmt: skip
+    for handle in handles:
+        handle.remove()
+    hidden = model.model.norm(torch.stack(layers[-config.num_exits :]).mean(0))[0]
+    if config.head == "residual":
+        assert ept == 1
+        matrix = weights.get("head")
+        if matrix is None:
+            matrix = weights["head_up"] @ weights["head_down"]
+        hidden = hidden + torch.nn.functional.silu(hidden @ matrix.T + weights["head_bias"])
+    logits = model.lm_head(hidden)
+    if config.head == "vocabulary":
+        logits = logits + hidden @ weights["head"].T
+    logits = logits.view(count, ept, -1)  # section 4.4.4
+    if config.ept_aggregation == "average":
         return logits.mean(1)
     return (logits * weights["weights"][:, :, None]).sum(1)
 
@@ -123,6 +162,18 @@ def test_prompts_start_from_text(fresh: Tiny) -> None:
         assert (prompts[:, None] == every).all(-1).any(-1).all()
 
 
+def test_heads_start_as_the_base_s_own(fresh: Tiny) -> None:
+    found = []
+    for name in ("plain", "vocabulary", "residual", "low rank"):
+        model = fresh()
+        torch.manual_seed(0)
+        model.add_adapter(hf_spec.PPDConfig(**CONFIGS[name]))
+        found.append(naive(model, prompt()[0]))
+    assert all(torch.equal(found[0], one) for one in found[1:])
+    with pytest.raises(ValueError, match="num_exits=4: .* from 1 to 3. As the model's layers"):
+        fresh().add_adapter(hf_spec.PPDConfig(num_exits=4))
+
+
 # -- decoding -----------------------------------------------------------------------------------
 
 
@@ -152,7 +203,7 @@ def test_rows_in_different_states_of_random_trees(
     model = fresh("llama_tied")
     lengths = (12, 1, 5, 9, 2, 11)
     plain = model.generate(**ragged(lengths), max_new_tokens=NEW, do_sample=False)
-    with_adapter(model, {"num_ept": 1 + seed % 2}, seed)
+    with_adapter(model, {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}, seed)
     source = TreeSource(states_of(random.Random(seed), 3))
     monkeypatch.setattr(drafter_module, "dynamic_source", lambda model, adapter: source)
     out = model.generate(
@@ -178,3 +229,49 @@ def states_of(generator: random.Random, most: int) -> TreeStates:
         probes = tuple(generator.randint(0, most) for _ in range(len(tree)))
         states.append(TreeState(tree, (most, *probes[1:]) if known == 0 else probes))
     return TreeStates(tuple(states))
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+class Watch(TrainerCallback):
+    """Notes after each step which parameters differ from what they were before it."""
+
+    def __init__(self) -> None:
+        self.moved: list[set[str]] = []
+        self.before: dict[str, torch.Tensor] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = find_active(kwargs["model"], "PPD").tensors()
+        self.before = {name: value.detach().clone() for name, value in found.items()}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = find_active(kwargs["model"], "PPD").tensors()
+        self.moved.append({k for k, v in found.items() if not torch.equal(v, self.before[k])})
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) -> None:
+    """Section 4.4.2; gradients are accumulated, so that the stages are those of whole steps."""
+    rows = [
+        {"prompt_ids": [4 + (i + k) % 4 for k in range(8)], "answer_ids": [5 + i % 3] * 12}
+        for i in range(12)
+    ]
+    settings = {
+        "max_steps": 4, "eval_steps": 4, "held_out": 4, "served_prompts": 1, "served_tokens": 4,
+        "per_device_train_batch_size": 2, "num_anchors": 4, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    watch = Watch()
+    config = {"head": "residual", "head_stages": stages}
+    train(
+        make_model(), Dataset.from_list(rows), "ppd", tmp_path, config, settings, callbacks=[watch]
+    )
+    # The other parts of the Markov head have gradients once its output is not zero.
+    first, late = {"markov_output"}, {*MARKOV_HEAD}
+    head, markov_head = {"head", "head_bias"}, [first, late, late, late]
+    heads = [head] * 4 if stages == 1 else [set(), set(), head, head]
+    # The cosine schedule ends at a rate of zero, but after the last step.
+    assert watch.moved == [{"prompts"} | one | two for one, two in zip(heads, markov_head)]
+    card = write_card(tmp_path).read_text()
+    assert "3 learned prompt tokens" in card and "a residual head of their own" in card
+    assert "They have learned its distributions" in card

@@ -179,3 +179,12 @@ def test_every_tree_drafter(fresh: Tiny, drafter: str) -> None:
     assert drafter == "prompt_lookup" or stats.num_drafted_tokens / stats.num_row_steps > without
     assert run(model, **drafting("propd")) == plain
     assert hf_spec.last_stats(model).num_pruned_tokens == 0, "unless it is asked for"
+
+
+def test_exits_before_the_layer_are_refused(fresh: Tiny) -> None:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.PPDConfig(num_exits=2), "drafter")
+    trained_like(model)
+    model.set_adapter(["drafter", "propd"])
+    with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*after layer 2"):
+        run(model, **propd(drafter="ppd"))

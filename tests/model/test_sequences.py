@@ -4,6 +4,7 @@ The oracle runs one group at a time behind its own prefix, without our masks and
 states stand in front of a stock cache, and a plain causal forward follows.
 """
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -54,33 +55,42 @@ def decoded(
     return target(Tree.roots(ids[-1:]).attach_probes(group)).hidden[0, 1:]
 
 
-#: Kinds that share positions.
+#: Kinds that share positions, and slots that each of them sees.
 KINDS = ProbeGroup((1, 1, 2), ((1, 1, 0), (1, 1, 0), (1, 0, 1)))
+SEEN = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("architecture", "slots", "group"),
+    ("architecture", "slots", "group", "exits"),
     [
         (architecture, *case)
         for architecture in ARCHITECTURES
-        for case in ((0, GROUP), (5, GROUP), (5, KINDS))
+        for case in ((0, GROUP, 1), (5, GROUP, 1), (5, KINDS, 2))
     ],
 )
 def test_training_runs_what_decoding_runs(
-    tiny: Tiny, architecture: str, slots: int, group: ProbeGroup
-) -> None:
-    model = tiny(architecture)
-    inputs = learned(model, slots)
+    tiny: Tiny, architecture: str, slots: int, group: ProbeGroup,
+    exits: int,
+) -> None:  # fmt: skip
+    """Also kinds that see slots of their own, and that leave the model by several exits."""
+    model, seen = tiny(architecture), SEEN if group is KINDS else None
+    inputs = replace(learned(model, slots), front_seen=seen, exits=exits)
     ids = prompt(14, 2)
     padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), ids, ids[:, :1]], dim=1)
     mask = torch.tensor([[0, 0] + [1] * 14 + [0]] * 2)
     anchors = torch.tensor([[3, 9, 13], [2, 6, 11]])
-    hidden = probe_sequences(model, padded, mask, anchors + 2, group, inputs).probe_hidden
+
+    def run(inputs: ProbeInputs) -> torch.Tensor:
+        return probe_sequences(model, padded, mask, anchors + 2, group, inputs).probe_hidden
+
+    hidden = run(inputs)
     for row in range(2):
         for column, anchor in enumerate(anchors[row].tolist()):
             alone = decoded(model, ids[row, : anchor + 1], inputs, group)
             torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
+    if seen is not None:
+        assert not torch.allclose(hidden, run(replace(inputs, front_seen=None)), **CLOSE)
 
 
 @torch.no_grad()
@@ -97,6 +107,25 @@ def test_inputs_of_every_layer(architecture: str) -> None:
         alone = decoded(model, ids[0, : anchor + 1], inputs)
         for run in runs:
             torch.testing.assert_close(run.probe_hidden[0, column], alone, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", range(3))
+def test_slots_a_kind_does_not_see_do_not_matter(tiny: Tiny, kind: int) -> None:
+    own = torch.eye(3).bool()
+    model, group = tiny("llama"), ProbeGroup((1, 2, 3), tuple(map(tuple, own.tolist())))
+    seen = own.repeat_interleave(2, dim=1)  # two slots of each kind's own
+    inputs = replace(learned(model, 6), front_seen=seen)
+    for keys, values in inputs.front:
+        keys[:, 2 * kind : 2 * kind + 2] += 3
+        values[:, 2 * kind : 2 * kind + 2] += 3
+    ids, anchors = prompt(9), torch.tensor([[5]])
+    before, after = (
+        probe_sequences(model, ids, None, anchors, group, given).probe_hidden[0, 0]
+        for given in (replace(learned(model, 6), front_seen=seen), inputs)
+    )
+    changed = [not torch.equal(one, other) for one, other in zip(before, after)]
+    assert changed == [place == kind for place in range(3)]
 
 
 @torch.no_grad()
@@ -128,12 +157,13 @@ def test_against_a_stock_cache(tiny: Tiny, architecture: str, slots: int) -> Non
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("exits", [1, 3])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "bloom"])
-def test_together_equals_apart(tiny: Tiny, architecture: str) -> None:
+def test_together_equals_apart(tiny: Tiny, architecture: str, exits: int) -> None:
     """The differentiable single forward and the two of a frozen base."""
     model = tiny(architecture)
     ids, anchors = prompt(12, 2), torch.tensor([[4, 8], [1, 10]])
-    inputs = learned(model, 0)
+    inputs = replace(learned(model, 0), exits=exits)
     apart = probe_sequences(model, ids, None, anchors, GROUP, inputs)
     together = probe_sequences(model, ids, None, anchors, GROUP, inputs, frozen=False)
     torch.testing.assert_close(apart.probe_hidden, together.probe_hidden, **CLOSE)

@@ -109,16 +109,19 @@ def test_what_is_kept_comes_out_as_without_pruning(
             assert bool(states.abs().sum() > 0) == (index < layer)
 
 
+@pytest.mark.parametrize("exits", [1, 2])
 @pytest.mark.parametrize("counts", ["all", "some"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 @torch.no_grad()
-def test_probes_of_what_is_kept(tiny: Tiny, architecture: str, counts: str) -> None:
+def test_probes_of_what_is_kept(tiny: Tiny, architecture: str, counts: str, exits: int) -> None:
     model = tiny(architecture)
     prompts, bare, wanted = setting(5, 3)
     wanted[:, -1] = False
     sizes = [[(n + row) % 3 for n in range(len(SHAPE))] for row in range(3)]
     tree = bare.attach_probes(ProbeGroup.causal(2), None if counts == "all" else sizes)
-    inputs = ProbeInputs(torch.randn(2, 32, generator=torch.Generator().manual_seed(1)))
+    inputs = ProbeInputs(
+        torch.randn(2, 32, generator=torch.Generator().manual_seed(1)), exits=exits
+    )
     whole, _ = run(model, tree, prompts, None, probe_inputs=inputs)
     pruned, _ = run(model, tree, prompts, Keep(1, wanted), probe_inputs=inputs)
     left = pruned.tree

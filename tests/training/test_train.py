@@ -210,7 +210,7 @@ def test_mixed_precision_and_a_base_in_bf16(tmp_path: Path) -> None:
         ("bita", {}, [*range(65)]),  # a quarter; the first ones where there are no more
         ("medusa", {"draft_vocab_size": 6}, [0, 1, 4, 5, 6, 7]),
         ("ppd", {"draft_vocab_size": 0}, []),
-        ("medusa", {"projection": "own"}, []),
+        ("ppd", {"head": "vocabulary"}, []),
     ],
 )
 def test_the_commonest_tokens_are_predicted(

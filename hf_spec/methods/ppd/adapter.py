@@ -8,33 +8,38 @@ Published prompt tokens of the author's code (github.com/hmarkc, ppd-* on the Hu
 The author saves adapters as PEFT saves prompt tuning: ``adapter_model.safetensors`` (or ``.bin``)
 has one tensor ``prompt_embeddings``, ``(prompt tokens * EPTs, hidden)``. As here, the EPTs of
 distance 1 come first. The published adapters have one EPT each, for which all masks are equal.
-Learned weights, heads and prefixes are in other files, which are not read: prefix tuning, a head
-of their own and averaged exits (sections 4.4.1, 4.4.2 and 4.4.5) are left out.
+Learned weights, heads and prefixes are in other files, which are not read.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import PredictingConfig, text_embeddings
+from hf_spec.adapters.predicting import FrontConfig, of_tokens, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import SHARE, check_count, choice, count, setting
-from hf_spec.core.limits import MAX_FUTURE, MAX_PROBES
+from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.losses import Ahead, future_losses, mean_loss, own_logits
 from hf_spec.methods.ppd.dynamic_tree import states_of
+from hf_spec.model.hidden_states import Head, model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
+from modeling_patches.modules import num_layers
+from modeling_patches.weights import output_features
+
+#: With two stages, share of the steps that train everything but the head.
+FIRST_STAGE = 0.5
 
 
 @dataclass
-class PPDConfig(PredictingConfig):
+class PPDConfig(FrontConfig):
     """Config of a PPD adapter: prompt tokens that draft.
 
     Raises:
@@ -66,6 +71,34 @@ class PPDConfig(PredictingConfig):
     decay: float = setting(
         0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).", SHARE
     )
+    num_prefix_tokens: int = setting(
+        0,
+        "Tokens of a learned prefix KV in every layer for each prompt token, which alone sees them "
+        "(prefix tuning).",
+    )
+    head: str = setting(
+        "none",
+        "A decoding head for prompt tokens. none: the base's. vocabulary: a second output layer. "
+        "residual: a block of hidden size before the base's.",
+        choice("none", "vocabulary", "residual"),
+    )
+    head_rank: int | None = setting(
+        None,
+        "Rank of a residual head's matrix; a low one keeps the adapter below 0.1 % of the base.  "
+        "[default: a full matrix]",
+        count(1, MAX_RANK),
+        {"head": ("residual",)},
+    )
+    head_stages: int = setting(
+        2,
+        "1: the head is trained from the first step. 2: the head is trained in the second half of "
+        "the steps, together with the rest.",
+        count(1, 2),
+    )
+    num_exits: int = setting(
+        1, "Last layers whose hidden states are averaged (multi-exit ensemble).", count()
+    )
+
     dynamic_tree: list[dict[str, Any]] | None = setting(
         None,
         "The dynamic sparse tree (recorded): of each state, ``paths`` of ranks and the number of "
@@ -77,18 +110,46 @@ class PPDConfig(PredictingConfig):
         if self.dynamic_tree is not None:
             states_of(self.dynamic_tree)
         check_count("num_ept", self.num_ept, high=MAX_PROBES // self.num_prompt_tokens)
+        most = MAX_FRONT // self.num_prompt_tokens
+        check_count("num_prefix_tokens", self.num_prefix_tokens, low=0, high=most)
         if self.num_ept == 1 and self.ept_aggregation == "learned":
             raise ValueError(
                 "ept_aggregation='learned' with num_ept=1: there is nothing to weigh. Give at "
                 "least 2 EPTs, or ept_aggregation='average'."
             )
 
+    def untrained(self, progress: float) -> frozenset[str]:
+        waits = self.head_stages == 2 and progress < FIRST_STAGE
+        parts = {"head", "head_down", "head_up", "head_bias"}
+        return frozenset(parts) if waits else frozenset()
+
+    @property
+    def reads_head(self) -> bool:
+        return self.head != "vocabulary"
+
+    def check_base(self, model: nn.Module) -> None:
+        super().check_base(model)
+        if self.num_exits > 1:
+            check_count("num_exits", self.num_exits, 1, num_layers(model), "As the model's layers.")
+        if self.num_prefix_tokens:
+            self.record_shape(model)
+
+
+#: Standard deviation of initial prefix tokens, which are not initialized from text.
+INIT_STD = 0.02
+
 
 class PPDAdapter(Adapter):
-    """Prompt tokens, and what predictions are conditioned on.
+    """Prompt tokens, and further parameters by config.
 
-    ``prompts`` is ``(m * n, hidden)`` for m prompt tokens of n EPTs, those of distance 1 first;
-    learned ``weights`` of EPTs are ``(m, n)``.
+    ``prompts`` is ``(m * n, hidden)`` for m prompt tokens of n EPTs, those of distance 1 first.
+    Depending on the config, there are also:
+
+    * ``weights`` ``(m, n)`` of the EPTs;
+    * ``prefix_keys`` and ``prefix_values``, ``(layers, kv_heads, m * prefix tokens, head_dim)``;
+    * ``head`` ``(vocab, hidden)``, added to the base's output embeddings; or ``head`` ``(hidden,
+      hidden)`` and ``head_bias`` ``(hidden,)`` of a residual block before them, with a rank
+      ``head_down`` ``(rank, hidden)`` and ``head_up`` ``(hidden, rank)`` instead of ``head``.
     """
 
     def __init__(self, config: PPDConfig, model: Any) -> None:
@@ -97,6 +158,20 @@ class PPDAdapter(Adapter):
         tensors = {"prompts": text_embeddings(model, distances * ept)}
         if config.ept_aggregation == "learned":
             tensors["weights"] = torch.full((distances, ept), 1 / ept)
+        if config.num_prefix_tokens:
+            tensors |= config.fresh_states("prefix", distances * config.num_prefix_tokens, INIT_STD)
+        # At first, the head changes nothing.
+        hidden = output_features(model)[0]
+        if config.head == "vocabulary":
+            tensors["head"] = torch.zeros(config.known_tokens(model), hidden)
+        elif config.head == "residual":
+            if config.head_rank is None:
+                tensors["head"] = torch.zeros(hidden, hidden)
+            else:  # as in LoRA, one factor is zero
+                rank = config.head_rank
+                tensors["head_down"] = torch.randn(rank, hidden) / hidden**0.5
+                tensors["head_up"] = torch.zeros(hidden, rank)
+            tensors["head_bias"] = torch.zeros(hidden)
         self.hold({**tensors, **config.fresh_shared(model, distances)})
 
 
@@ -129,7 +204,17 @@ class PromptTokens:
         self.weights: Mapping[str, Tensor] = adapter.tensors()
         self.distances: int = distances or self.config.num_prompt_tokens
         self.group = ept_group(self.distances, self.config.num_ept, self.config.ept_mask)
-        self.inputs = ProbeInputs(self.weights["prompts"][: len(self.group)])
+        prefix = self.config.num_prefix_tokens
+        front, seen = [], None
+        if prefix:
+            slots = self.distances * prefix
+            keys, values = self.weights["prefix_keys"], self.weights["prefix_values"]
+            front = list(zip(keys[:, :, :slots].unbind(0), values[:, :, :slots].unbind(0)))
+            # Figure 4.4: prompt token i attends to the prefix tokens i only.
+            own = torch.eye(self.distances, dtype=torch.bool, device=keys.device)
+            seen = own.repeat_interleave(self.config.num_ept, 0).repeat_interleave(prefix, 1)
+        embeddings = self.weights["prompts"][: len(self.group)]
+        self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
 
     def states(self, hidden: Tensor) -> Tensor:
         """The states that predict, ``(batch, n * distances, hidden)``, from final hidden states of
@@ -138,15 +223,31 @@ class PromptTokens:
         EPTs are combined before the output embeddings, which are linear: this equals the weighted
         sum of logits of section 4.4.4, except that a bias of the output embeddings counts once.
         """
-        if self.config.num_ept == 1:
-            return hidden
-        each = hidden.unflatten(1, (-1, self.config.num_ept))
-        if self.config.ept_aggregation == "average":
-            return each.mean(2)
-        count = each.shape[1]
-        share = self.weights["weights"][: self.distances].to(hidden)
-        share = share.repeat(-(-count // self.distances), 1)[:count]
-        return (each * share[:, :, None]).sum(2)
+        config, weights = self.config, self.weights
+        if config.num_ept > 1:
+            each = hidden.unflatten(1, (-1, config.num_ept))
+            if config.ept_aggregation == "average":
+                hidden = each.mean(2)
+            else:
+                count = each.shape[1]
+                share = weights["weights"][: self.distances].to(hidden)
+                share = share.repeat(-(-count // self.distances), 1)[:count]
+                hidden = (each * share[:, :, None]).sum(2)
+        if config.head == "residual":
+            names = ("head",) if config.head_rank is None else ("head_down", "head_up")
+            inner = hidden
+            for name in names:
+                inner = torch.nn.functional.linear(inner, weights[name].to(hidden))
+            hidden = hidden + torch.nn.functional.silu(inner + weights["head_bias"].to(hidden))
+        return hidden
+
+    def logits(self, model: Any, states: Tensor, head: Head | None = None) -> Tensor:
+        """Logits ``(batch, n, tokens)`` of :meth:`states`, by the base's output embeddings or what
+        replaces them, with its scaling and soft cap."""
+        if self.config.head == "vocabulary":  # added to logits, so their scale matters
+            own = states @ self.weights["head"].to(states).T
+            return model_logits(model, states) + of_tokens(model, own, 0.0)
+        return model_logits(model, states, head=head)
 
 
 def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
@@ -168,5 +269,6 @@ def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor
     if config.loss == "distillation":
         vocabulary = DraftVocabulary.of(weights, model)
         own = own_logits(model, found.token_hidden, ahead.columns, vocabulary)
-    losses = future_losses(model, weights, states, ahead, own)
+    predict = partial(prompts.logits, model)
+    losses = future_losses(model, weights, states, ahead, own, predict)
     return mean_loss(*losses, config.decay, pooled=True)

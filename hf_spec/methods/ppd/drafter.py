@@ -73,3 +73,8 @@ class PPDDrafter(ProbeDrafter):
 
     def distance_states(self, hidden: Tensor) -> Tensor:
         return self.prompts.states(hidden)
+
+    def logits(self, states: Tensor) -> Tensor:
+        if self.prompts.config.head == "vocabulary":
+            return self.prompts.logits(self.model, states)
+        return super().logits(states)

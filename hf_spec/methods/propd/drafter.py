@@ -28,6 +28,7 @@ from hf_spec.methods.propd.online_tree import (
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.policy.tree_source import drafted_depth, tree_source
+from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
 
 #: Value of ``drafter`` for the adapter's own heads.
@@ -169,6 +170,19 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter
         method = drafting_method(options)
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
     if options.prune:
+        _check_exits(drafter, config.prune_layer)
         top_k = options.prune_top_k or config.prune_top_k
         drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k)
     return drafter
+
+
+def _check_exits(drafter: Drafter, layer: int) -> None:
+    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned."""
+    exits = 1 if drafter.probe_inputs is None else drafter.probe_inputs.exits
+    layers = num_layers(drafter.model)
+    if layers - exits < layer:
+        raise ValueError(
+            f"the drafter's adapter averages the last {exits} of {layers} layers, and "
+            f"draft tokens are pruned after layer {layer}: leave prune=True out, or train "
+            "an early head for fewer layers."
+        )

@@ -13,6 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.tools.training.anchors import SimilarLengths
@@ -87,8 +88,9 @@ class SpecTrainer(Trainer):
             )
         self.sharded: bool = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        method = self.adapter_config.strategy
+        later, method = sorted(self._untrained()), self.adapter_config.strategy
         for unsupported, what, remedy in (
+            (later, f"a second stage, that of {', '.join(later)},", "train in one stage"),
             (not self.adapter_config.shards, f"'hf-spec train {method}'",
              "several processes with whole copies of the model work"),
             (self.trains_base, "training the base model's own weights", "train low-rank updates"),
@@ -177,6 +179,19 @@ class SpecTrainer(Trainer):
         super()._load_best_model()
         if self.trains_base:
             load_checkpoint(self._base, Path(self.state.best_model_checkpoint))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        for parameter in self._untrained().values():
+            parameter.grad = None  # the optimizer skips it
+        return loss
+
+    def _untrained(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of the adapter that are not trained yet, by name."""
+        names = self.adapter_config.untrained(self.progress)
+        adapter = find_active(self._base, self.adapter_config.type_name) if names else None
+        weights: dict[str, Any] = {} if adapter is None else adapter.tensors()
+        return {name: weight for name, weight in weights.items() if name in names}
 
     def whole_state(self) -> dict[str, Any]:
         """The model's state dict with whole tensors; all processes call this, and the first one
