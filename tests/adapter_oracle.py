@@ -1,13 +1,14 @@
 """Adapters of ours in tests: filled with random weights, and merged by hand."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import prompt
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -50,6 +51,14 @@ def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> d
     return weights
 
 
+def added(model: Any, config: Any, name: str = "default", std: float = 0.15, seed: int = 0) -> Any:
+    """Give a model an adapter of random parameters, the active one; returns it."""
+    model.add_adapter(config, name)
+    model.set_adapter(name)
+    randomise(model, config.type_name, std, seed)
+    return find_active(model, config.type_name)
+
+
 @contextmanager
 def lent(model: Any, config: Any, random: bool) -> Iterator[None]:
     """A model with an adapter, of random parameters or fresh, and then as it was."""
@@ -86,6 +95,44 @@ def batch_of(rows: list[tuple[list[int], list[int]]], num_anchors: int) -> dict[
     data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
     dataset = AnswerDataset(data, num_anchors=num_anchors)
     return collate([dataset[index] for index in range(len(data))])
+
+
+def two_answers() -> dict[str, Tensor]:
+    """A training batch; the second sequence is padded, and an anchor is in a prompt."""
+    ids, mask = prompt(12, 2), torch.ones(2, 12, dtype=torch.long)
+    ids[1, 10:], mask[1, 10:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100
+    anchors = torch.tensor([[1, 7, 10], [5, 7, 9]])
+    return {"input_ids": ids, "labels": labels, "anchors": anchors, "attention_mask": mask}
+
+
+def losses_one_by_one(
+    model: Any, batch: dict[str, Tensor], predict: Callable[[Tensor], Sequence[Tensor]],
+    first: int = 1, hard: bool = True,
+) -> list[list[tuple[int, Tensor]]]:  # fmt: skip
+    """The losses of each sequence's predictions, with their distances.
+
+    Args:
+        predict: logits ``(vocab,)`` of the token at each distance, from ``first`` on, behind a
+            text ``(seq,)``; the model itself predicts that of distance 0.
+        hard: whether they are cross-entropies of the text's tokens; else divergences from the
+            model's own distributions.
+    """
+    found = []
+    for ids, labels, anchors, mask in zip(*batch.values()):
+        ids, losses = ids[: mask.sum()], []
+        own = model(ids[None]).logits[0].detach().log_softmax(-1)
+        for anchor in anchors.tolist():
+            for distance, logits in enumerate(predict(ids[: anchor + 1]), first):
+                at, log_q = anchor + 1 + distance, logits.log_softmax(-1)
+                if at >= len(ids) or labels[at] == -100:
+                    continue
+                p = own[at - 1]
+                loss = -log_q[ids[at]] if hard else (p.exp() * (p - log_q)).sum()
+                losses.append((distance, loss))
+        found.append(losses)
+    return found
 
 
 def hooked(model: Any) -> int:

@@ -262,11 +262,10 @@ VARIANTS: dict[str, Variants] = {
         adapters={
             "adaptive": {**SHARED, "update": "gated"},
             "chain": {},
-            "match": {"update": "gated", "masks": "noise"},
+            "match": {"update": "gated"},
         },
         configs={
             "gated": {"rank": 2, "markov_rank": 3},
-            "noise": {"masks": "noise"},
             "lora": {"update": "lora", "rank": 3, "num_mask_tokens": 2, "p_ar": 0.0},
             "shared": {"update": "none", "shared_mask": True},
         },

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig
 
 from hf_spec.core import transfer
+from hf_spec.core.tree import Tree
+from hf_spec.drafting.drafter import Drafter
 from modeling_patches import per_call
 from modeling_patches.per_call import Changes
 
@@ -93,6 +95,22 @@ def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepPolicy, "paused", False)
     monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
     monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
+
+
+@contextmanager
+def proposals(drafter: type[Drafter]) -> Iterator[list[tuple[list[int], Tree]]]:
+    """Collects what a class of drafters proposes in the block: the first sequence's tokens so far,
+    and the trees."""
+    seen, propose = [], drafter.propose
+
+    def noted(self: Any, state: Any) -> Tree:
+        tree = propose(self, state)
+        seen.append((list(state.tokens[0]), tree))
+        return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "propose", noted)
+        yield seen
 
 
 def every_step(settings: dict[str, Any]) -> dict[str, Any]:

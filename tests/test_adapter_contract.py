@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adapter_oracle
 import pytest
 import torch
 from adapter_oracle import hooked, load, randomise
@@ -65,9 +66,7 @@ def added(
     model: Any, name: str, kind: str | None = None, adapter: str = "default", seed: int = 1
 ) -> dict[str, Tensor]:
     """Add an adapter of random parameters and activate it; returns these."""
-    model.add_adapter(config_of(name, kind), adapter)
-    model.set_adapter(adapter)
-    return randomise(model, config_of(name).type_name, seed=seed)
+    return adapter_oracle.added(model, config_of(name, kind), adapter, seed=seed).tensors()
 
 
 def active(model: Any, name: str) -> Any:

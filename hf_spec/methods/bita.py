@@ -127,8 +127,6 @@ def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor
     return mean_loss(*future_losses(model, weights, hidden, ahead), pooled=True)
 
 
-#: Default number of draft tokens per mask token.
-TOP_K = 5
 #: The tree with mask tokens after the last token only: the first line of table 4.
 STRAIGHTFORWARD = "straightforward"
 
@@ -143,12 +141,10 @@ class BitaOptions(DraftOptions):
             likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
             with one group of mask tokens, which do not attend to the draft tokens (figure 4). All
             values in :class:`DraftOptions` are allowed, too.
-        top_k: k, draft tokens per mask token of ``efficient`` and ``full`` trees; None for 5.
+        top_k: k, draft tokens per mask token of ``efficient`` and ``full`` trees.
     """
 
-    top_k: int | None = setting(
-        None, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": ("efficient", "full")}
-    )
+    top_k: int = setting(5, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": ("efficient", "full")})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,12 +157,11 @@ class BitaOptions(DraftOptions):
 
 def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:
     """``top_k`` draft tokens per level: under all of the level above, or under its likeliest."""
-    width = options.top_k or TOP_K
     paths: list[list[int]] = []
     level: list[list[int]] = [[]]
     for _ in range(depth):
         parents = level if options.tree == "full" else level[:1]
-        level = [[*parent, rank] for parent in parents for rank in range(width)]
+        level = [[*parent, rank] for parent in parents for rank in range(options.top_k)]
         paths += level
         if len(paths) > MAX_DRAFT_TOKENS:  # refused below; deeper levels may not fit in memory
             break

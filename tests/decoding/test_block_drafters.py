@@ -9,7 +9,7 @@ from adapter_oracle import randomise
 from conftest import Tiny, prompt
 from method_variants import DOMINO, DSPINE, XPRESS
 from replay import RECORDED, Replay
-from running import as_if, drafting
+from running import as_if, drafting, proposals
 from test_shrinking import staggered
 
 import hf_spec
@@ -139,11 +139,11 @@ def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Tiny) ->
         name = adapt(model, kind)
         method = methods()[name]
         drafter = method.make_drafter(model, method.parse_options({"tree": "chain"}))
-        with torch.no_grad():
-            root, *chain = drafter.chain(prompt())
-            full = torch.cat([prompt(), torch.tensor([[root, *chain]])], dim=1)
+        with torch.no_grad(), proposals(type(drafter)) as seen:
+            model.generate(prompt(), **GREEDY, **drafting(name, tree="chain"))
+            full = torch.cat([prompt(), seen[0][1].tokens], dim=1)
             (logits,) = drafter.future_logits(full, torch.tensor([prompt().shape[1] - 1]))
-        assert logits[0].argmax(-1).tolist() == chain, kind
+        assert torch.equal(logits.argmax(-1), seen[0][1].tokens[:, 1:]), kind
         model.delete_adapter("default")
 
 

@@ -1,5 +1,6 @@
 """Drafters with a decoder of their own draft in every step what they draft from scratch."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,12 +10,16 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from running import CAPTURED, as_if, draft_everything, drafting
+from step_by_hand import chain, commit
 from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.memory import memory
+from hf_spec.core.verify import HostResult
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
+from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.methods.eagle3 import Eagle3Config
+from hf_spec.model.sequences import token_hidden
 from hf_spec.policy.step_policy import StepPolicy
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -34,6 +39,17 @@ def adapted(model: Any, **fields: Any) -> Any:
     return model
 
 
+def chain_anew(drafter: Any, tokens: list[int]) -> list[int]:
+    """The likeliest token of each level after a text, all of which a copy of the drafter runs."""
+    ids, known = torch.tensor([tokens]), len(tokens) - 1
+    own = copy.copy(drafter)
+    own.cache = DraftCache(own.network.num_layers, 1, ids.device)
+    own._root = own._block = own._level = None
+    hidden = token_hidden(own.model, ids[:, :-1], layers=own.reads.layers)
+    commit(own, ids, hidden, [(0, known)], HostResult([range(known)], [tokens[1:]], [0]))
+    return chain(own, depth=own.depth)[0][0].tolist()
+
+
 @contextmanager
 def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Each proposed tree is compared with the chain of a new drafter that runs the whole text
@@ -46,16 +62,16 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         for row, tokens in enumerate(state.tokens):
             if not state.active[row] or tree.row_sizes[row] == 0:
                 continue
-            _, *expected = self.chain(torch.tensor([tokens[:-1]]))
-            host, node, chain = tree.host.rows(tree.row_sizes)[row], 0, []
+            expected = chain_anew(self, tokens)
+            host, node, drafted = tree.host.rows(tree.row_sizes)[row], 0, []
             while True:  # the likeliest child comes first
                 below = [n for n, above in enumerate(host.parents) if above == node and n]
                 if not below:
                     break
                 node = below[0]
-                chain.append(host.tokens[node])
-            assert chain and chain == expected[: len(chain)]
-            steps.append(len(chain))
+                drafted.append(host.tokens[node])
+            assert drafted and drafted == expected[: len(drafted)]
+            steps.append(len(drafted))
         return tree
 
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import check_same, prompt
 from released import Files, changed, check_refused, exported, imported, put, read, without, write
-from running import drafting
+from running import drafting, proposals
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation import candidate_generator
@@ -19,7 +19,7 @@ from transformers.generation import candidate_generator
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import WEIGHTS
-from hf_spec.methods.registry import methods
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.tools import cli
 from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
 
@@ -169,8 +169,9 @@ def test_transformers_own_type(tmp_path):
     model.load_adapter(str(tmp_path / "adapter"))
     ids = prompt(11).clamp(max=multimodal.HEAR - 1)
 
-    method = methods()["dflash"]
-    root, *drafted = method.make_drafter(model, method.parse_options({"tree": "chain"})).chain(ids)
+    with proposals(BlockDrafter) as seen:
+        model.generate(ids, **GREEDY, **drafting("dflash", tree="chain"))
+    root, *drafted = seen[0][1].tokens[0].tolist()
     text = torch.cat([ids, torch.tensor([[root]])], dim=1)
     stock = candidate_generator.DFlashTokenCandidateGenerator(
         assistant, base.get_input_embeddings(), base.get_output_embeddings(),

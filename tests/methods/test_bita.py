@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import added, losses_one_by_one, randomise, two_answers
 from conftest import Tiny, prompt
 from peft import get_peft_model
+from running import proposals
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.methods.bita import BitaDrafter
 from modeling_patches.cache_name import CACHE
 
@@ -23,30 +24,13 @@ def test_loss_against_one_anchor_at_a_time(fresh: Tiny, depth: str) -> None:
         torch.manual_seed(0)
         sizes = {**model.config.to_dict(), "model_type": "granite", "logits_scaling": 2.0}
         model = GraniteForCausalLM(GraniteConfig(**sizes)).eval()
-    peft_model = get_peft_model(
-        model, hf_spec.BitaConfig(num_prompt_tokens=4, prompt_depth=depth, num_mask_tokens=2)
-    )
-    weights = find_active(model, "BITA").tensors()
-    with torch.no_grad():
-        for value in weights.values():
-            value.mul_(20)  # so that they matter
-    ids = prompt(12, 2)
-    labels = ids.clone()
-    labels[:, :4] = -100
-    anchors = torch.tensor([[3, 7, 9], [5, 8, 11]])
-    out = peft_model(input_ids=ids, labels=labels, anchors=anchors)
-    expected = []
-    for row in range(2):
-        losses = []
-        for anchor in anchors[row].tolist():
-            logits = naive(model, ids[row, : anchor + 1], weights, depth)
-            for offset in (1, 2):
-                at = anchor + 1 + offset
-                if at < 12:
-                    log_p = logits[offset - 1].log_softmax(-1)
-                    losses.append(-log_p[ids[row, at]])
-        expected.append(torch.stack(losses).mean())
-    torch.testing.assert_close(out["loss"], torch.stack(expected).mean(), rtol=1e-4, atol=1e-4)
+    config = hf_spec.BitaConfig(num_prompt_tokens=4, prompt_depth=depth, num_mask_tokens=2)
+    peft_model, batch = get_peft_model(model, config), two_answers()
+    weights = randomise(model, "BITA", std=0.4)
+    found = losses_one_by_one(model, batch, lambda ids: naive(model, ids, weights, depth))
+    means = [torch.stack([loss for _, loss in row]).mean() for row in found]
+    loss = peft_model(**batch)["loss"]
+    torch.testing.assert_close(loss, torch.stack(means).mean(), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -82,29 +66,15 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
     accepted, its first c predictions are overtaken, and the others are the next candidates."""
     model = fresh("llama")
     model.lm_head.weight.data[3:] *= 0.01  # three tokens, so that one guess in three is right
-    torch.manual_seed(5)
-    model.add_adapter(hf_spec.BitaConfig())
-    weights = find_active(model, "BITA").tensors()
-    with torch.no_grad():
-        for value in weights.values():
-            value.mul_(30)
-    steps: list[tuple[list[int], list[int], int]] = []
-    propose = BitaDrafter.propose
-
-    def noted(self: BitaDrafter, state: Any) -> Any:
-        tree = propose(self, state)
-        drafted = tree.drafted.tokens[0, 1:].tolist()
-        steps.append((list(state.tokens[0]), drafted, tree.num_nodes))
-        return tree
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BitaDrafter, "propose", noted)
+    weights = added(model, hf_spec.BitaConfig(), std=0.6, seed=5).tensors()
+    with proposals(BitaDrafter) as seen:
         out = model.generate(
             prompt(), max_new_tokens=40, do_sample=False, assistant_strategy="bita",
             assistant_kwargs={"tree": "straightforward", "drafting": "always"},
         )  # fmt: skip
     plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
     assert out.tolist() == plain.tolist()
+    steps = [(tokens, tree.drafted.tokens[0, 1:].tolist(), tree.num_nodes) for tokens, tree in seen]
     known: list[int] = []  # the first step has none
     for (tokens, candidates, rows), (after, *_) in zip(steps, [*steps[1:], (out[0].tolist(),)]):
         room = out.shape[1] - len(tokens) - 1  # of the budget

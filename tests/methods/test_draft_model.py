@@ -11,9 +11,9 @@ import torch
 from conftest import Tiny, check_same, plainly, prompt, ragged
 from covering import covering
 from running import CAPTURED, drafting, no_forward
+from step_by_hand import frontier
 
 import hf_spec
-from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.registry import get_method
 from modeling_patches.cache_name import CACHE
 
@@ -103,7 +103,7 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(
     for step in range(2):
         drafter.catch_up(state)
         zeros = torch.zeros(2, 1, dtype=torch.long)
-        logits = drafter.level(Frontier(0, zeros, zeros.float(), zeros, zeros))
+        logits = drafter.level(frontier(0, zeros))
         paths: list[list[list[int]]] = [[[]], [[]]]
         for depth in range(3):
             for row in range(2):
@@ -118,18 +118,10 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(
                 [rows[above] + [int(token)] for above, token in zip(parents[0], tokens[0])]
                 for rows in paths
             ]
-            frontier = Frontier(depth + 1, tokens, tokens.float(), tokens, parents)
-            logits = drafter.level(frontier)
+            logits = drafter.level(frontier(depth + 1, tokens, parents))
         drafter.finish()
         batch[0] += [8, 11, 4][: 3 * step or 1]
         batch[1] += [6] * (step + 1)
-
-
-def test_finished_sequences_leave_the_batch(tiny: Tiny) -> None:
-    model = tiny("llama_tied")
-    plain = plainly(model, **ragged(), **GREEDY)
-    settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
-    check_same(model, {**drafts(), "assistant_model": tiny("qwen2")}, **ragged(), **settings)
 
 
 def test_compiled_and_continued(tiny: Tiny) -> None:

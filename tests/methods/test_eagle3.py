@@ -3,7 +3,6 @@
 import json
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,11 @@ from naive_cache import row_of
 from peft import get_peft_model
 from running import drafting
 from safetensors.torch import load_file
-from torch import Tensor
+from step_by_hand import chain, commit, frontier, started
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from hf_spec.adapters.active import find_active
-from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.grow import Frontier
+from hf_spec.core.verify import HostResult
 from hf_spec.drafting.losses import prediction_losses
 from hf_spec.drafting.training_time_test import LOSSES, unrolled
 from hf_spec.methods.eagle3 import Eagle3Config, Eagle3Network
@@ -61,29 +58,8 @@ class Fixture:
             weight.data.copy_(tensors[key])
         self.ids, self.features = self.io["ids"], self.io["base.features"]
 
-    def drafter(self, rows: int = 1) -> Any:
-        drafter = METHOD.make_drafter(self.model, METHOD.parse_options({}))
-        root = torch.zeros(rows, dtype=torch.long)
-        state = SimpleNamespace(
-            batch_size=rows, root=root, do_sample=False, timed=False,
-            target=SimpleNamespace(graphs=None), cache=TreeCache(1, rows, "cpu"),
-        )  # fmt: skip
-        drafter.start(state)
-        return drafter
-
-    def commit(
-        self, drafter: Any, starts: list[int], ends: list[int], host: HostResult | None = None
-    ) -> None:
-        """Rows ``starts[i] .. ends[i] - 1`` of the text are committed in row i of the batch;
-        ``host``: what the host makes of it."""
-        counts = [end - start for start, end in zip(starts, ends)]
-        at = torch.tensor(starts)[:, None] + torch.arange(max(counts))
-        path, tokens = torch.zeros_like(at), self.ids[0, at + 1]
-        for row, count in enumerate(counts):
-            tokens[row, count:] = -1  # as after verification
-        none = torch.zeros(len(counts))
-        result = StepResult(path, torch.tensor(counts), tokens, none, none, none, host)
-        drafter.advance(result, self.features[0, at])
+    def commit(self, drafter: Any, *parts: tuple[int, int], **more: Any) -> None:
+        commit(drafter, self.ids, self.features, [*parts], **more)
 
 
 @pytest.fixture
@@ -94,29 +70,13 @@ def fixture(name: str) -> Any:
     made.model.delete_adapter(name)
 
 
-def frontier(depth: int, tokens: Tensor, parents: Tensor | None = None) -> Frontier:
-    zeros = torch.zeros_like(tokens)
-    return Frontier(depth, tokens, zeros.float(), zeros, zeros if parents is None else parents)
-
-
-def chain(drafter: Any, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Five greedy tokens ``(batch, 5)`` and their logits ``(batch, 5, tokens)``."""
-    tokens, logits = [root], []
-    for depth in range(5):
-        logits.append(drafter.level(frontier(depth, tokens[-1]))[:, -1])
-        best = logits[-1].argmax(-1, keepdim=True)
-        tokens.append(best if drafter.token_ids is None else drafter.token_ids[best])
-    drafter.finish()
-    return torch.cat(tokens[1:], 1), torch.stack(logits, 1)
-
-
 @every_fixture
 def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
-    drafter, done = fixture.drafter(), 0
+    drafter, done = started("eagle3", fixture.model), 0
     for step, entry in enumerate(fixture.log):
         end = entry["committed"] - 1
-        fixture.commit(drafter, [done], [end])
-        tokens, logits = chain(drafter, fixture.ids[:, end : end + 1])
+        fixture.commit(drafter, (done, end))
+        tokens, logits = chain(drafter)
         assert tokens.tolist() == fixture.io[f"step{step}.chain_tokens"].tolist()
         torch.testing.assert_close(logits, fixture.io[f"step{step}.chain_logits"], **NEAR)
         keys, _ = row_of(drafter.cache, 0, 0)
@@ -127,36 +87,36 @@ def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
 @every_fixture
 def test_steps_without_drafting_and_rows_of_several_lengths(fixture: Any, name: str) -> None:
     """Row 1 is a step ahead of row 0, and steps commit without drafting."""
-    drafter = fixture.drafter(2)
+    drafter = started("eagle3", fixture.model, 2)
     ends = [entry["committed"] - 1 for entry in fixture.log]
-    fixture.commit(drafter, [0, 0], [ends[0], ends[1]])
-    chain(drafter, fixture.ids[0, [ends[0], ends[1]], None])
-    fixture.commit(drafter, [ends[0], ends[1]], [ends[1], ends[2]])
-    fixture.commit(drafter, [ends[1], ends[2]], [ends[2], ends[3]])
-    tokens, logits = chain(drafter, fixture.ids[0, [ends[2], ends[3]], None])
+    fixture.commit(drafter, (0, ends[0]), (0, ends[1]))
+    chain(drafter, 2)
+    fixture.commit(drafter, (ends[0], ends[1]), (ends[1], ends[2]))
+    fixture.commit(drafter, (ends[1], ends[2]), (ends[2], ends[3]))
+    tokens, logits = chain(drafter, 2)
     for row, step in ((0, 2), (1, 3)):
         assert tokens[row].tolist() == fixture.io[f"step{step}.chain_tokens"][0].tolist()
         expected = fixture.io[f"step{step}.chain_logits"][0]
         torch.testing.assert_close(logits[row], expected, **NEAR)
     drafter.select([1])
-    tokens, _ = chain(drafter, fixture.ids[:, ends[3], None])
+    tokens, _ = chain(drafter)
     assert tokens.tolist() == fixture.io["step3.chain_tokens"].tolist()
 
 
 @every_fixture
 def test_what_the_host_cuts_off_is_not_run(fixture: Any, name: str) -> None:
     """A stop string ends a step before its last accepted token."""
-    drafter, end = fixture.drafter(), fixture.log[0]["committed"] - 1
+    drafter, end = started("eagle3", fixture.model), fixture.log[0]["committed"] - 1
     host = HostResult([list(range(end))], [fixture.ids[0, 1 : end + 1].tolist()], [0])
-    fixture.commit(drafter, [0], [end + 3], host)
-    tokens, _ = chain(drafter, fixture.ids[:, end : end + 1])
+    fixture.commit(drafter, (0, end + 3), host=host)
+    tokens, _ = chain(drafter)
     assert tokens.tolist() == fixture.io["step0.chain_tokens"].tolist()
 
 
 @every_fixture
 def test_tree(fixture: Any, name: str) -> None:
-    drafter, io = fixture.drafter(), fixture.io
-    fixture.commit(drafter, [0], [13])
+    drafter, io = started("eagle3", fixture.model), fixture.io
+    fixture.commit(drafter, (0, 13))
     logits = drafter.level(frontier(0, fixture.ids[:, 13:14]))[:, 0]
     best = logits.topk(3).indices
     best = best if drafter.token_ids is None else drafter.token_ids[best]
@@ -167,20 +127,6 @@ def test_tree(fixture: Any, name: str) -> None:
         tokens = io["tree.tokens"][None, nodes]
         logits = drafter.level(frontier(level + 1, tokens, above[None]))
         torch.testing.assert_close(logits[0], io["tree.logits"][nodes], **NEAR)
-
-
-@every_fixture
-def test_a_chain_for_stock_decoding(fixture: Any, name: str) -> None:
-    """It reads the model's own states, and continues with the drafter's own."""
-    ids = torch.arange(3, 15)[None]
-    drafter, seen = fixture.drafter(), fixture.model(ids, output_hidden_states=True)
-    states = [seen.hidden_states[layer] for layer in fixture.adapter.config.layers]
-    fixture.features = torch.cat(states, -1)
-    root = seen.logits[:, -1:].argmax(-1)
-    fixture.ids = torch.cat([ids, root], 1)
-    fixture.commit(drafter, [0], [12])
-    expected, _ = chain(drafter, root)
-    assert drafter.chain(ids)[:6] == [int(root), *expected[0].tolist()]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama"])
@@ -212,11 +158,11 @@ def test_training_time_test(fixture: Any, name: str) -> None:
 def test_parallel_drafts(fixture: Any, name: str) -> None:
     """P-EAGLE: mask rows behind the true ones, whose logits no draft token changes; in training,
     too."""
-    drafter, done, io = fixture.drafter(), 0, fixture.io
+    drafter, done, io = started("eagle3", fixture.model), 0, fixture.io
     for step, entry in enumerate(fixture.log):
         end = entry["committed"] - 1
-        fixture.commit(drafter, [done], [end])
-        tokens, logits = chain(drafter, fixture.ids[:, end : end + 1])
+        fixture.commit(drafter, (done, end))
+        tokens, logits = chain(drafter)
         assert tokens[:, :4].tolist() == io[f"step{step}.draft_tokens"].tolist()
         torch.testing.assert_close(logits[:, :4], io[f"step{step}.logits"][:, -4:], **NEAR)
         assert drafter.cache.host_lengths == [end]

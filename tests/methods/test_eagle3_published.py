@@ -300,14 +300,6 @@ def test_checkpoints_that_do_not_fit_the_base(tmp_path: Path, case: str) -> None
     check_refused(tmp_path, "eagle3", files, base(), message)
 
 
-def test_files_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path / "drafter", "tiny-llama", same)
-    path.write_bytes(path.read_bytes()[:-100])
-    assert command("import", path.parent, "--model", tmp_path, "--output", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "is no safetensors file" in error and error.count("\n") == 1
-
-
 def test_rotary_fields_of_before_transformers_5(tmp_path: Path) -> None:
     def older(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         inner = config["transformer_layer_config"]

@@ -125,16 +125,19 @@ def setting(tiny: Tiny):
 
 
 def draft_by_stock_cache(
-    model: PreTrainedModel, row: list[int], skips: dict[str, list[int]], length: int
-) -> tuple[list[int], list[Tensor]]:
-    """Prefix states of the full model, then greedy tokens of the skipping model one by one."""
+    model: PreTrainedModel, row: list[int], skips: dict[str, list[int]], length: int,
+    drafting: PreTrainedModel | None = None,
+) -> tuple[list[int], list[Tensor]]:  # fmt: skip
+    """Prefix states of the full model, then greedy tokens of the skipping model one by one;
+    ``drafting``: the model with other weights, if it has these when it drafts."""
+    drafting = drafting or model
     cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True)[CACHE]
     tokens, logits = [row[-1]], []
-    with running(LayerSkipper(model, **skips).changes):
+    with running(LayerSkipper(drafting, **skips).changes):
         for step in range(length):
             place = len(row) - 1 + step
             visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
-            out = model(
+            out = drafting(
                 torch.tensor([tokens[-1:]]), **{CACHE: cache}, attention_mask=visible,
                 position_ids=torch.tensor([[place]]),
             )  # fmt: skip

@@ -10,13 +10,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import adapter_oracle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from adapter_oracle import batch_of, hooked, randomise, with_updates
+from adapter_oracle import batch_of, hooked, with_updates
 from bit_sums import bit_sums
 from conftest import Tiny, prompt, ragged
 from running import CAPTURED, drafting, running
+from test_layer_skip_drafter import Setting, draft_by_stock_cache
 from tiny_checkpoint import save_checkpoint
 from torch import Tensor
 from trained import answers
@@ -37,9 +39,8 @@ FIXED = {"draft_exit": "fixed", "max_draft": 4}
 
 
 def added(model: PreTrainedModel, **fields: Any) -> Any:
-    model.add_adapter(hf_spec.LayerSkipConfig(**{**SKIP, "draft_rank": 4, **fields}), "mine")
-    randomise(model, "LAYER_SKIP")
-    return find_active(model, "LAYER_SKIP")
+    config = hf_spec.LayerSkipConfig(**{**SKIP, "draft_rank": 4, **fields})
+    return adapter_oracle.added(model, config, "mine")
 
 
 def updated(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
@@ -64,24 +65,18 @@ def test_updates_are_of_what_drafting_runs(tiny: Tiny) -> None:
     assert hooked(model) == 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "qwen3"])
+@torch.no_grad()
 def test_drafts_are_those_of_the_updated_model(tiny: Tiny, architecture: str) -> None:
-    model = copy.deepcopy(tiny(architecture))
+    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
     adapter = added(model)
-    oracle = updated(model, adapter)
-    ids = prompt(9)
-    options = get_method("layer_skip").parse_options(FIXED)
-    drafter = get_method("layer_skip").drafter(model, options)
-    candidates, _ = drafter.get_candidates(ids)
-    wanted = ids
-    with running(LayerSkipper(oracle, **SKIP).changes), torch.no_grad():
-        for _ in range(4):
-            following = oracle(wanted, use_cache=False).logits[:, -1:].argmax(-1)
-            wanted = torch.cat([wanted, following], dim=1)
-    assert candidates.tolist() == wanted.tolist()
+    oracle, row = updated(model, adapter), prompt(9)[0].tolist()
+    drafter, setting = drafter_of(model), Setting(model, [row])
+    drafter.start(setting.state)
+    wanted, logits = draft_by_stock_cache(model, row, SKIP, 4, oracle)
+    assert drafter.propose(setting.state).tokens.tolist() == [[row[-1], *wanted]]
     # Without the updates others are drafted.
-    with running(LayerSkipper(model, **SKIP).changes), torch.no_grad():
-        assert not torch.equal(oracle(ids).logits, model(ids).logits)
+    assert not torch.equal(draft_by_stock_cache(model, row, SKIP, 1)[1][0], logits[0])
     assert hooked(model) == 0
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import added, losses_one_by_one, randomise, two_answers
 from conftest import CLOSE, VOCAB, Tiny, prompt, ragged
 from covering import covering
 from peft import get_peft_model
@@ -18,6 +19,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import token_hidden
+from hf_spec.policy.step_policy import StepPolicy
 
 NEW = 16
 
@@ -27,15 +29,9 @@ def run(model: Any, **kwargs: Any) -> list:
     return model.generate(**ragged(), **settings).tolist()
 
 
-def trained_like(model: Any, seed: int = 5, **config: Any) -> dict[str, torch.Tensor]:
+def trained_like(model: Any, **config: Any) -> dict[str, torch.Tensor]:
     """Add an adapter with weights that matter; returns them."""
-    model.add_adapter(hf_spec.MedusaConfig(**config))
-    weights = find_active(model, "MEDUSA").tensors()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for value in weights.values():
-            value += 0.3 * torch.randn(value.shape, generator=generator)
-    return weights
+    return added(model, hf_spec.MedusaConfig(**config), std=0.3, seed=5).tensors()
 
 
 def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -88,49 +84,25 @@ def test_loss_against_one_place_at_a_time(
     model = fresh(architecture)
     model.config.logit_scale = model.logit_scale = 0.5
     config = hf_spec.MedusaConfig(num_heads=2, decay=0.7, loss=loss, projection=projection)
-    peft_model = get_peft_model(model, config)
-    weights = find_active(model, "MEDUSA").tensors()
-    with torch.no_grad():
-        for value in weights.values():
-            value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3))
-    ids = prompt(12, 2)
-    mask = torch.ones_like(ids)
-    ids[1, 10:], mask[1, 10:] = 0, 0  # padding
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :4] = -100
-    anchors = torch.tensor([[1, 7, 10], [5, 7, 9]])  # 1: head 1 asks for a token of the prompt
-    out = peft_model(input_ids=ids, labels=labels, anchors=anchors, attention_mask=mask)
+    peft_model, batch = get_peft_model(model, config), two_answers()
+    weights = randomise(model, "MEDUSA", std=0.2)
 
-    losses = []
-    for row in range(2):
-        length = int(mask[row].sum())
-        seen = model(ids[row : row + 1, :length], output_hidden_states=True)
-        hidden, own = seen.hidden_states[-1][0], seen.logits[0].log_softmax(-1)
-        row_loss = torch.tensor(0.0)
-        for head in (0, 1):
-            terms = []
-            for anchor in anchors[row].tolist():
-                at = anchor + 2 + head  # anchor + 1 is what the model itself predicts
-                if at >= 12 or labels[row, at] == -100:
-                    continue
-                state = naive_states(weights, head, hidden[anchor])
-                if projection == "own":
-                    logits = weights["projections"][head] @ state
-                else:
-                    logits = model.get_output_embeddings()(state)
-                    if architecture == "cohere2":
-                        logits = logits * 0.5
-                log_q = logits.log_softmax(-1)
-                if loss == "hard":
-                    terms.append(-log_q[ids[row, at]])
-                else:  # the model's own prediction of that token, one column before it
-                    p = own[at - 1]
-                    terms.append((p.exp() * (p - log_q)).sum())
-            row_loss = row_loss + 0.7 ** (head + 1) * torch.stack(terms).mean()
-        losses.append(row_loss)
-    torch.testing.assert_close(out["loss"], torch.stack(losses).mean(), rtol=1e-4, atol=1e-4)
+    def predict(ids: torch.Tensor) -> list[torch.Tensor]:
+        hidden = model(ids[None], output_hidden_states=True).hidden_states[-1][0, -1]
+        states = [naive_states(weights, head, hidden) for head in (0, 1)]
+        if projection == "own":
+            return [matrix @ state for matrix, state in zip(weights["projections"], states)]
+        scale = 0.5 if architecture == "cohere2" else 1.0
+        return [scale * model.get_output_embeddings()(state) for state in states]
+
+    expected = []
+    for row in losses_one_by_one(model, batch, predict, hard=loss == "hard"):
+        of_heads = [torch.stack([one for d, one in row if d == head]).mean() for head in (1, 2)]
+        expected.append(0.7 * of_heads[0] + 0.7**2 * of_heads[1])
+    out = peft_model(**batch)
+    torch.testing.assert_close(out["loss"], torch.stack(expected).mean(), rtol=1e-4, atol=1e-4)
     assert out["logits"].shape == (2, 3, 2, VOCAB)
-    first = ids[0].tolist()
+    first = batch["input_ids"][0].tolist()
     assert out["labels"][0].tolist() == [[-100, first[4]], [first[9], first[10]], [-100, -100]]
 
 
@@ -144,9 +116,12 @@ def test_loss_against_one_place_at_a_time(
 def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, architecture: str, kwargs: dict[str, Any]
 ) -> None:
-    """In every step, the one behind the prompt included: of the token before the root."""
+    """In every step, the one behind the prompt included: of the token before the root, also after
+    steps that did not draft."""
     model = fresh(architecture)
     trained_like(model)
+    turns = iter([True, False, True] * 100)
+    monkeypatch.setattr(StepPolicy, "drafts", lambda *_: next(turns))
     seen: list[tuple[list[list[int]], list[bool], torch.Tensor]] = []
     drafter = methods()["medusa"].drafter
     propose = drafter.propose
@@ -163,28 +138,6 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
             if active[row]:
                 expected = token_hidden(model, torch.tensor([ids[:-1]]))[0, -1]
                 torch.testing.assert_close(hidden[row], expected, **CLOSE)
-
-
-def test_plain_steps_keep_the_hidden_state(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that do not draft stand between those that do; these draft at their full depth."""
-    from hf_spec.policy.step_policy import StepPolicy
-
-    model = fresh()
-    trained_like(model)
-    expected = run(model)
-    turns = iter([True, False, False] * 100)
-    monkeypatch.setattr(StepPolicy, "drafts", lambda *args: next(turns))
-    drafted: list[int] = []
-    observe = methods()["medusa"].drafter.observe
-
-    def noted(self: Any, state: Any, tree: Any, result: Any) -> None:
-        drafted.append(tree.num_nodes)
-        observe(self, state, tree, result)
-
-    monkeypatch.setattr(methods()["medusa"].drafter, "observe", noted)
-    spec = {"assistant_strategy": "medusa", "assistant_kwargs": {"num_draft_tokens": 8}}
-    assert run(model, **spec) == expected
-    assert drafted[:6] == [9, 1, 1, 9, 1, 1]
 
 
 def test_typical_acceptance_takes_what_exact_acceptance_refuses(fresh: Tiny) -> None:

@@ -4,7 +4,6 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +13,11 @@ from covering import covering
 from released_mtp import FAMILIES, checkpoint
 from running import CAPTURED, drafting
 from safetensors.torch import load_file
+from step_by_hand import chain, commit, frontier, started
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_spec
-from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.grow import Frontier
-from hf_spec.methods.registry import get_method
 from modeling_patches.cache_name import CACHE
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
@@ -66,60 +62,18 @@ def chain_of(found: dict[str, Tensor], step: int) -> Tensor:
     return found.get(f"step{step}.chain_logits", found.get(f"step{step}.draft_logits"))
 
 
-def drafter_of(model: Any, rows: int) -> tuple[Any, Any]:
-    """A model's drafter after its start, and the state."""
-    method = get_method("mtp")
-    drafter = method.drafter(model, method.parse_options({"tree": "chain"}))
-    root = torch.zeros(rows, dtype=torch.long)
-    state = SimpleNamespace(
-        batch_size=rows, root=root, timed=False, do_sample=False,
-        target=SimpleNamespace(graphs=None), cache=TreeCache(1, rows, "cpu"),
-    )  # fmt: skip
-    drafter.start(state)
-    return drafter, state
-
-
-def chain(drafter: Any, state: Any, depth: int) -> Tensor:
-    """``(batch, depth, vocab)`` logits of a greedy chain."""
-    drafter.catch_up(state)
-    tokens = zeros = torch.zeros(state.batch_size, 1, dtype=torch.long)
-    found = []
-    for level in range(depth):
-        frontier = Frontier(level, tokens, zeros.float(), zeros, zeros)
-        found.append(drafter.level(frontier))
-        tokens = found[-1].argmax(-1)
-    drafter.finish()
-    return torch.cat(found, dim=1)
-
-
-def advance(drafter: Any, ids: Tensor, hidden: Tensor, parts: list[tuple[int, int]]) -> None:
-    """A step that commits these ranges of tokens, one of each row."""
-    most = max(end - start for start, end in parts)
-    tokens = torch.full((len(parts), most), 7)
-    states = torch.full((len(parts), most, hidden.shape[-1]), torch.nan)
-    for row, (start, end) in enumerate(parts):
-        tokens[row, : end - start] = ids[0, start + 1 : end + 1]
-        states[row, : end - start] = hidden[0, start:end]
-    counts = [end - start for start, end in parts]
-    path = torch.arange(most).expand(len(parts), -1)
-    zeros = torch.zeros(len(parts), dtype=torch.long)
-    result = StepResult(path, torch.tensor(counts), tokens, zeros, zeros, zeros)
-    drafter.advance(result, states)
-    host = HostResult([[*range(n)] for n in counts], [[]] * len(parts), [0] * len(parts))
-    drafter.observe(None, None, host)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_chains_are_those_recorded(name: str) -> None:
     """Also after drafts of which none, some or all were accepted."""
     ids, hidden, committed, found = recorded(name)
-    drafter, state = drafter_of(model_of(name), 1)
+    drafter = started("mtp", model_of(name))
     done = 0
     for step, known in enumerate(committed):
-        advance(drafter, ids, hidden, [(done, known - 1)])
+        commit(drafter, ids, hidden, [(done, known - 1)])
         done, expected = known - 1, chain_of(found, step)
-        torch.testing.assert_close(chain(drafter, state, expected.shape[1]), expected, **CLOSE)
+        _, drafted = chain(drafter, depth=expected.shape[1])
+        torch.testing.assert_close(drafted, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mellum", "glm4_moe_2"])
@@ -127,21 +81,21 @@ def test_chains_are_those_recorded(name: str) -> None:
 def test_rows_of_a_batch_are_as_alone(name: str) -> None:
     """One is a step behind the other; then the first one leaves."""
     ids, hidden, committed, found = recorded(name)
-    drafter, state = drafter_of(model_of(name), 2)
+    drafter = started("mtp", model_of(name), 2)
     ends = [0, *(known - 1 for known in committed)]
     behind = [0, 3, *ends[1:]]
     for step in range(len(committed)):
-        advance(drafter, ids, hidden, [tuple(ends[step:][:2]), tuple(behind[step:][:2])])
+        commit(drafter, ids, hidden, [tuple(ends[step:][:2]), tuple(behind[step:][:2])])
         expected = chain_of(found, step)
-        drafted = chain(drafter, state, expected.shape[1])
+        _, drafted = chain(drafter, 2, expected.shape[1])
         torch.testing.assert_close(drafted[:1], expected, **CLOSE)
         if step:
             torch.testing.assert_close(drafted[1:], chain_of(found, step - 1), **CLOSE)
     drafter.select([1])
-    state.batch_size = 1
-    advance(drafter, ids, hidden, [(ends[-2], ends[-1])])
+    commit(drafter, ids, hidden, [(ends[-2], ends[-1])])
     expected = chain_of(found, len(committed) - 1)
-    torch.testing.assert_close(chain(drafter, state, expected.shape[1]), expected, **CLOSE)
+    _, drafted = chain(drafter, depth=expected.shape[1])
+    torch.testing.assert_close(drafted, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *BUILT])
@@ -153,23 +107,22 @@ def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:
         hidden = model_of(name).model(ids).last_hidden_state
     else:
         ids, hidden, (known, *_), _ = recorded(name)
-    drafter, state = drafter_of(model_of(name), 1)
-    advance(drafter, ids, hidden, [(0, known - 1)])
-    drafter.catch_up(state)
+    drafter = started("mtp", model_of(name))
+    commit(drafter, ids, hidden, [(0, known - 1)])
     depth, zeros = 3, torch.zeros(1, 1, dtype=torch.long)
-    logits = drafter.level(Frontier(0, zeros, zeros.float(), zeros, zeros))
+    logits = drafter.level(frontier(0, zeros))
     path, found = [], []
     for level in range(1, depth):
         tokens = logits[:, -1].topk(2).indices
         parents = torch.full_like(tokens, logits.shape[1] - 1)
-        logits = drafter.level(Frontier(level, tokens, tokens.float(), tokens, parents))
+        logits = drafter.level(frontier(level, tokens, parents))
         path.append(tokens[0, 1])
         found.append(logits[0, 1])
     drafter.finish()
     for level in range(1, depth):
         tokens = zeros
         for above in range(level + 1):
-            logits = drafter.level(Frontier(above, tokens, zeros.float(), zeros, zeros))
+            logits = drafter.level(frontier(above, tokens))
             tokens = path[above][None, None] if above < level else tokens
         drafter.finish()
         torch.testing.assert_close(logits[0, 0], found[level - 1], **CLOSE)

@@ -14,7 +14,8 @@ from random_mtp import random_layers
 from released_mtp import released
 from running import drafting
 from safetensors.torch import load_file, save_file
-from test_mtp import BUILT, CLOSE, advance, chain, drafter_of, model_of
+from step_by_hand import chain, commit, started
+from test_mtp import BUILT, CLOSE, model_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -140,12 +141,12 @@ def test_chains_are_those_of_the_formulas(name: str) -> None:
     step behind the first one."""
     ids = prompt(COMMITTED[-1])
     hidden = model_of(name).model(ids).last_hidden_state
-    drafter, state = drafter_of(model_of(name), 2)
+    drafter = started("mtp", model_of(name), 2)
     ends = [0, *(known - 1 for known in COMMITTED)]
     behind = [0, 3, *ends[1:]]
     for step in range(len(COMMITTED)):
-        advance(drafter, ids, hidden, [tuple(ends[step:][:2]), tuple(behind[step:][:2])])
-        found = chain(drafter, state, 4)
+        commit(drafter, ids, hidden, [tuple(ends[step:][:2]), tuple(behind[step:][:2])])
+        _, found = chain(drafter, 2, 4)
         for row, known in enumerate((ends[step + 1] + 1, behind[step + 1] + 1)):
             drafted = found[row, :-1].argmax(-1).tolist()
             expected = logits_of(name, ids[0, :known], drafted)

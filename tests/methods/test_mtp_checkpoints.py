@@ -149,10 +149,7 @@ def test_models_without_such_layers(tmp_path: Path) -> None:
     model = loaded(tmp_path / "a")
     change(tmp_path / "a", lambda tensors: [tensors.pop(name) for name in [*tensors][1:]])
     change(tmp_path / "a", lambda tensors: tensors.update(odd=tensors.pop([*tensors][0])))
-    message = refused(model)
-    assert f"Qwen3ForCausalLM, '{tmp_path}/a', has no layers for multi-token" in message
-    model.config.num_nextn_predict_layers = 1
-    assert "although its config says num_nextn_predict_layers=1" in refused(model)
+    assert f"Qwen3ForCausalLM, '{tmp_path}/a', has no layers for multi-token" in refused(model)
 
 
 def test_types_that_are_not_supported(tmp_path: Path) -> None:
@@ -184,7 +181,7 @@ EIGHT_BITS = {FC: torch.zeros(64, 128).to(torch.float8_e4m3fn)}
 #: Tensors that are put into the file, or taken out of it, and what the error says of it.
 BAD: list[tuple[dict[str, torch.Tensor | None], str]] = [
     ({"mtp.linear.weight": torch.zeros(64, 128), FC: None},
-     "under names that are not known, such as 'mtp.layers.0."),
+     "under names that are known, but 'mtp.layers.0."),
     ({"mtp.layers.0.mlp.up_proj.weight": None}, "no tensor '0.mtp_block.mlp.up_proj.weight'"),
     ({"mtp.gate.weight": torch.zeros(2)}, "unknown tensor 'mtp.gate.weight'"),
     ({"mtp.layers.0.mlp.up_proj.bias": torch.zeros(2)},

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
-from conftest import VOCAB, Tiny, prompt, ragged
+from adapter_oracle import added, losses_one_by_one, randomise, two_answers
+from conftest import VOCAB, Tiny, ragged
 from peft import get_peft_model
 from running import drafting
 from torch.nn import functional
@@ -37,13 +37,7 @@ def propd(**kwargs: Any) -> dict[str, Any]:
 
 def trained_like(model: Any, **config: Any) -> dict[str, torch.Tensor]:
     """Add an adapter with weights that matter; returns them."""
-    model.add_adapter(hf_spec.ProPDConfig(**config), "propd")
-    weights = find_active(model, "PROPD").tensors()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for value in weights.values():
-            value += 0.1 * torch.randn(value.shape, generator=generator)
-    return weights
+    return added(model, hf_spec.ProPDConfig(**config), "propd", 0.2, 5).tensors()
 
 
 def naive_early(weights: dict, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,41 +59,20 @@ def test_the_early_head_s_loss(fresh: Tiny, architecture: str, loss: str) -> Non
     model = fresh(architecture)
     model.config.logit_scale = model.logit_scale = 0.5
     config = hf_spec.ProPDConfig(num_heads=2, prune_layer=1, loss=loss)
-    peft_model = get_peft_model(model, config)
-    weights = find_active(model, "PROPD").tensors()
-    with torch.no_grad():
-        for value in weights.values():
-            value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3))
-    ids = prompt(12, 2)
-    mask = torch.ones_like(ids)
-    ids[1, 10:], mask[1, 10:] = 0, 0  # padding
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :4] = -100
-    anchors = torch.tensor([[1, 7, 11], [5, 7, 9]])
-    batch = {"input_ids": ids, "labels": labels, "anchors": anchors, "attention_mask": mask}
+    peft_model, batch = get_peft_model(model, config), two_answers()
+    weights = randomise(model, "PROPD", std=0.2)
     total = peft_model(**batch)["loss"]
     heads = heads_loss(model, find_active(model, "PROPD"), TrainingBatch(**batch))["loss"]
 
-    early = []
-    for row in range(2):
-        length = int(mask[row].sum())
-        seen = model(ids[row : row + 1, :length], output_hidden_states=True)
-        own, terms = seen.logits[0].log_softmax(-1), []
-        for anchor in anchors[row].tolist():
-            if anchor + 1 >= 12 or labels[row, anchor + 1] == -100:
-                continue
-            state = naive_early(weights, seen.hidden_states[1][0, anchor])
-            logits = model.get_output_embeddings()(state)
-            if architecture == "cohere2":
-                logits = logits * 0.5
-            log_p = logits.log_softmax(-1)
-            if loss == "hard":
-                terms.append(-log_p[labels[row, anchor + 1]])
-            else:
-                terms.append((own[anchor].exp() * (own[anchor] - log_p)).sum())
-        early.append(torch.stack(terms).mean())
+    def predict(ids: torch.Tensor) -> list[torch.Tensor]:
+        hidden = model(ids[None], output_hidden_states=True).hidden_states[1][0, -1]
+        logits = model.get_output_embeddings()(naive_early(weights, hidden))
+        return [0.5 * logits if architecture == "cohere2" else logits]
+
+    found = losses_one_by_one(model, batch, predict, first=0, hard=loss == "hard")
+    means = [torch.stack([one for _, one in row]).mean() for row in found]
     # fp32 with other reduction orders.
-    torch.testing.assert_close(total - heads, torch.stack(early).mean(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total - heads, torch.stack(means).mean(), rtol=1e-4, atol=1e-4)
 
 
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])

@@ -20,7 +20,6 @@ from transformers.generation.candidate_generator import (
 import hf_spec
 from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
-from hf_spec.methods.registry import get_method
 from modeling_patches import shared_kv
 from modeling_patches.cache_name import CACHE
 
@@ -201,27 +200,19 @@ def test_first_drafts_are_those_of_transformers(
     model, assistant = pair(name, ordered)
     ids = prompt(model.config.get_text_config().sliding_window - 1)
     output = model(ids, output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
-    ids = torch.cat([ids, output.logits[:, -1:].argmax(-1)], dim=1)
+    rooted = torch.cat([ids, output.logits[:, -1:].argmax(-1)], dim=1)
     assistant.generation_config.num_assistant_tokens = 6
     stock: Any = StockGenerator(assistant, model.get_input_embeddings(), model.generation_config)
     stock.main_model_max_length = 100
-    expected, expected_logits = stock.get_candidates(
-        ids, {"attention_mask": torch.ones_like(ids)}, output, False, 0
+    _, expected = stock.get_candidates(
+        rooted, {"attention_mask": torch.ones_like(rooted)}, output, False, 0
     )
-    method = get_method("draft_model")
-    options = method.parse_options({"max_depth": 6})
-    drafter: Any = method.make_drafter(model, options, assistant)
-    found, level = [], SharedKVDrafter.level
-
-    def noted(self: Any, frontier: Frontier) -> Tensor:
-        found.append(level(self, frontier))
-        return found[-1]
-
-    monkeypatch.setattr(SharedKVDrafter, "level", noted)
-    assert drafter.get_candidates(ids)[0].tolist() == expected.tolist()
+    spec = {**drafting("draft_model", tree="chain", max_depth=6), "assistant_model": assistant}
+    with watched(monkeypatch) as seen:
+        model.generate(ids, **GREEDY, **spec)
     # fp32 with keys in another order of reduction, some layers deep.
-    torch.testing.assert_close(torch.cat(found, 1), expected_logits, rtol=1e-3, atol=1e-3)
-    assert drafter.get_candidates(ids[:, :1])[0].tolist() == ids[:, :1].tolist()
+    found = torch.cat([asked.logits for asked in seen[:6]], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_ordered_embeddings_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import adapter_oracle
 import pytest
 import torch
 from adapter_oracle import batch_of, hooked, randomise, with_updates
@@ -32,10 +33,7 @@ def tuned(**fields: Any) -> hf_spec.SpaceConfig:
 
 def added(model: PreTrainedModel, name: str = "one", seed: int = 0, **fields: Any) -> Any:
     """The model with an adapter that changes it; returns the active adapter."""
-    model.add_adapter(tuned(**fields), name)
-    model.set_adapter(name)
-    randomise(model, "SPACE", seed=seed)
-    return find_active(model, "SPACE")
+    return adapter_oracle.added(model, tuned(**fields), name, seed=seed)
 
 
 def fine_tuned(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:

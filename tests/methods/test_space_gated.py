@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import hooked, randomise, with_updates
+from adapter_oracle import added, hooked, with_updates
 from conftest import Tiny, prompt
 from naive_cache import pack, row_of
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
@@ -24,12 +23,9 @@ from modeling_patches.cache_name import CACHE
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
 
 
-def added(model: PreTrainedModel, name: str = "one", **fields: Any) -> Any:
-    """The model with a gated adapter that would change it much; returns the active adapter."""
-    model.add_adapter(hf_spec.SpaceConfig(**{"num_mask_tokens": 3, **fields}), name)
-    model.set_adapter(name)
-    randomise(model, "SPACE", std=0.3)
-    return find_active(model, "SPACE")
+def gated(model: Any) -> Any:
+    """The gated adapter that a model gets, which would change it much."""
+    return added(model, hf_spec.SpaceConfig(num_mask_tokens=3), std=0.3)
 
 
 def logits(model: Any) -> Tensor:
@@ -63,7 +59,7 @@ def test_rows_of_tokens_are_those_of_the_base(fresh: Tiny, architecture: str) ->
     """Bit for bit, in plain forwards and in forwards with mask tokens; theirs are others."""
     model = fresh(architecture)
     base = logits(model)
-    inputs = mask_tokens(added(model), model)
+    inputs = mask_tokens(gated(model))
     assert inputs.update is not None and hooked(model) == 0
     assert torch.equal(logits(model), base)
     plain, plain_cache = step(model, ProbeInputs(inputs.embeddings))
@@ -87,8 +83,8 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
     a model whose weights hold the update.
     """
     model = fresh(architecture)
-    adapter = added(model)
-    inputs = mask_tokens(adapter, model)
+    adapter = gated(model)
+    inputs = mask_tokens(adapter)
     ours = masks_of(model, inputs)
     updated = with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
     ids, candidates = prompt(9), prompt(5, seed=1)[0]

@@ -157,28 +157,25 @@ class Stage:
     """The drafting stage of one step; see :class:`hf_spec.drafting.grow.Expands`."""
 
     def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
-        self.drafter, self.state, self.cost = drafter, state, state.draft_cost()
+        self.drafter, self.state = drafter, state
+        cost = state.draft_cost()
+        # While it is unknown, drafting ends where tokens are no longer likely to be accepted.
+        self.cost = drafter.exit.gamma * sum(state.active) if cost is None else cost
         self._lookups = [_Followed(row) for row in state.looked_up]
-        self._tokens: Tensor | None = None
-        self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
+        self._tokens = state.root[:, None]
 
     def expand(self, frontier: Frontier) -> Children | None:
         drafter, state, depth = self.drafter, self.state, frontier.depth
-        if self._tokens is None or self._best is None:
-            paths, best = [1.0] * len(state.active), []
-            self._tokens = frontier.tokens
-        else:  # one transfer; float32 represents tokens, which are below 2 ** 24, exactly
-            parts = frontier.tokens[:, 0].to(self._best), frontier.log_probs[:, 0].exp()
-            numbers, paths, best = torch.stack([*parts, self._best]).tolist()
+        paths: list[float] = [1.0] * len(state.active)
+        if depth:  # one transfer; float32 represents tokens, which are below 2 ** 24, exactly
+            parts = frontier.tokens[:, 0].to(frontier.log_probs), frontier.log_probs[:, 0].exp()
+            numbers, paths = torch.stack(parts).tolist()
             for lookup, token in zip(self._lookups, numbers):
                 lookup.follow(int(token))
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
         paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
-        if self.cost is None:
-            worth = drafter.exit.any_goes_on(paths, best)
-        else:
-            worth = drafter.exit.is_worth(depth + 1, paths, self.cost, present)
+        worth = drafter.exit.is_worth(depth + 1, paths, self.cost, present)
         if not worth and (depth or not drafter.exit.due()):
             return None
         logits, scores = drafter.run(state, self._tokens, state.active)
@@ -186,9 +183,8 @@ class Stage:
         tops = scores.topk(min(RANKS, scores.shape[1]))
         # Tokens that processors rule out are never accepted, nor those of finished sequences.
         out = (tops.values == -torch.inf) | ~sent(list(state.active), scores.device)[:, None]
-        probs = distribution(logits).gather(1, tops.indices)
-        self._best = probs[:, 0]
-        return Children(tops.indices[:, None], probs.masked_fill(out, 0).log()[:, None])
+        probs = distribution(logits).gather(1, tops.indices).masked_fill(out, 0)
+        return Children(tops.indices[:, None], probs.log()[:, None])
 
     def _as_sampled(self, logits: Tensor, scores: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Logits and scores given what the tokens will be sampled with, if they are sampled."""

@@ -75,16 +75,6 @@ class ThresholdExit(DraftExit):
         self.gamma = options.threshold
         self.acceptance: float | None = None
 
-    def any_goes_on(self, paths: Sequence[float], best: Sequence[float]) -> bool:
-        """Whether any sequence drafts another token, by gamma.
-
-        Args:
-            paths: 0 for sequences that are finished.
-            best: draft probability of each sequence's last token; empty at distance 1.
-        """
-        best = best or [1.0] * len(paths)
-        return any(self.go_on(prob) for prob, path in zip(best, paths) if path > 0)
-
     @property
     def asks(self) -> bool:
         """Whether draft probabilities decide."""

@@ -24,8 +24,6 @@ from modeling_patches.mtp_blocks import recipe_of
 from modeling_patches.weights import device_of, loaded, placement
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-#: Fields of configs that tell the number of these layers.
-COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 #: What safetensors calls the types of numbers that are read, and that of 8-bit floats, which are
 #: read if there are scales.
 FLOATS, EIGHT_BITS = ("BF16", "F16", "F32", "F64"), "F8_E4M3"
@@ -79,9 +77,10 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
     place, files = _files(model, below)
     layout = layout_of(files, below)
     if layout is None:
+        named = f" under names that are known, but {min(files)!r}" if files else ""
         raise ValueError(
-            f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, "
-            f"{_what_it_has(model, files)}. Choose another strategy."
+            f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, has no layers for "
+            f"multi-token prediction{named}. Choose another strategy."
         )
     scales = {one + SCALES for one in files}
     plain = {one: path for one, path in files.items() if one not in scales}
@@ -117,19 +116,6 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         )
     layers.place(device)
     return layers.requires_grad_(False).eval()
-
-
-def _what_it_has(model: Any, files: Mapping[str, Path]) -> str:
-    """What a checkpoint has instead of layers of a known layout."""
-    if files:
-        return (
-            "has layers for multi-token prediction under names that are not known, such as "
-            f"{min(files)!r}"
-        )
-    text = model.config.get_text_config(decoder=True)
-    said = [f"{one}={value}" for one in COUNTS if (value := getattr(text, one, None))]
-    but = f", although its config says {said[0]}" if said else ""
-    return f"has no layers for multi-token prediction{but}"
 
 
 def _sources(
@@ -230,10 +216,6 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
 def _file(origin: Origin, *names: str) -> Path | None:
     """The first of these files of a checkpoint that there is; the Hub is asked only if none of them
     has been downloaded."""
-    for ask in (False, True):
-        for name in names:
-            with explained(f"cannot read {name} of {origin.place!r}", OSError):
-                found = origin.file(name, ask)
-            if found is not None:
-                return found
-    return None
+    with explained(f"cannot read {' or '.join(names)} of {origin.place!r}", OSError):
+        found = (origin.file(name, ask) for ask in (False, True) for name in names)
+        return next(filter(None, found), None)

@@ -105,25 +105,15 @@ def likeliest_paths(accuracies: Array, count: int) -> tuple[list[RankPath], list
         accuracies: ``(distances, ranks)``
         count: largest number of paths.
     """
-    order = np.argsort(-accuracies, axis=1, kind="stable")
-    best = np.take_along_axis(accuracies, order, 1)
-    paths: list[RankPath] = []
-    chances: list[float] = []
-    # (-chance, path in terms of `order`, its parent's chance)
-    heap: list[tuple[float, RankPath, float]] = []
-    if len(best):
-        heap.append((-float(best[0, 0]), (0,), 1.0))
-    while heap and len(paths) < count and heap[0][0] < 0:
-        negative, places, above = heapq.heappop(heap)
-        depth, last = len(places), places[-1]
-        paths.append(tuple(int(order[d, i]) for d, i in enumerate(places)))
-        chances.append(-negative)
-        if last + 1 < best.shape[1]:  # the next sibling
-            sibling = above * float(best[depth - 1, last + 1])
-            heapq.heappush(heap, (-sibling, (*places[:-1], last + 1), above))
-        if depth < len(best):  # the first child
-            heapq.heappush(heap, (negative * float(best[depth, 0]), (*places, 0), -negative))
-    return paths, chances
+    found: list[tuple[RankPath, float]] = []
+    heap: list[tuple[float, RankPath]] = [(-1.0, ())]  # of the root
+    while heap and len(found) <= count:
+        negative, path = heapq.heappop(heap)
+        found.append((path, -negative))
+        for rank, chance in enumerate(accuracies[len(path)] if len(path) < len(accuracies) else ()):
+            if chance > 0:
+                heapq.heappush(heap, (negative * float(chance), (*path, rank)))
+    return [path for path, _ in found[1:]], [chance for _, chance in found[1:]]
 
 
 def reach_and_ends(tree: TokenTree, accuracies: Array) -> tuple[Array, Array]:

@@ -25,7 +25,6 @@ from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import IGNORED, probe_sequences
 from modeling_patches.modules import linear_modules, output_projections
 from modeling_patches.support import check_unquantized
-from modeling_patches.weights import input_features, placement
 
 #: Learning rate by kind of update; that of ``full`` is the paper's (table 2). Mask tokens alone are
 #: soft prompts, which need a higher one.
@@ -46,12 +45,6 @@ class SpaceConfig(PredictingConfig):
     )
     shared_mask: bool = setting(
         False, "One embedding for all mask tokens, as in the paper, instead of k."
-    )
-    masks: str = setting(
-        "learned",
-        "learned: mask tokens have embeddings of their own. noise: random tokens of the vocabulary "
-        "stand in their place, with gated updates only, which is what SGLang drafts with.",
-        choice("learned", "noise"),
     )
     p_ar: float = setting(
         0.5, "Share of autoregressive sequences in training; 1 is plain fine-tuning.",
@@ -79,12 +72,6 @@ class SpaceConfig(PredictingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.masks == "noise" and (self.update != "gated" or self.shared_mask):
-            raise ValueError(
-                f"masks='noise' with update={self.update!r} and shared_mask={self.shared_mask}: "
-                "random tokens are told from text by gated updates alone, and have no embedding to "
-                "share. Take update='gated' and shared_mask=False, or masks='learned'."
-            )
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             self.target_modules = sorted(self.target_modules)
 
@@ -138,44 +125,25 @@ class SpaceConfig(PredictingConfig):
 class SpaceAdapter(LowRankAdapter):
     """Mask tokens and low-rank updates, which are part of the model unless gated.
 
-    ``masks`` is ``(k, hidden)``, ``(1, hidden)`` if shared; there is none if masks are noise.
+    ``masks`` is ``(k, hidden)``, ``(1, hidden)`` if shared.
     """
 
     def __init__(self, config: SpaceConfig, model: Any) -> None:
         super().__init__(config, model)
-        if config.masks == "learned":
-            count = 1 if config.shared_mask else config.num_mask_tokens
-            self.hold({"masks": text_embeddings(model, count)})
+        count = 1 if config.shared_mask else config.num_mask_tokens
+        self.hold({"masks": text_embeddings(model, count)})
         self.hold_factors(config.modules(model), config.rank, config.alpha)
         self.hold(config.fresh_shared(model, config.num_mask_tokens))
 
 
-def mask_tokens(adapter: Adapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
+def mask_tokens(adapter: Adapter) -> ProbeInputs:
     """The k mask tokens as probes, with the low-rank updates if these are gated.
 
     Gradients flow to the adapter's parameters.
-
-    Args:
-        noise: ``(..., k)`` random tokens, if mask tokens are noise; None for a fixed choice.
     """
     config: Any = adapter.config
-    update = adapter.update if config.update == "gated" else None
-    if config.masks == "noise":
-        if noise is None:
-            noise = random_tokens(model, 0, config.num_mask_tokens)
-        embed = model.get_input_embeddings()
-        with torch.no_grad():
-            embeddings = embed(noise.to(placement(model).device))
-    else:
-        embeddings = adapter.tensors()["masks"].expand(config.num_mask_tokens, -1)
-    return ProbeInputs(embeddings, update=update)
-
-
-def random_tokens(model: Any, seed: int, *shape: int) -> Tensor:
-    """Uniformly random tokens of the model's vocabulary: int64 of this shape, on the CPU."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    known, _ = input_features(model)
-    return torch.randint(known, shape, generator=generator, device="cpu")
+    embeddings = adapter.tensors()["masks"].expand(config.num_mask_tokens, -1)
+    return ProbeInputs(embeddings, update=adapter.update if config.update == "gated" else None)
 
 
 def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
@@ -198,15 +166,10 @@ def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor
     group = ProbeGroup.causal(config.num_mask_tokens)
     ahead = Ahead.of(batch, len(group), labels.device)
     useful = (ahead.wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
-    noise = None
-    if config.masks == "noise":
-        seeds = [_draw(*row) for row in zip(input_ids, labels, anchors, useful)]
-        shape = (anchors.shape[1], len(group))
-        noise = torch.stack([random_tokens(model, seed, *shape) for seed in seeds])
-    inputs = mask_tokens(adapter, model, noise)
     share = _sar_share(config, model.training, input_ids, labels, anchors, useful)
     if not bool(share.any()):
         anchors, useful, ahead = anchors[:, :0], useful[:, :0], Ahead(*(x[:, :0] for x in ahead))
+    inputs = mask_tokens(adapter)
     hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs, frozen)
 
     states, device = hidden.token_hidden, hidden.token_hidden.device

@@ -58,7 +58,7 @@ class SpaceDrafter(ProbeDrafter):
         source = tree_source(
             options, self.trees, model, adapter, adapter.config.num_mask_tokens, probes=1
         )
-        inputs = mask_tokens(adapter, model)
+        inputs = mask_tokens(adapter)
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
         super().__init__(model, options, used, source, adapter.tensors())
 
