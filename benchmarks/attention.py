@@ -112,7 +112,7 @@ def layer(args: argparse.Namespace, context: int, batch: int, nodes: int) -> Row
     key, value = (
         torch.randn(batch, kv_heads, slots, dim, device=device, dtype=dtype) for _ in "kv"
     )
-    mask = masks.packed(tree.ancestors, torch.zeros_like(tree.depths), lengths)
+    mask = masks.packed(tree.ancestors, lengths)
     seen = unpacked(mask, slots).repeat(1, 1, heads // kv_heads, 1)
     added = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill_(~seen, -torch.inf)
     del seen

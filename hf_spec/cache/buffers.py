@@ -149,7 +149,10 @@ class AttentionStates:
             for index, layer in enumerate(self.layers)
             for name, states in layer.with_front.items()
         }
-        kinds = {member: signature(states) for member, states in made.items()}
+        kinds = {
+            member: signature(states, self.windows.get(member[0]))
+            for member, states in made.items()
+        }
         # All at once: memory may run out before, and the cache then stays empty.
         self._groups = [(self._made(kind, len(own)), own) for kind, own in self._shared(kinds)]
         self.attach()
