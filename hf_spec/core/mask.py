@@ -65,8 +65,8 @@ def packed(
     front = ancestors[:, :, :0] if front is None else front
     count = front.shape[2]
     end = (lengths + count)[:, None].expand(ancestors.shape[:2])
-    first = torch.zeros_like(end) if begin is None else begin.clamp(min=0)
-    numbers = [first + count, end]
+    low = torch.zeros_like(end) if begin is None else begin.clamp(min=0)
+    numbers = [low + count, end]
     for seen, base in ((front, torch.zeros_like(end)), (ancestors, end)):
         for first in range(0, seen.shape[2], 64):
             word = seen[:, :, first : first + 64].long()

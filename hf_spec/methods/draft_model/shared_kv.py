@@ -89,8 +89,9 @@ class SharedKVDrafter(AssistantDrafter):
             states[kind] = tuple(part.to(device, dtype) for part in parts)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
             # which the cache of a longer prompt has nothing.
-            begin = source.window and lengths[:, None] - source.window + 1
-            seen[kind] = slots.mask(none, lengths, self._attention.packs, begin, lengths[:, None])
+            at = lengths[:, None]
+            begin = None if source.window is None else at - source.window + 1
+            seen[kind] = slots.mask(none, lengths, self._attention.packs, begin, at)
         return Seen(states, seen, lengths[:, None] + shift.to(device))
 
     def level(self, frontier: Frontier) -> Tensor:
