@@ -1,12 +1,15 @@
 """Prompts of the repository's own text, for benchmarks of long contexts."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import load_script
 from tiny_checkpoint import save_checkpoint
 from transformers import AutoTokenizer
 
+import hf_spec
 from hf_spec.tools.bench.prompts import read_prompts
 
 
@@ -35,3 +38,17 @@ def test_prompts_of_a_length(
         with pytest.raises(SystemExit):
             load_script("long_prompts").main()
         assert "give numbers from 129 to" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in bfloat16 outputs differ")
+def test_steps_at_a_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A widened model with a widened adapter, and with one of random weights, says the same."""
+    demo, found = Path(hf_spec.__file__).parent / "tools" / "demo", tmp_path / "found.json"
+    load_script("contexts").main([
+        "--model", str(demo / "model"), "--adapter", str(demo / "adapters" / "medusa"),
+        "--shape", "double", "--contexts", "200", "--contenders", "transformers,medusa,eagle3",
+        "--rounds", "1", "--new-tokens", "12", "--output", str(found),
+    ])  # fmt: skip
+    rows = json.loads(found.read_text())
+    assert [row["contender"] for row in rows] == ["transformers", "medusa", "eagle3"]
+    assert all(row["same"] and row["ms"] > 0 for row in rows) and "1.00x" in capsys.readouterr().out
