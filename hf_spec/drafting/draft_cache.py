@@ -59,7 +59,7 @@ class TreeRows:
         """See :class:`Rows`; ``visible``: ``(batch, n, nodes)`` bool, what of the tree each row
         sees, if not itself and its ancestors."""
         tree, lengths = self.tree, self.lengths
-        slots = Slots.of(self.states, lengths + tree.num_nodes, self.keys, window)
+        slots = Slots.of(self.states, lengths, tree.num_nodes, self.keys, window)
         seen = tree.ancestors[:, self.first :] if visible is None else visible
         at_nodes = None if begin is None else lengths[:, None] + tree.depths
         return slots.mask(seen, lengths, self.packs, begin, at_nodes)

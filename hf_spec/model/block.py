@@ -72,18 +72,19 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(
-        cls, states: AttentionStates, ends: Tensor, keys: int, window: int | None = None
-    ) -> Slots:
+        cls, states: AttentionStates, lengths: Tensor, nodes: int, keys: int,
+        window: int | None = None,
+    ) -> Slots:  # fmt: skip
         """Those of layers with this window.
 
         Args:
-            ends: ``(batch,)`` tokens and nodes.
+            lengths: ``(batch,)`` tokens before the tree, which has so many nodes.
             keys: slots of layers without a window that attention sees.
         """
         slots = min(keys, states.slots(window))
         if slots < keys:
-            return cls(masks.places(ends, slots), True)
-        return cls(torch.arange(keys, device=ends.device)[None], False)
+            return cls(masks.places(lengths + nodes, slots), True)
+        return cls(torch.arange(keys, device=lengths.device)[None], False)
 
     def mask(
         self, visible: Tensor, lengths: Tensor, packed: bool, begin: Tensor | None = None,
@@ -110,7 +111,7 @@ class Slots(NamedTuple):
             made = masks.tree(visible, lengths, self.held)
         if begin is not None:
             assert at_nodes is not None
-            made = made & masks.since(begin, slot_positions(lengths, at_nodes, self.held))
+            made &= masks.since(begin, slot_positions(lengths, at_nodes, self.held))
         if learned is not None:
             made = torch.cat([learned[:, None], made], dim=3)
         if packed:  # a ring, whose slots are bits

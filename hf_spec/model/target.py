@@ -284,8 +284,8 @@ class Target:
             last = self.last_position - self.position_shift
             at_nodes = torch.minimum(lengths[:, None] + block.tree.depths, last)
         for local in dict.fromkeys(kinds.values()):
-            ends = lengths + visible.shape[2]
-            slots = Slots.of(cache.states, ends, keys, local and local.size)
+            window = None if local is None else local.size
+            slots = Slots.of(cache.states, lengths, visible.shape[2], keys, window)
             begin = None if local is None else first_near(local, at_queries)
             made[local] = slots.mask(visible, lengths, attention.packs, begin, at_nodes, learned)
             if attention.positions is not None:

@@ -84,7 +84,7 @@ class SharedKVDrafter(AssistantDrafter):
         states, none = {}, torch.zeros(len(lengths), 1, 0, dtype=torch.bool, device=device)
         for kind, source in self._sources.items():
             layer = cache.layers[source.layer]
-            slots = Slots.of(cache.states, lengths, aligned(cache.max_length), layer.window)
+            slots = Slots.of(cache.states, lengths, 0, aligned(cache.max_length), layer.window)
             parts = (part[:, :, : slots.held.shape[1]] for part in (layer.keys, layer.values))
             states[kind] = tuple(part.to(device, dtype) for part in parts)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
