@@ -288,6 +288,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, default=96, help="of a call (default: %(default)s)")
     add("--rounds", type=int, default=1 if cuda else 3, help="default: %(default)s")
     add("--threads", type=int, default=None, help="of a CPU")
+    add("--busy", action="store_true", help="one thread's CPU seconds, where others run, too")
     add("--deadline", type=float, default=220.0 if cuda else 1e5, help="default: %(default)s s")
     add("--output", type=Path, default=Path("contexts.json"), help="default: %(default)s")
     args = parser.parse_args(argv)
@@ -303,6 +304,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.device = torch.device("cuda" if cuda else "cpu")
     args.dtype = torch.bfloat16 if cuda else torch.float32
     args.ends, args.random = time.monotonic() + args.deadline, set[str]()
+    if args.busy:
+        args.threads, time.perf_counter = 1, time.process_time
     if args.threads:
         torch.set_num_threads(args.threads)
     return args
