@@ -1,20 +1,17 @@
-"""Attention at long contexts on a GPU: ``python benchmarks/attention.py --shape 8b``.
+"""Attention at long contexts on a GPU: ``python benchmarks/attention.py``.
 
-Beside each other: attention with a dense mask, and the kernel of ``tree_attention``. Measures
+Of one layer, attention with a dense mask beside the kernel of ``tree_attention``: microseconds of
+both and of plain decoding, the kernel's largest error, and what reading keys and values takes at
+``--bandwidth``; with ``--tune``, the kernel's best tiling. Whole steps: ``contexts.py``.
 
-* one layer: microseconds of both and of plain decoding, the kernel's largest error, and what
-  reading keys and values takes at ``--bandwidth``; with ``--tune``, the kernel's best tiling;
-* steps of a Llama of random weights (see ``cuda.py``): milliseconds, tokens per second and peak
-  memory by context, as they are and recorded. Random weights accept nothing worth counting: the
-  speedup at a given tau is tau times plain's milliseconds over the strategy's.
-
-One call is meant to take less than four minutes; past ``--deadline`` seconds it leaves out the
-rest. On a CPU it runs, too, by Triton's interpreter (TRITON_INTERPRET=1), where times say nothing.
+Past ``--deadline`` seconds it leaves out the rest. On a CPU it runs, too, by Triton's interpreter
+(TRITON_INTERPRET=1), where times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -25,33 +22,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from cuda import (
-    SHAPES,
-    WARM,
-    WORDS,
-    Row,
-    Ticks,
-    build,
-    config_of,
-    free_memory,
-    options_of,
-    recorded,
-)
+from cuda import WARM, Row
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import CompileConfig
 
-import hf_spec
-from hf_spec.adapters.predicting import TRAINED, PredictingConfig
 from hf_spec.core import mask as masks
 from hf_spec.core.checks import first_line
-from hf_spec.core.stats import synchronize
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.files import write_atomically
-from hf_spec.methods.registry import get_method
 from hf_spec.tools.cli.options import whole_numbers
-from modeling_patches.attention_masks import TREE_ATTENTION, unpacked
+from modeling_patches.attention_masks import unpacked
 
 #: Heads, key-value heads, dimension of a layer: Llama's of 8B parameters; on CPUs a small one.
 LAYERS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}
@@ -112,7 +93,7 @@ def layer(args: argparse.Namespace, context: int, batch: int, nodes: int) -> Row
     key, value = (
         torch.randn(batch, kv_heads, slots, dim, device=device, dtype=dtype) for _ in "kv"
     )
-    mask = masks.packed(tree.ancestors, torch.zeros_like(tree.depths), lengths)
+    mask = masks.packed(tree.ancestors, lengths)
     seen = unpacked(mask, slots).repeat(1, 1, heads // kv_heads, 1)
     added = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill_(~seen, -torch.inf)
     del seen
@@ -151,79 +132,18 @@ def _best(kernel: Any, ours: Callable[[], Tensor], device: torch.device) -> list
     return sorted(found)[:3]
 
 
-def steps(args: argparse.Namespace, model: Any, context: int) -> Iterator[Row]:
-    """Steps of plain Transformers and each strategy, with each attention and way."""
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(WORDS, (1, context), generator=draw).to(args.device)
-    recording = CompileConfig(backend="cudagraphs")
-    static = {"cache_implementation": "static", "compile_config": recording}
-    ways: dict[str, Row] = {"eager": {}} | ({"recorded": static} if ids.is_cuda else {})
-    yield timed(args, model, ids, {"strategy": "transformers", "attention": "sdpa"}, {})
-    for name in args.strategies:
-        method, layers = get_method(name), model.config.num_hidden_layers
-        if method.needs_adapter:
-            kind: Any = method.adapter_config
-            given = TRAINED if issubclass(kind, PredictingConfig) else {}
-            model.add_adapter(kind(**given), name)
-        options = options_of(name, args.candidates, layers)
-        spec = {"assistant_strategy": name, "assistant_kwargs": options}
-        for attention in ("sdpa", TREE_ATTENTION):
-            model.set_attn_implementation(attention)
-            for way, more in ways.items():
-                label = {"strategy": name, "attention": attention, "way": way}
-                yield timed(args, model, ids, label, {**spec, **more})
-        model.set_attn_implementation("sdpa")
-        if method.needs_adapter:
-            model.delete_adapter(name)
-
-
-def timed(args: argparse.Namespace, model: Any, ids: Tensor, label: Row, spec: Row) -> Row:
-    """The steps of one call. Code is made, and graphs are recorded, in the first half of them,
-    which does not count."""
-    label = {**label, "context": ids.shape[1]}
-    if time.monotonic() > args.ends:
-        return {**label, "error": "past the deadline"}
-    free_memory()
-    if ids.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    ticks = Ticks(ids)
-    own = spec or {"stopping_criteria": [ticks]}
-    try:
-        with recorded() as found:
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                max_new_tokens=args.new_tokens, **own,
-            )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        return {**label, "error": first_line(error)}
-    synchronize(ids.device)
-    seconds = [step["seconds"] for step in found[1:-1]]
-    seconds = seconds or [b - a for a, b in zip(ticks.marks, ticks.marks[1:])]
-    ms = 1e3 * statistics.median(seconds[len(seconds) // 2 :])
-    stats = hf_spec.last_stats(model)
-    tokens = stats.mean_accepted_tokens if spec and stats is not None else 1.0
-    peak = torch.cuda.max_memory_allocated() / 2**30 if ids.is_cuda else 0.0
-    return {**label, "ms": ms, "tau": tokens, "tokens_per_second": 1e3 * tokens / ms,
-            "peak_gib": peak}  # fmt: skip
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--stages", default="layer,steps", help="default: %(default)s")
-    add("--shape", choices=SHAPES, default="1b" if cuda else "tiny", help="default: %(default)s")
     for name, default, what in (
         ("--contexts", "1024,8192,32768,131072" if cuda else "200", "tokens in the cache"),
         ("--batch-sizes", "1,8" if cuda else "1", "rows of one layer"),
         ("--nodes", "16,64" if cuda else "16", "of one layer's trees"),
     ):
         add(name, default=default, help=f"{what} (default: {default})")
-    add("--strategies", default="plain,prompt_lookup,medusa,eagle3", help="default: %(default)s")
-    add("--candidates", type=int, default=15, help="of a step (default: %(default)s)")
-    add("--new-tokens", type=int, default=40, help="of a call (default: %(default)s)")
     add("--bandwidth", type=float, default=4300.0, help="GB/s (default: %(default)s, an H200's)")
     add("--tune", action="store_true", help="the fastest tilings of the kernel; takes minutes")
     add("--deadline", type=float, default=220.0, help="seconds (default: %(default)s)")
@@ -232,14 +152,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     try:
         for name in ("contexts", "batch_sizes", "nodes"):
             setattr(args, name, whole_numbers(f"--{name.replace('_', '-')}", getattr(args, name)))
-        args.stages = args.stages.split(",")
-        if unknown := set(args.stages) - {"layer", "steps"}:
-            raise ValueError(f"--stages {', '.join(sorted(unknown))}: choose from layer, steps")
-        args.strategies = args.strategies.split(",")
-        for name in args.strategies:
-            get_method(name)
-        if not args.new_tokens >= 16:
-            raise ValueError("--new-tokens must be at least 16")
     except ValueError as error:
         parser.error(first_line(error))
     args.device = torch.device("cuda" if cuda else "cpu")
@@ -249,17 +161,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measured(args: argparse.Namespace) -> Iterator[Row]:
-    if "layer" in args.stages:
-        for context in args.contexts:
-            for batch in args.batch_sizes:
-                for nodes in args.nodes:
-                    if batch * context <= 2**18 and time.monotonic() < args.ends:
-                        yield {"stage": "layer", **layer(args, context, batch, nodes)}
-    if "steps" in args.stages:
-        model = build(config_of(args.shape), args.device, args.dtype)
-        for context in args.contexts:
-            for row in steps(args, model, context):
-                yield {"stage": "steps", "shape": args.shape, **row}
+    for context, batch, nodes in itertools.product(args.contexts, args.batch_sizes, args.nodes):
+        if batch * context <= 2**18 and time.monotonic() < args.ends:
+            yield layer(args, context, batch, nodes)
 
 
 @torch.no_grad()

@@ -77,8 +77,8 @@ def prompt_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What ``tree_attention`` is where no tree runs: ``sdpa``, or the model's own eager attention
-    for what sdpa does not have. Masks are those of sdpa."""
+    """``sdpa``, or the model's own eager attention for what sdpa does not have. Masks are those of
+    sdpa."""
     if not _only_eager(kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None:  # causal, and no key before the first query but for one query
@@ -94,18 +94,14 @@ def prompt_attention(
     return found
 
 
-AttentionInterface.register(TREE_ATTENTION, prompt_attention)
-AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
-
-
 def packed_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The kernel of :mod:`.tree_attention` for packed masks; :func:`grouped_sdpa` for others, and
-    for what the kernel has not. Arguments as there."""
+    """The kernel of :mod:`.tree_attention` for packed masks, :func:`grouped_sdpa` for what the
+    kernel has not; :func:`prompt_attention` for other masks. Arguments as there."""
     if attention_mask is None or attention_mask.dtype != torch.int64:
-        attend = grouped_sdpa
+        attend = prompt_attention
     elif dropout or any(kwargs.get(name) is not None for name in _NOT_IN_KERNEL):
         attend, attention_mask = grouped_sdpa, _dense(attention_mask, key.shape[2], query.dtype)
     else:
@@ -120,6 +116,9 @@ def packed_attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
 
+
+AttentionInterface.register(TREE_ATTENTION, packed_attention)
+AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
 
 #: Arguments of attention functions that the kernel has not: biases of scores, chosen keys.
 _NOT_IN_KERNEL = ("position_bias", "indices", "block_indices", "sinks")
@@ -192,14 +191,15 @@ class TreeAttention:
     """How a model runs forwards with 4-D masks: masks are converted, and ``changes`` run.
 
     ``eager`` and functions that the user has registered stay as they are; ``sdpa`` becomes
-    :func:`grouped_sdpa` where the model looks attention up by name, ``tree_attention`` becomes
-    :func:`packed_attention`, and anything else, with one warning, :func:`grouped_sdpa`: flash takes
-    no such mask, and flex would be compiled for trees of every size, which on CPUs takes minutes or
-    fails.
+    :func:`grouped_sdpa` where the model looks attention up by name, and so does, with one warning,
+    anything else but ``tree_attention``: flash takes no such mask, and flex would be compiled for
+    trees of every size, which on CPUs takes minutes or fails.
 
     Args:
         checkpointing: whether forwards are recomputed for their gradients, which rules out changes;
             ``sdpa`` then stays, too.
+        beside: the model that this one drafts for; if trees of it run in the kernel, those of this
+            one do so in the place of ``sdpa``, too.
 
     Attributes:
         locals: what each kind of layer sees (None = all), keyed as the model's forward wants its
@@ -213,7 +213,7 @@ class TreeAttention:
             ``tree_attention`` and there is no such kernel for it.
     """
 
-    def __init__(self, model: Any, checkpointing: bool = False) -> None:
+    def __init__(self, model: Any, checkpointing: bool = False, beside: Any = None) -> None:
         step_aside(model)
         self.locals = local_attention(model)
         self.changes = Changes()
@@ -221,8 +221,10 @@ class TreeAttention:
         users = is_users_attention(current)
         #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
         self._boolean = users and ALL_MASK_ATTENTION_FUNCTIONS.get(current) is sdpa_mask
-        self.packs = current == TREE_ATTENTION and not checkpointing
+        self.packs = runs_kernel(model) and not checkpointing
         check_attention(model)
+        if beside is not None and runs_kernel(beside) and current == "sdpa":
+            self.packs = _no_kernel(model) is None
         self.positions = tree_positions(model, self.changes)
         if checkpointing:
             takes_masks = users or current in ("eager", "sdpa", TREE_ATTENTION)
@@ -233,7 +235,7 @@ class TreeAttention:
                     "again without them. Train without checkpointing, or with "
                     "attn_implementation='sdpa' if it is the attention."
                 )
-        elif not users and current != "eager":
+        elif not users and current not in ("eager", TREE_ATTENTION):
             self._take_over(model, current)
 
     def _take_over(self, model: Any, current: str) -> None:
@@ -246,7 +248,7 @@ class TreeAttention:
                 AttentionInterface.register(current, stock)
             attend = packed_attention if self.packs else grouped_sdpa
             self.changes.instead(AttentionInterface, current, attend)
-            if current not in ("sdpa", TREE_ATTENTION):
+            if current != "sdpa":
                 _warn_switched(current)
         elif current != "sdpa":
             raise ValueError(
@@ -270,6 +272,18 @@ class TreeAttention:
         return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
 
 
+def runs_kernel(model: Any) -> bool:
+    """Whether trees of a model are to run in the kernel of :mod:`.tree_attention`."""
+    return bool(_text(model)._attn_implementation == TREE_ATTENTION)
+
+
+def attention_beside(model: Any, supports_sdpa: bool = True) -> str:
+    """The attention of layers that draft beside a model."""
+    if runs_kernel(model):
+        return TREE_ATTENTION
+    return "sdpa" if supports_sdpa else "eager"
+
+
 def check_attention(model: Any) -> None:
     """Check that trees of a model can run in the kernel of :mod:`.tree_attention`, if its attention
     is ``tree_attention``.
@@ -277,7 +291,7 @@ def check_attention(model: Any) -> None:
     Raises:
         ValueError: they cannot; the message says why.
     """
-    if _text(model)._attn_implementation == TREE_ATTENTION and (why := _no_kernel(model)):
+    if runs_kernel(model) and (why := _no_kernel(model)):
         raise ValueError(
             f"attn_implementation={TREE_ATTENTION!r}: {why}. Give attn_implementation='sdpa'."
         )

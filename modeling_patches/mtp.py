@@ -212,21 +212,16 @@ class MtpLayers(nn.Module):
 
     def run(
         self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
-        key_positions: Tensor, cache: Any,
+        cache: Any,
     ) -> Tensor:  # fmt: skip
         """Forward of a layer; see :meth:`MtpLayer.forward`.
 
         Args:
             positions: ``(batch, n)`` of the rows.
-            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot, but for windows.
-            key_positions: ``(batch or 1, slots)`` position of every slot; anything of this shape
-                where there is no :meth:`window`.
+            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot; or a packed one.
             cache: takes ``update(keys, values, index)``.
         """
         inputs: dict[str, Any] = {CACHE: cache, "position_ids": positions}
-        if (size := self.window(index)) is not None:
-            distances = positions[:, :, None] - key_positions[:, None]
-            mask = mask & (distances < size)[:, None]
         if self.rotary is not None:
             by_kind = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
             given = {"layer_type": self.kinds[index]} if by_kind else {}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from modeling_patches.attention_masks import attention_beside
 from modeling_patches.modules import decoder_layers, decoder_of
 from modeling_patches.weights import in_use
 
@@ -163,5 +164,5 @@ def config_of(model: Any, recipe: Recipe, count: int, sparse: bool) -> Any:
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
     recipe.adapt(config, count)
-    config._attn_implementation = "sdpa" if type(model)._supports_sdpa else "eager"
+    config._attn_implementation = attention_beside(model, type(model)._supports_sdpa)
     return config

@@ -48,14 +48,14 @@ def tree(ancestors: Tensor, lengths: Tensor, keys: int | Tensor) -> Tensor:
 
 
 def packed(
-    ancestors: Tensor, begin: Tensor, lengths: Tensor, front: Tensor | None = None
+    ancestors: Tensor, lengths: Tensor, begin: Tensor | None = None, front: Tensor | None = None
 ) -> Tensor:
     """The mask of a tree's nodes in the few numbers that
     :func:`modeling_patches.attention_masks.unpacked` reads.
 
     Args:
         ancestors, lengths: as for :func:`tree`.
-        begin: ``(batch, query)`` the first slot of the prefix that each sees.
+        begin: ``(batch, query)`` the first slot of the prefix that each sees; None: all.
         front: ``(batch, query, slots)`` bool, what each sees of slots before the prefix, which
             ``begin`` and ``lengths`` do not count; None if there are none.
 
@@ -64,8 +64,9 @@ def packed(
     """
     front = ancestors[:, :, :0] if front is None else front
     count = front.shape[2]
-    end = (lengths + count)[:, None].expand_as(begin)
-    numbers = [begin + count, end]
+    end = (lengths + count)[:, None].expand(ancestors.shape[:2])
+    low = torch.zeros_like(end) if begin is None else begin.clamp(min=0)
+    numbers = [low + count, end]
     for seen, base in ((front, torch.zeros_like(end)), (ancestors, end)):
         for first in range(0, seen.shape[2], 64):
             word = seen[:, :, first : first + 64].long()
@@ -74,13 +75,7 @@ def packed(
     return torch.stack(numbers, dim=2)[:, None]
 
 
-def window(size: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Keys fewer than ``size`` positions back, as in sliding-window attention; both are token
-    positions, ``(batch, query)`` and ``(batch, key)``."""
-    return queries[:, None, :, None] - keys[:, None, None] < size
-
-
-def chunk(size: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Keys of the query's own chunk of ``size`` positions, as in chunked attention; positions as
-    for :func:`window`."""
-    return queries[:, None, :, None] // size == keys[:, None, None] // size
+def since(begin: Tensor, keys: Tensor) -> Tensor:
+    """Keys that do not come before a query's first one, as in attention to a sliding window or a
+    chunk; both are token positions, ``(batch, query)`` and ``(batch, key)``."""
+    return keys[:, None, None] >= begin[:, None, :, None]

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed, whole
+from hf_spec.drafting.draft_cache import DraftCache, Rows, TracedDraftCache, committed, whole
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
@@ -30,9 +29,6 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
 from hf_spec.model.programs import DraftProgram
 from modeling_patches.per_call import Changes
-
-#: Committed rows that run at once, of each sequence.
-AT_ONCE = 512
 
 #: From the batch size and n, rows that draft n further tokens in one forward (P-EAGLE): ``(batch,
 #: n)`` tokens, and ``(batch, n, hidden)`` what they take of states.
@@ -43,19 +39,23 @@ class DraftNetwork(ABC):
     """The decoder.
 
     Attributes:
+        model: what it drafts for.
         num_layers: of its cache.
         token_ids: ``(tokens,)`` ids, ascending, that it predicts; None for all.
         compiles: whether its forward can be compiled: whether it depends on the cache's tensors
             and the arguments alone.
         own: its tensors that are not the model's.
+        windows: of its layers with a sliding window, see :class:`DraftCache`.
         masks: rows that draft all further tokens in one forward; None: each of these needs a
             forward, with the output of the one before.
     """
 
+    model: Any
     num_layers: int
     token_ids: Tensor | None = None
     compiles: bool = True
     own: Sequence[Tensor] = ()
+    windows: Mapping[int, int] = {}
     masks: MaskRows | None = None
 
     @abstractmethod
@@ -64,16 +64,13 @@ class DraftNetwork(ABC):
         which are those of :attr:`Drafter.reads`."""
 
     @abstractmethod
-    def run(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, tokens: Tensor, hidden: Tensor, rows: Rows, cache: Any) -> tuple[Tensor, Tensor]:
         """Forward of some rows, whose keys and values it writes into the cache.
 
         Args:
             tokens: ``(batch, n)`` int64
             hidden: ``(batch, n, hidden)`` :meth:`features`, or outputs of the rows before.
-            positions: ``(batch, n)`` int64
-            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot.
+            rows: where they stand, and what they see.
             cache: takes ``update(keys, values, layer)``, which returns those of all slots.
 
         Returns:
@@ -82,9 +79,8 @@ class DraftNetwork(ABC):
         """
 
     def run_true(
-        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, positions: Tensor,
-        mask: Tensor, cache: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, rows: Rows, cache: Any
+    ) -> tuple[Tensor, Tensor]:
         """:meth:`run` of rows that follow each other and take the target's states.
 
         Args:
@@ -92,7 +88,7 @@ class DraftNetwork(ABC):
             before: ``(batch, 1, ...)`` what the row before the first one has returned for the next;
                 None if there is none.
         """
-        return self.run(tokens, hidden, positions, mask, cache)
+        return self.run(tokens, hidden, rows, cache)
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
@@ -123,37 +119,23 @@ class AutoregressiveDrafter(ForwardDrafter):
         graphs = self._graphs = state.target.graphs if self.network.compiles else None
         if graphs is not None:
             graphs.hold(self.network.own)
-        self.cache: Any = DraftCache(
-            self.network.num_layers, state.batch_size, state.root.device,
-            None if graphs is None else graphs.allocate,
-        )  # fmt: skip
-        # As many slots as the target's, at the same time: code is for sizes.
-        self.cache.states.limit = state.cache.states.limit
-        self.cache.states.reserve(state.cache.capacity)
+        self.cache: Any = DraftCache.beside(state, self.network, state.root.device, graphs)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         """Run true rows and keep what the last one of each sequence says."""
         if hidden is None:
             return
         network, cache = self.network, self.cache
-        every, known = committed(result, hidden), result.host and result.host.counts
-        for start in range(0, every.shape[1], AT_ONCE):
-            part = slice(start, start + AT_ONCE)
-            tokens = every[:, part]
-            tree, most = Tree.chain(tokens), tokens.shape[1]
-            slots, positions = cache.open(tree)
-            mask = masks.tree(tree.ancestors, cache.lengths, slots)
+        for tokens, states, counts, known in committed(result, hidden):
+            rows = cache.open(Tree.chain(tokens))
             before = None if self._root is None else self._root[1]
-            read = network.features(hidden[:, part])
-            found = network.run_true(tokens, read, before, positions, mask, cache)
-            counts, kept = (result.counts.to(tokens.device) - start).clamp(0, most), None
-            if known is not None:  # without what a stop has cut off
-                kept = [min(max(count - start, 0), most) for count in known]
-                counts = sent(kept, tokens.device)
-            cache.keep(counts, kept)
+            found = network.run_true(tokens, network.features(states), before, rows, cache)
+            cache.keep(counts, known)
+            if known is not None:
+                counts = sent(known, counts.device)
             last = (counts - 1).clamp(min=0)[:, None]
             states, after = (states_at(one, last) for one in found)
-            if self._root is not None and not (kept and all(kept)):
+            if self._root is not None and not (known and all(known)):
                 new = counts[:, None, None] > 0
                 states = torch.where(new, states, self._root[0])
                 after = torch.where(new, after, self._root[1])
@@ -171,7 +153,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         levels = self.paying(state, self.depth, state.draft_cost()) if grows else 0
         levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
         rows = bucket(tree.num_tokens) + levels * self.width
-        self.cache.states.reserve(self.cache.max_length + rows)
+        self.cache.reserve(rows)
         state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
         return self.grows(state, tree, self.num_grown, levels, self.width)
 
@@ -200,10 +182,9 @@ class AutoregressiveDrafter(ForwardDrafter):
         before = self._root[1] if self._level is None else self._level
         hidden = states_at(before, frontier.parents)
         self._block, first = extended(self._block, frontier)
-        cache, new = self.cache, slice(first, None)
-        slots, positions = cache.open(self._block, first)
-        mask = masks.tree(self._block.ancestors[:, new], cache.lengths, slots)
-        found = self.network.run(self._block.tokens[:, new], hidden, positions, mask, cache)
+        cache = self.cache
+        rows = cache.open(self._block, first)
+        found = self.network.run(self._block.tokens[:, first:], hidden, rows, cache)
         states, self._level = found
         return self.network.logits(states)
 

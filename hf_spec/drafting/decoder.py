@@ -33,6 +33,7 @@ from hf_spec.core.limits import MAX_BLOCKS, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.layer_types import ARCHITECTURES, LAYER_TYPES, SIZES, LayerType
 from hf_spec.model.hidden_states import soft_capped
 from hf_spec.model.row_embeddings import RowEmbeddings
+from modeling_patches.attention_masks import attention_beside
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import device_of, input_features, placement
@@ -235,6 +236,8 @@ class DecoderNetwork:
         # Of weights that accelerate has offloaded, too.
         self.device, self.dtype = device_of(adapter.fc), adapter.fc.weight.dtype
         self._kind, self._rotary = self.config.layer_type, adapter.rotary(self.device)
+        for layer in adapter.layers:
+            layer.self_attn.config._attn_implementation = attention_beside(model)
         base = model.get_input_embeddings()
         self._place, self._embed = placement(model).device, base
         if self.config.embedding_scale is not None:
@@ -258,7 +261,7 @@ class DecoderNetwork:
 
         Args:
             angles: of the rows' positions, see :meth:`Decoder.rotary`.
-            mask: ``(batch, 1, n, slots)`` bool, True where a row sees a slot.
+            mask: see :class:`~hf_spec.drafting.draft_cache.Rows`.
         """
         own = self._kind.given()
         return {"position_embeddings": angles, "attention_mask": mask, CACHE: cache, **own}

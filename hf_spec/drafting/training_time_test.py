@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core import mask as masks
 from hf_spec.core.checks import SHARE, choice, count, setting
 from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.drafting.autoregressive import DraftNetwork
@@ -47,14 +48,22 @@ class ChainConfig(SpecPeftConfig):
     )
 
 
-class ChainCache(DynamicCache):
-    """Keys and values of true rows, and of chains that begin at some of them.
+class ChainRows(NamedTuple):
+    """Rows, see :class:`~hf_spec.drafting.draft_cache.Rows`, behind true ones and those of chains
+    that begin at some of them.
 
     Attributes:
-        positions: ``(batch, slots)`` of all rows, those that run next included.
+        at_keys: ``(batch, slots)`` positions of all rows, these included.
+        visible: ``(batch, n, slots)`` bool, what of them these see.
     """
 
     positions: Tensor
+    at_keys: Tensor
+    visible: Tensor
+
+    def mask(self, begin: Tensor | None = None, window: int | None = None) -> Tensor:
+        seen = self.visible[:, None]
+        return seen if begin is None else seen & masks.since(begin, self.at_keys)
 
 
 def unrolled(
@@ -78,10 +87,9 @@ def unrolled(
     positions = (real.long().cumsum(-1) - 1).clamp(min=0)
     causal = columns[None, :] <= columns[:, None]
     seen = (causal & real[:, None]) | torch.eye(seq, dtype=torch.bool, device=device)
-    cache, hidden = ChainCache(), network.features(states)
-    cache.positions = positions
-    tokens = ids.roll(-1, 1)
-    outputs, after = network.run_true(tokens, hidden, None, positions, seen[:, None], cache)
+    cache, hidden, at_keys = DynamicCache(), network.features(states), positions
+    tokens, rows = ids.roll(-1, 1), ChainRows(positions, positions, seen)
+    outputs, after = network.run_true(tokens, hidden, None, rows, cache)
     found, hidden = [states_at(outputs, anchors)], states_at(after, anchors)
     count = anchors.shape[1]
     true = (columns <= anchors[:, :, None]) & real[:, None]  # (batch, anchors, seq)
@@ -90,12 +98,13 @@ def unrolled(
     mask, at = true, positions.gather(1, anchors)
     for step in range(1, steps):
         mask = torch.cat([mask, own], -1)
-        cache.positions = torch.cat([cache.positions, at + step], -1)
+        at_keys = torch.cat([at_keys, at + step], -1)
         if masked is not None:
             tokens, hidden = masked
         else:
             tokens = ids.gather(1, (anchors + 1 + step).clamp(max=seq - 1))
-        outputs, hidden = network.run(tokens, hidden, at + step, mask[:, None], cache)
+        rows = ChainRows(at + step, at_keys, mask)
+        outputs, hidden = network.run(tokens, hidden, rows, cache)
         found.append(outputs)
     return network.logits(torch.stack(found, 2))
 

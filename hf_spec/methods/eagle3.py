@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core import mask as masks
 from hf_spec.core.checks import setting
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter, DraftNetwork, MaskRows
 from hf_spec.drafting.decoder import Decoder, DecoderConfig, DecoderNetwork
+from hf_spec.drafting.draft_cache import Rows
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, check_tokens
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
@@ -143,12 +143,10 @@ class Eagle3Network(DecoderNetwork, DraftNetwork):
             states = torch.cat([norm(part) for norm, part in zip(net.fc_norm, parts)], -1)
         return self.fused(states)
 
-    def run(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, tokens: Tensor, hidden: Tensor, rows: Rows, cache: Any) -> tuple[Tensor, Tensor]:
         """See :class:`DraftNetwork` (EAGLE-3, section 3.1)."""
-        net, mask = self.adapter, mask.to(self.device)
-        angles = self._rotary(hidden, positions.to(self.device))
+        net, mask = self.adapter, rows.mask().to(self.device)
+        angles = self._rotary(hidden, rows.positions.to(self.device))
         for index, layer in enumerate(net.layers):
             inputs = layer.input_layernorm(hidden if index else self.embedded(tokens))
             if not index:
@@ -218,10 +216,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
         if self.depth > 1:
             assert network.masks is not None
             tokens, hidden = network.masks(len(states), self.depth - 1)
-            tree = Tree.chain(tokens)
-            slots, positions = cache.open(tree)
-            mask = masks.tree(tree.ancestors, cache.lengths, slots)
-            found, _ = network.run(tokens, hidden, positions, mask, cache)
+            found, _ = network.run(tokens, hidden, cache.open(Tree.chain(tokens)), cache)
             states = torch.cat([states, found], 1)
         return network.logits(states)
 

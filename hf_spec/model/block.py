@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_spec.cache.buffers import AttentionStates
 from hf_spec.core import mask as masks
 from hf_spec.core.tree import Tree
 from modeling_patches.attention_masks import Local
@@ -36,34 +37,83 @@ class Block(NamedTuple):
         return self.tokens[:, self.tokens.shape[1] - self.tree.num_probes :]
 
 
-def slot_positions(
-    lengths: Tensor, depths: Tensor, held: Tensor, last: Tensor | None = None
-) -> Tensor:
+def slot_positions(lengths: Tensor, at_nodes: Tensor, held: Tensor) -> Tensor:
     """Position of every slot, counted from each row's first token: ``(batch, keys)``.
 
     Args:
-        lengths, depths: ``(batch,)`` tokens before a tree, and ``(batch, nodes)`` its depths.
-        held: ``(batch, keys)`` or ``(keys,)`` the token that each slot holds. Those after the tree
-            continue counting.
-        last: ``(batch, 1)`` larger positions of nodes are clamped to this one.
+        lengths: ``(batch,)`` tokens before a tree.
+        at_nodes: ``(batch, nodes)`` positions of its nodes.
+        held: ``(batch or 1, keys)`` the token that each slot holds. Those after the tree continue
+            counting.
     """
-    at_nodes = lengths[:, None] + depths
-    if last is not None:
-        at_nodes = torch.minimum(at_nodes, last)
     node = held - lengths[:, None]
     in_tree = (node >= 0) & (node < at_nodes.shape[1])
     at_node = at_nodes.gather(1, node.clamp(0, at_nodes.shape[1] - 1))
     return torch.where(in_tree, at_node, held)
 
 
-def near(local: Local, queries: Tensor, keys: Tensor) -> Tensor:
-    """The keys that local attention sees, given ``(batch, query)`` and ``(batch, key)`` positions:
-    ``(batch, 1, query, key)``."""
-    return (masks.chunk if local.chunked else masks.window)(local.size, queries, keys)
-
-
 def first_near(local: Local, queries: Tensor) -> Tensor:
     """The first position that local attention sees from each of these: ``(batch, query)``."""
     if local.chunked:
         return queries // local.size * local.size
-    return (queries - local.size + 1).clamp(min=0)
+    return queries - local.size + 1
+
+
+class Slots(NamedTuple):
+    """What attention of some layers sees slots of, while a tree's nodes are behind the tokens.
+
+    Attributes:
+        held: ``(batch or 1, slots)`` the token or node in each, see :func:`masks.places`.
+        is_ring: whether they are not in this order.
+    """
+
+    held: Tensor
+    is_ring: bool
+
+    @classmethod
+    def of(
+        cls, states: AttentionStates, lengths: Tensor, nodes: int, keys: int,
+        window: int | None = None,
+    ) -> Slots:  # fmt: skip
+        """Those of layers with this window.
+
+        Args:
+            lengths: ``(batch,)`` tokens before the tree, which has so many nodes.
+            keys: slots of layers without a window that attention sees.
+        """
+        slots = min(keys, states.slots(window))
+        if slots < keys:
+            return cls(masks.places(lengths + nodes, slots), True)
+        return cls(torch.arange(keys, device=lengths.device)[None], False)
+
+    def mask(
+        self, visible: Tensor, lengths: Tensor, packed: bool, begin: Tensor | None = None,
+        at_nodes: Tensor | None = None, learned: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The mask of nodes: ``(batch, 1, query, slots)`` bool, True = attend; or a packed one.
+
+        Args:
+            visible: ``(batch, query, nodes)`` bool, which of the tree's nodes each sees.
+            lengths: ``(batch,)`` tokens before the tree, which all see.
+            packed: see :func:`masks.packed`.
+            begin: ``(batch, query)`` the first position that each sees; None: all.
+            at_nodes: ``(batch, nodes)`` positions of all nodes, with ``begin``.
+            learned: ``(batch, query, n)`` bool, what each sees of slots in front.
+        """
+        if packed and not self.is_ring:
+            if begin is not None:
+                assert at_nodes is not None
+                visible = visible & masks.since(begin, at_nodes)[:, 0]
+            return masks.packed(visible, lengths, begin, learned)
+        if visible.shape[1:] == (1, 1):  # a plain step: its token is behind the prefix
+            made = (self.held <= lengths[:, None])[:, None, None]
+        else:
+            made = masks.tree(visible, lengths, self.held)
+        if begin is not None:
+            assert at_nodes is not None
+            made &= masks.since(begin, slot_positions(lengths, at_nodes, self.held))
+        if learned is not None:
+            made = torch.cat([learned[:, None], made], dim=3)
+        if packed:  # a ring, whose slots are bits
+            return masks.packed(visible[:, :, :0], torch.zeros_like(lengths), front=made[:, 0])
+        return made

@@ -18,9 +18,10 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.stateful import sequence_cache, states_before
+from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.transfer import sent
-from hf_spec.model.block import near
+from hf_spec.model.block import first_near
 from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import Local, TreeAttention
@@ -157,7 +158,8 @@ class _Run:
         key_positions = key_positions[:, : visible.shape[2]]
         seen: dict[Local | None, Tensor] = {None: visible[:, None]}
         for local in {local for local in self.attention.locals.values() if local is not None}:
-            seen[local] = visible[:, None] & near(local, query_positions, key_positions)
+            begin = first_near(local, query_positions)
+            seen[local] = visible[:, None] & masks.since(begin, key_positions)
         if front:
             kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
             learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)

@@ -16,12 +16,11 @@ from torch.nn.functional import pad
 
 from hf_spec.cache.buffers import bounded
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import mask as masks
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
-from hf_spec.model.block import Block, first_near, near, slot_positions
+from hf_spec.model.block import Block, Slots, first_near, slot_positions
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -106,6 +105,7 @@ class Target:
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         reads: the hidden states to return, besides those of probes.
+        beside: the model that an assistant drafts for, see :class:`TreeAttention`.
     """
 
     #: Compiled code for its forwards, if they are compiled.
@@ -122,10 +122,11 @@ class Target:
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
         reads: Reads = NO_STATES,
+        beside: Any = None,
     ):
         self.model = model
         self.cache = cache
-        self.attention = TreeAttention(model)
+        self.attention = TreeAttention(model, beside=beside)
         self._running = Running()
         if cache.recurrent is not None:
             tree_recurrences(model, self.attention.changes, self._running)
@@ -276,36 +277,19 @@ class Target:
             learned[:, -block.tree.num_probes :, front - self.num_front :] = seen
         made: dict[Local | None, Tensor] = {}
         at_keys: dict[Local | None, Tensor] = {}
-        by_position = attention.positions is not None or any(kinds.values())
-        if by_position:  # counted from each row's first token, whatever positions the caller gave
+        at_queries = at_nodes = positions
+        if attention.positions is not None or any(kinds.values()):
+            # Counted from each row's first token, whatever positions the caller gave.
             at_queries = positions - self.position_shift
             last = self.last_position - self.position_shift
+            at_nodes = torch.minimum(lengths[:, None] + block.tree.depths, last)
         for local in dict.fromkeys(kinds.values()):
-            slots = min(keys, cache.states.slots(local and local.size))
-            held = torch.arange(keys, device=lengths.device)[None]
-            if slots < keys:
-                held = masks.places(lengths + visible.shape[2], slots)
-            if by_position:
-                at_keys[local] = slot_positions(lengths, block.tree.depths, held, last)
-            if attention.packs and slots == keys:
-                begin, seen = torch.zeros_like(positions), visible
-                if local is not None:
-                    begin = first_near(local, at_queries)
-                    at_nodes = torch.minimum(lengths[:, None] + block.tree.depths, last)
-                    seen = seen & near(local, at_queries, at_nodes)[:, 0]
-                made[local] = masks.packed(seen, begin, lengths, learned)
-                continue
-            if visible.shape[1:] == (1, 1):  # a plain step: its token is behind the prefix
-                made[local] = (held <= lengths[:, None])[:, None, None]
-            else:
-                made[local] = masks.tree(visible, lengths, held)
-            if local is not None:
-                made[local] &= near(local, at_queries, at_keys[local])
-            if learned is not None:
-                made[local] = torch.cat([learned[:, None], made[local]], dim=3)
-            if attention.packs:  # a ring, whose slots are bits
-                none, start = visible[:, :, :0], torch.zeros_like(positions)
-                made[local] = masks.packed(none, start, start[:, 0], made[local][:, 0])
+            window = None if local is None else local.size
+            slots = Slots.of(cache.states, lengths, visible.shape[2], keys, window)
+            begin = None if local is None else first_near(local, at_queries)
+            made[local] = slots.mask(visible, lengths, attention.packs, begin, at_nodes, learned)
+            if attention.positions is not None:
+                at_keys[local] = slot_positions(lengths, at_nodes, slots.held)
         if attention.positions is not None:
             # Front slots stand where the sequence begins, as in prefix tuning.
             by_kind = {kind: pad(at_keys[local], (front, 0)) for kind, local in kinds.items()}

@@ -38,18 +38,9 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
     built = masks.tree(tree.ancestors[:, first:], on_device, keys)
     if window is not None:
         query_positions = on_device[:, None] + tree.depths[:, first:]
-        built = built & masks.window(window, query_positions, torch.tensor(positions))
+        built = built & masks.since(query_positions - window + 1, torch.tensor(positions))
     expected = [
         [[rule(b, q, k) for k in range(shape[2])] for q in range(shape[1])] for b in range(shape[0])
     ]
     assert built.dtype == torch.bool
     assert built[:, 0].tolist() == expected
-
-
-@pytest.mark.parametrize("size", [1, 3, 4, 100])
-def test_a_chunk_equals_the_double_loop(size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    queries, keys = (torch.randint(12, (2, n), generator=generator) for n in (4, 9))
-    built = masks.chunk(size, queries, keys)
-    expected = queries[:, :, None] // size == keys[:, None] // size
-    assert torch.equal(built[:, 0], expected)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import Tiny, prompt
+from conftest import Tiny, prompt, ragged
 from method_variants import DOMINO, DSPINE, XPRESS
 from replay import RECORDED, Replay
 from running import as_if, drafting, proposals
@@ -15,6 +15,7 @@ from test_shrinking import staggered
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.drafting import draft_cache
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
@@ -49,6 +50,9 @@ CONFIGS = {
             "sliding_window_from": "query", "sliding_window_non_causal": False,
         },
     ),
+    "last window": (
+        "dflash", {"num_layers": 2, "block_size": 4, "sliding_layers": [1], "sliding_window": 6},
+    ),
     "gemma4": ("dspark", {"num_layers": 2, "markov_rank": 4, **GEMMA4}),
     "causal": ("dflash", {"block_size": 4, "causal": True}),
     "causal window": (
@@ -71,19 +75,10 @@ def adapt(model: Any, kind: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_block_stands_behind_all_committed_tokens(
-    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, ahead: bool
-) -> None:
-    """After prompts of different lengths, plain steps, rejections, and rows that stop."""
-    as_if(ahead, monkeypatch)
-    model = fresh("llama_tied")
-    name = adapt(model, kind)
-    drafter, steps, seen = methods()[name].drafter, [0], []
-    monkeypatch.setattr(
-        StepPolicy, "drafts", lambda *_: bool(steps.append(1)) or len(steps) % 3 == 0
-    )
+def blocks_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Compares each block with one behind the whole text; grows by the batch's size and the slots
+    of the last layer."""
+    drafter, seen = methods()[name].drafter, []
     propose = drafter.propose
 
     def checked(self: Any, state: Any) -> Any:
@@ -94,14 +89,42 @@ def test_a_block_stands_behind_all_committed_tokens(
                 expected = block_sequences(self.network, ids, None, place)[0, 0]
                 # The base's states of padded rows are rounded otherwise.
                 torch.testing.assert_close(self.hidden[row], expected, rtol=1e-3, atol=1e-3)
-                seen.append(state.batch_size)
+                seen.append((state.batch_size, self.cache.layers[-1].keys.shape[2]))
         return tree
 
-    given = staggered(5)
-    expected = model.generate(**given, **GREEDY).tolist()
     monkeypatch.setattr(drafter, "propose", checked)
+    return seen
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_block_stands_behind_all_committed_tokens(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, ahead: bool
+) -> None:
+    """After prompts of different lengths, plain steps, rejections, and rows that stop."""
+    as_if(ahead, monkeypatch)
+    model, steps, given = fresh("llama_tied"), [0], staggered(5)
+    name = adapt(model, kind)
+    monkeypatch.setattr(
+        StepPolicy, "drafts", lambda *_: bool(steps.append(1)) or len(steps) % 3 == 0
+    )
+    expected = model.generate(**given, **GREEDY).tolist()
+    seen = blocks_checked(name, monkeypatch)
     assert model.generate(**given, **GREEDY, **drafting(name)).tolist() == expected
-    assert len(seen) > 10 and len({*seen}) > 1
+    assert len(seen) > 10 and len({batch for batch, _ in seen}) > 1
+
+
+@pytest.mark.parametrize("kind", ["window by query", "last window"])
+def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Prompts come in parts, which are shorter than a ring, and rings than the text."""
+    monkeypatch.setattr(draft_cache, "AT_ONCE", 20)
+    model, given = fresh("llama_tied"), ragged((210, 150))
+    model.config.max_position_embeddings = 256
+    name = adapt(model, kind)
+    expected = model.generate(**given, **GREEDY).tolist()
+    seen = blocks_checked(name, monkeypatch)
+    assert model.generate(**given, **GREEDY, **drafting(name)).tolist() == expected
+    assert len(seen) > 5 and {slots for _, slots in seen} == {128}
 
 
 @pytest.mark.parametrize(("kind", "sampled"), [("dspine", True), ("xpress", False)])

@@ -134,12 +134,13 @@ TEXT, NEW = 2_048, 16
 #: Heads and their dimension: keys and values are most of what a call holds.
 HEADS, DIM, HIDDEN, LAYERS = 4, 32, 64, 12
 #: Bytes per token that a drafter holds of its own: the states that it reads, twice as they are put
-#: together, keys and values, and where it has a mask, that of 512 rows.
+#: together, keys and values, and the mask of 512 rows, which run at once; those of a block drafter,
+#: whose context needs no mask, when what the prompt's forward held is gone.
 OWN = {
     "eagle3": 4 * (2 * 3 * HIDDEN + 2 * HEADS * DIM) + 512,
     "mtp": 4 * (2 * HIDDEN + 2 * HEADS * DIM) + 512,
-    "dflash": 4 * (2 * 5 * HIDDEN + 2 * 2 * HEADS * DIM),
-    "dspark": 4 * (2 * 5 * HIDDEN + 2 * 2 * HEADS * DIM),
+    "dflash": 4 * 5 * HIDDEN,
+    "dspark": 4 * 5 * HIDDEN,
     "draft_model": 4 * 3 * 2 * 16,
 }
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.core.verify import HostResult
+from hf_spec.drafting import draft_cache
 from hf_spec.drafting.autoregressive import AutoregressiveDrafter
 from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.methods.eagle3 import Eagle3Config
@@ -119,6 +120,29 @@ def test_samples_with_a_draft_vocabulary(model: Any, monkeypatch: pytest.MonkeyP
     draft_everything(monkeypatch)
     spec = {"assistant_strategy": "eagle3", "assistant_kwargs": {"num_draft_tokens": 8}}
     assert model.generate(prompt(), **settings, **spec).tolist() == plain
+
+
+@pytest.mark.parametrize("way", [{}, CAPTURED], ids=["", "compiled"])
+def test_windows_are_rings(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+) -> None:
+    """A new drafter's cache keeps all; prompts come in parts, which are shorter than a ring."""
+    monkeypatch.setattr(draft_cache, "AT_ONCE", 20)
+    model, slots = fresh("gemma3"), set()
+    model.config.mtp_layer_types = ["sliding_attention"]
+    model.config.max_position_embeddings = 256
+    observe = AutoregressiveDrafter.observe
+
+    def noted(self: Any, *given: Any) -> None:
+        slots.add(self.cache.layers[0].keys.shape[2])
+        observe(self, *given)
+
+    monkeypatch.setattr(AutoregressiveDrafter, "observe", noted)
+    given = ragged((220, 150))
+    plain = model.generate(**given, **GREEDY).tolist()
+    with compared(monkeypatch) as steps:
+        found = model.generate(**given, **GREEDY, **way, **drafting("mtp"))
+    assert found.tolist() == plain and len(steps) > 3 and slots == {128}
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")

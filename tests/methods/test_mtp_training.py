@@ -63,8 +63,7 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
         if (size := made.window(layer)) is not None:
             mask = mask.triu(1 - size)
         cache = DynamicCache()
-        of_slots = mask[None, None], positions
-        return made.run(layer, rows[None], inputs[None], positions, *of_slots, cache)[0]
+        return made.run(layer, rows[None], inputs[None], positions, mask[None, None], cache)[0]
 
     # A row of position t has token t + 1.
     first, last = 0, len(made.layers) - 1

@@ -22,11 +22,12 @@ from replay import RECORDED, Replay
 from running import CAPTURED, drafting
 from torch import Tensor
 
+import hf_spec
 from hf_spec.core import mask as masks
 from hf_spec.core.tree import Tree
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
-from hf_spec.model.block import first_near, near
+from hf_spec.model.block import Slots, first_near
 from modeling_patches.attention_masks import TREE_ATTENTION, Local, unpacked
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernel cannot run")
@@ -83,11 +84,9 @@ def trees(seed: int, nodes: int, lengths: tuple[int, ...]) -> tuple[Tree, Tensor
 
 def masked(tree: Tree, lengths: Tensor, local: Local | None, front: Tensor | None) -> Tensor:
     """The packed mask of all nodes."""
-    positions, seen = lengths[:, None] + tree.depths, tree.ancestors
-    begin = torch.zeros_like(positions)
-    if local is not None:
-        begin, seen = first_near(local, positions), seen & near(local, positions, positions)[:, 0]
-    return masks.packed(seen, begin, lengths, front)
+    positions, slots = lengths[:, None] + tree.depths, Slots(torch.empty(0), False)
+    begin = None if local is None else first_near(local, positions)
+    return slots.mask(tree.ancestors, lengths, True, begin, positions, front)
 
 
 @pytest.mark.parametrize("local", FEATURES["local"])
@@ -101,7 +100,9 @@ def test_packed_is_dense(nodes: int, front: int, local: Local | None) -> None:
     at = torch.arange(slots).repeat(2, 1)
     at.scatter_(1, lengths[:, None] + torch.arange(nodes), positions)
     if local is not None:
-        expected = expected & near(local, positions, at)
+        query, key = positions[:, None, :, None], at[:, None, None]
+        chunks = query // local.size == key // local.size
+        expected = expected & (chunks if local.chunked else query - key < local.size)
     expected = torch.cat([learned[:, None], expected], 3)
     found = unpacked(masked(tree, lengths, local, learned), slots + front)
     assert torch.equal(found, expected)
@@ -220,20 +221,26 @@ RUNS = [
 ]  # fmt: skip
 BY_KERNEL = [
     ("llama", "medusa"), ("mistral", "prompt_lookup"), ("gemma2", "medusa"),
-    ("gpt_oss", "prompt_lookup"),
+    ("gpt_oss", "prompt_lookup"), ("llama", "eagle3"),
 ]  # fmt: skip
 
 
-def check_model(tiny: Tiny, name: str, strategy: str, **settings: Any) -> None:
+def check_model(
+    tiny: Tiny, name: str, strategy: str, fields: dict[str, Any] = {},  # noqa: B006
+    attention: str = TREE_ATTENTION, taus: list[float] | None = None, **settings: Any,
+) -> None:  # fmt: skip
     if name in ("gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next"):
         model: Any = copy.deepcopy(architectures.build(name))  # which tests share
-        model.set_attn_implementation(TREE_ATTENTION)
+        if attention == TREE_ATTENTION:
+            model.set_attn_implementation(attention)
     else:
-        model = tiny(name, TREE_ATTENTION)
+        model = tiny(name, attention)
     config = methods()[strategy].adapter_config
-    adapter = lent(model, config(), random=True) if config else nullcontext()
+    adapter = lent(model, config(**fields), random=True) if config else nullcontext()
     with adapter:
         check_same(model, drafting(strategy), **ragged((12, 7)), **settings)
+    if taus is not None:
+        taus.append(hf_spec.last_stats(model).mean_accepted_tokens)
 
 
 @pytest.mark.parametrize(("name", "strategy"), RUNS)
@@ -249,6 +256,33 @@ def test_the_same_tokens(
     monkeypatch.setattr(kernel, "tree_attention", counted)
     check_model(tiny, name, strategy)
     assert max(made) > 1
+
+
+#: Strategies whose drafters have caches of their own, and fields of their adapters.
+WITH_CACHES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "eagle3", {}), ("llama", "mtp", {}), ("llama", "draft_model", {}),
+    ("gemma3", "mtp", {}), ("gpt_oss", "eagle3", {}), ("llama", "dflash", {"causal": True}),
+    ("llama", "dspark", {"sliding_layers": [0], "sliding_window": 6, "num_layers": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "strategy", "fields"), WITH_CACHES)
+def test_drafters_with_caches(
+    tiny: Tiny, name: str, strategy: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need no dense mask either, and draft the same."""
+    taus, made = [], []
+
+    def counted(*given: Any) -> Tensor:
+        made.append(given[0].shape)
+        return emulated(*given)
+
+    check_model(tiny, name, strategy, fields, attention="sdpa", taus=taus)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "tree_attention", counted)
+        patch.setattr(masks, "tree", None)
+        check_model(tiny, name, strategy, fields, taus=taus)
+    assert made and taus[0] == taus[1]
 
 
 @pytest.mark.parametrize("strategy", ["medusa", "bita"])

@@ -45,12 +45,7 @@ class BlockDrafter(TreeDrafter):
     def start(self, state: DecodeState) -> None:
         super().start(state)
         graphs = state.target.graphs
-        self.cache: Any = DraftCache(
-            self.network.num_layers, state.batch_size, self.network.device,
-            None if graphs is None else graphs.allocate,
-        )  # fmt: skip
-        self.cache.states.limit = state.cache.states.limit
-        self.cache.states.reserve(state.cache.capacity)
+        self.cache: Any = DraftCache.beside(state, self.network, self.network.device, graphs)
         head = self.network.head
         follows = head is not None and head.reads_ahead
         #: The root, and the token ahead of it, where the head reads that.
@@ -62,10 +57,10 @@ class BlockDrafter(TreeDrafter):
         self._follow(result)
         if hidden is None:
             return
-        tree = Tree.chain(committed(result, hidden))
-        _, positions = self.cache.open(tree)
-        self.network.append(hidden[:, : tree.num_nodes], positions, self.cache)
-        self.cache.keep(result.counts, result.host and result.host.counts)
+        for tokens, states, counts, known in committed(result, hidden):
+            rows = self.cache.open(Tree.chain(tokens))
+            self.network.append(states, rows.positions, self.cache)
+            self.cache.keep(counts, known)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
@@ -87,7 +82,7 @@ class BlockDrafter(TreeDrafter):
 
     def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
         cache, nodes = self.cache, bucket(tree.num_tokens) + self.network.config.block_size
-        cache.states.reserve(cache.max_length + nodes)
+        cache.reserve(nodes)
         changing = [cache.lengths, *([] if self._last is None else [self._last])]
         return [*self.tensors(), *cache.tensors()], changing, cache.layout
 
@@ -110,12 +105,18 @@ class BlockDrafter(TreeDrafter):
 
     def _block(self, root: Tensor) -> Tensor:
         """``(batch, distances, features)`` of the slots that predict."""
-        network, cache, lengths = self.network, self.cache, self.cache.lengths
+        network, cache, first = self.network, self.cache, self.cache.lengths[:, None]
         anchors, count = root.to(network.device)[:, None], network.config.block_size
-        slots, positions = cache.open(Tree.chain(anchors.expand(-1, count)))
-        keys = torch.arange(slots, device=lengths.device)[None]
-        known = (keys < (lengths + count)[:, None])[:, None, None].expand(-1, -1, count, -1)
-        masks = visible(network.config, known, lengths[:, None], positions, keys)
+        rows = cache.open(Tree.chain(anchors.expand(-1, count)))
+        positions = rows.positions
+        block = torch.ones(len(first), 1, count, count, dtype=torch.bool, device=first.device)
+        full, near = visible(network.config, block, first, positions, positions)
+        masks = [rows.mask(visible=full[:, 0])] * 2
+        for window in set(network.windows.values()):
+            begin = positions - window + 1
+            if network.config.sliding_window_from == "anchor":
+                begin = begin[:, :1].expand_as(begin)
+            masks[1] = rows.mask(begin, window, near[:, 0])
         ahead = None if self._ahead is None else self._ahead.to(network.device)[:, None]
         states = network.run(anchors, positions, masks, cache, ahead)
         cache.rollback()

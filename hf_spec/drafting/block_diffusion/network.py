@@ -11,7 +11,7 @@ attention and MLPs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,12 +133,15 @@ class BlockNetwork(DecoderNetwork):
 
     Attributes:
         head: how drafted tokens change predictions; None if they do not.
+        windows: of layers with a sliding window, the tokens that an anchor sees, itself included.
     """
 
     def __init__(self, model: Any, adapter: Any):
         super().__init__(model, adapter)
         config = self.config
         self.head = HEADS[config.markov_head](self) if config.markov_rank else None
+        size = (config.sliding_window or 0) + (config.sliding_window_from == "anchor")
+        self.windows = dict.fromkeys(config.sliding_layers or (), size)
 
     def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of context into a cache.
@@ -155,7 +158,7 @@ class BlockNetwork(DecoderNetwork):
             cache.update(keys, values, index)
 
     def run(
-        self, anchors: Tensor, positions: Tensor, masks: tuple[Tensor, Tensor], cache: Cache,
+        self, anchors: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: Cache,
         ahead: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run blocks.
@@ -170,7 +173,7 @@ class BlockNetwork(DecoderNetwork):
             ``(batch, blocks, distances, features)`` of the slots that predict: states that logits
             are computed from, and what a head reads besides.
         """
-        head, windowed, tokens = self.head, self.config.sliding_layers or (), self.blocks(anchors)
+        head, windowed, tokens = self.head, self.windows, self.blocks(anchors)
         hidden = last = self.embedded(tokens.flatten(1))
         angles, apart = self._rotary(hidden, positions), (*tokens.shape, hidden.shape[-1])
         for index, layer in enumerate(self.adapter.layers):

@@ -19,13 +19,13 @@ from transformers import DynamicCache
 from hf_spec.cache.buffers import aligned
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import mask as masks
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
+from hf_spec.model.block import Slots
 from hf_spec.model.hidden_states import Reads, captured, states_at, taken
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     Attributes:
         states: by layer type, keys and values ``(batch, kv_heads, slots, head_dim)``: views of the
             model's cache, unless that is on another device or in another dtype.
-        masks: by layer type, ``(batch, 1, 1, slots)`` bool, True for what is seen.
+        masks: by layer type, ``(batch, 1, 1, slots)`` bool, True for what is seen; or packed.
         positions: ``(batch, 1)`` of the roots.
     """
 
@@ -61,7 +61,7 @@ class SharedKVDrafter(AssistantDrafter):
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
         self._sources = shared_kv_sources(model, assistant)
-        self._attention = TreeAttention(assistant)
+        self._attention = TreeAttention(assistant, beside=model)
         with_given_masks(assistant, self._attention.changes)
         self._hidden: Tensor | None = None  # (batch, hidden) the model's, before each root
         self._seen: Seen | None = None  # while a tree grows
@@ -80,21 +80,19 @@ class SharedKVDrafter(AssistantDrafter):
     def _see(self, cache: TreeCache, shift: Tensor) -> Seen:
         """The tokens before the roots, which a cache holds."""
         device, dtype = placement(self.assistant)
-        lengths = cache.lengths[:, None].to(device)
-        states, visible = {}, {}
+        lengths, seen = cache.lengths.to(device), {}
+        states, none = {}, torch.zeros(len(lengths), 1, 0, dtype=torch.bool, device=device)
         for kind, source in self._sources.items():
             layer = cache.layers[source.layer]
-            slots = cache.states.slots(layer.window)
-            count = min(aligned(cache.max_length), slots)
-            held = masks.places(lengths[:, 0], slots)[:, :count]
-            parts = layer.keys[:, :, :count], layer.values[:, :, :count]
+            slots = Slots.of(cache.states, lengths, 0, aligned(cache.max_length), layer.window)
+            parts = (part[:, :, : slots.held.shape[1]] for part in (layer.keys, layer.values))
             states[kind] = tuple(part.to(device, dtype) for part in parts)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
             # which the cache of a longer prompt has nothing.
-            visible[kind] = (held < lengths)[:, None, None]
-            if source.window is not None:
-                visible[kind] &= masks.window(source.window, lengths, held)
-        return Seen(states, visible, lengths + shift.to(device))
+            at = lengths[:, None]
+            begin = None if source.window is None else at - source.window + 1
+            seen[kind] = slots.mask(none, lengths, self._attention.packs, begin, at)
+        return Seen(states, seen, lengths[:, None] + shift.to(device))
 
     def level(self, frontier: Frontier) -> Tensor:
         assert self._seen is not None and self._hidden is not None

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.drafting.autoregressive import DraftNetwork
-from hf_spec.drafting.training_time_test import ChainCache
-from hf_spec.model.block import slot_positions
+from hf_spec.drafting.draft_cache import Rows
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
+from modeling_patches.attention_masks import attention_beside
 from modeling_patches.mtp import MtpLayers
 from modeling_patches.weights import device_of
 
@@ -28,37 +27,34 @@ class MtpNetwork(DraftNetwork):
     def __init__(self, model: Any, layers: MtpLayers):
         self.model, self.layers = model, layers
         self.num_layers, self.depth = layers.num_caches, len(layers.layers)
+        layers.config._attn_implementation = attention_beside(model, type(model)._supports_sdpa)
         # Trees grow by probabilities, and the layers were trained with the model's own.
         self._logits = model_logits if shapes_logits(model) else output_logits
-        # A graph would hold the positions of the block's nodes, and the model's forward.
-        self.compiles = self._logits is output_logits and not any(
-            map(layers.window, range(self.depth))
-        )
+        self.compiles = self._logits is output_logits  # a graph would hold the model's forward
+        sizes = enumerate(map(layers.window, range(self.depth)))
+        self.windows = {index: size for index, size in sizes if size is not None}
         self.own = [*layers.parameters(), *layers.buffers()]
         self.weight: Tensor = layers.layers[0].eh_proj.weight  # type: ignore[union-attr, assignment]
 
     def features(self, states: Tensor) -> Tensor:
         return states.to(self.weight)
 
-    def run(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, tokens: Tensor, hidden: Tensor, rows: Rows, cache: Any) -> tuple[Tensor, Tensor]:
         parts = hidden.split(self.weight.shape[0], dim=-1)
         embeddings, first = self._embedded(tokens), self.depth - len(parts)
         found = [
-            self._layer(first + index, embeddings, part, positions, mask, cache)
+            self._layer(first + index, embeddings, part, rows, cache)
             for index, part in enumerate(parts)
         ]
         return found[0], self._after(found)
 
     def run_true(
-        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, positions: Tensor,
-        mask: Tensor, cache: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, rows: Rows, cache: Any
+    ) -> tuple[Tensor, Tensor]:
         embeddings, found = self._embedded(tokens), []
         width = hidden.shape[-1]
         for index in range(self.depth):
-            found.append(self._layer(index, embeddings, hidden, positions, mask, cache))
+            found.append(self._layer(index, embeddings, hidden, rows, cache))
             last = torch.zeros_like(hidden[:, :1])
             if before is not None and index + 1 < self.depth:
                 last = before[..., index * width : (index + 1) * width]
@@ -74,25 +70,17 @@ class MtpNetwork(DraftNetwork):
         return found.to(self.weight)
 
     def _layer(
-        self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
-        cache: TreeCache | ChainCache,
-    ) -> Tensor:  # fmt: skip
+        self, index: int, embeddings: Tensor, hidden: Tensor, rows: Rows, cache: Any
+    ) -> Tensor:
         """Forward of one layer, which has no rows of the first ``index`` tokens."""
-        if isinstance(cache, ChainCache):
-            at_keys = cache.positions
-        else:
-            at_keys = torch.arange(mask.shape[-1], device=mask.device)[None]
-            if self.layers.window(index) is not None:  # else drafted rows come behind all others
-                assert cache.block is not None and cache.block.tree is not None
-                at_keys = slot_positions(cache.lengths, cache.block.tree.depths, at_keys)
-        seen = mask & (at_keys >= index)[:, None, None]
-        # Rows that do not exist see something, since the softmax of nothing is no number.
-        seen = torch.where(seen.any(-1, keepdim=True), seen, mask)
-        device = self.weight.device
-        return self.layers.run(
-            index, embeddings, hidden, positions.to(device), seen.to(device), at_keys.to(device),
-            cache,
-        )  # fmt: skip
+        positions, window, begin = rows.positions, self.windows.get(index), None
+        if index:  # rows that do not exist see themselves: the softmax of nothing is no number
+            begin = positions.clamp(max=index)
+        if window is not None:
+            near = positions - window + 1
+            begin = near if begin is None else torch.maximum(near, begin)
+        mask, device = rows.mask(begin, window).to(self.weight.device), self.weight.device
+        return self.layers.run(index, embeddings, hidden, positions.to(device), mask, cache)
 
     @staticmethod
     def _after(found: list[Tensor]) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.checkpoint import Origin, complaints, opened, shards
-from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import mask as masks
 from hf_spec.core.checks import explained, first_line
 from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
+from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.methods.mtp.network import MtpNetwork
+from modeling_patches.attention_masks import runs_kernel
 from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
 from modeling_patches.modules import decoder_layers, decoder_of, num_layers
 from modeling_patches.mtp import BLOCK, Layout, MtpLayers, dtypes, gathered, is_mtp, layout_of
@@ -52,15 +52,15 @@ def mtp_layers(model: Any) -> MtpLayers:
 def _check_that_they_run(model: Any, layers: MtpLayers) -> None:
     """Raise a ValueError if the layers do not run on two tokens, and on two more."""
     network = MtpNetwork(model, layers)
-    cache = TreeCache(network.num_layers, 1, network.weight.device)
+    cache = DraftCache(network.num_layers, 1, network.weight.device)
+    cache.packs = runs_kernel(model)
     tokens = torch.zeros(1, 2, dtype=torch.long, device=network.weight.device)
     hidden = torch.zeros(1, 2, network.weight.shape[0], device=network.weight.device)
     tree = Tree.chain(tokens)
     try:
         for _ in range(2):
-            mask = masks.tree(tree.ancestors, cache.lengths, cache.begin(tree))
-            positions = cache.lengths[:, None] + tree.depths
-            network.run_true(tokens, network.features(hidden), None, positions, mask, cache)
+            rows = cache.open(tree)
+            network.run_true(tokens, network.features(hidden), None, rows, cache)
             cache.commit([2])
     except torch.OutOfMemoryError:
         raise
