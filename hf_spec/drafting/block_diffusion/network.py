@@ -231,8 +231,9 @@ def visible(
 
 
 def block_sequences(
-    network: BlockNetwork, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor
-) -> Tensor:
+    network: BlockNetwork, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor,
+    features: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Run blocks at many places of whole sequences, as in decoding: for training, and for finished
     sequences. Gradients flow to the adapter.
 
@@ -241,20 +242,21 @@ def block_sequences(
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None for no padding.
         anchors: ``(batch, anchors)`` columns t. The context of a block are the tokens up to t; its
             first token is that of column t + 1, or the last one of the sequence.
+        features: ``(batch, seq, features)`` the base's states that it reads, if they are known.
 
     Returns:
         ``(batch, anchors, distances, features)`` that the tokens of columns t + 2, t + 3, ... are
         predicted from, see :meth:`BlockNetwork.run`.
     """
     config, device = network.config, network.device
-    layers = tuple(config.layers or ())
-    features = token_hidden(network.model, input_ids, attention_mask, layers).to(device)
+    if features is None:
+        features = token_hidden(network.model, input_ids, attention_mask, config.layers or ())
     batch, seq = input_ids.shape
     ids, anchors = input_ids.to(device), anchors.to(device)
     real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(device)
     places = (real.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache()
-    network.append(features, places, cache)
+    network.append(features.to(device), places, cache)
 
     roots = ids.gather(1, (anchors + 1).clamp(max=seq - 1))
     count, size = anchors.shape[1], config.block_size
