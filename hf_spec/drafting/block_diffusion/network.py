@@ -26,6 +26,7 @@ from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import Decoder, DecoderNetwork
 from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.sequences import token_hidden
+from modeling_patches.modules import decoder_layers, decoder_of
 from modeling_patches.weights import placement
 
 
@@ -111,6 +112,24 @@ class BlockAdapter(Decoder):
             width = hidden + rank * (config.confidence_head == "markov")
             for name, tensor in zip(CONFIDENCE, (torch.zeros(1, width), torch.zeros(1))):
                 self._add(name, nn.Buffer(tensor))
+        if not config.inference_mode:  # otherwise the weights are loaded later
+            self._start(model)
+
+    @torch.no_grad()
+    def _start(self, model: Any) -> None:
+        """Begin as the base's last layers and final norm, where names and shapes fit, which read
+        the last of the states, as the first of these layers does."""
+        base, none = decoder_layers(model)[-len(self.layers) :], nn.Identity()
+        norms = (
+            (self.norm, getattr(decoder_of(model), "norm", none)),
+            (self.hidden_norm, getattr(base[0], "input_layernorm", none)),
+        )
+        for part, of_base in (*zip(self.layers, base), *norms):
+            known = of_base.state_dict()
+            for name, own in part.named_parameters():
+                if name in known and known[name].shape == own.shape and not known[name].is_meta:
+                    own.copy_(known[name])
+        self.fc.weight.zero_()[:, -self.width :].fill_diagonal_(1.0)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor of this name, and the modules that it is in."""

@@ -1,0 +1,48 @@
+"""Muon for the matrices of layers beside AdamW for the rest, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Muon, Optimizer
+
+
+def layer_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """What is trained of a model's linear maps, but for output embeddings."""
+    maps = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        module.weight
+        for name, module in maps.items()
+        if module.weight.requires_grad and not name.endswith("lm_head")
+    }
+
+
+class WithMuon(Optimizer):
+    """An optimizer whose parameters of some groups are stepped by `torch.optim.Muon` instead
+    (Jordan et al., 2024), with updates of the size of AdamW's, so at the same learning rates (Liu
+    et al., "Muon is Scalable for LLM Training", 2025).
+
+    Args:
+        other: the optimizer of all parameters.
+        matrices: those that Muon takes over.
+    """
+
+    def __init__(self, other: Optimizer, matrices: Iterable[nn.Parameter]):
+        chosen, groups = set(matrices), []
+        for group in other.param_groups:
+            own = [one for one in group["params"] if one in chosen]
+            group["params"] = [one for one in group["params"] if one not in chosen]
+            groups.append({name: group[name] for name in ("lr", "weight_decay")} | {"params": own})
+        self.parts = (other, Muon(groups, adjust_lr_fn="match_rms_adamw"))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        groups = iter(self.param_groups)
+        for part in self.parts:  # whose groups and state a loaded state replaces
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+            part.step()
+        return loss
