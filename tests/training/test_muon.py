@@ -9,6 +9,7 @@ from tiny_checkpoint import make_model
 from torch import nn
 from torch.optim import AdamW, Muon
 from trained import SETTINGS, TRAININGS, Stop, answers, same, weights
+from transformers import Trainer
 
 from hf_spec.tools.training.muon import WithMuon, layer_matrices
 from hf_spec.tools.training.train import train
@@ -60,3 +61,16 @@ def test_without_matrices_it_is_refused(tmp_path: Path) -> None:
     settings = {**SETTINGS, "optim": "muon"}
     with pytest.raises(ValueError, match="'muon': an adapter of bita has no matrices of layers"):
         train(make_model(), answers(), "bita", tmp_path, TRAININGS["bita"][1], settings)
+
+
+def test_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Trainer.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(Trainer, "__init__", __init__)
+    arguments = (answers(), "dflash", tmp_path, TRAININGS["dflash"][1])
+    with pytest.raises(ValueError, match="'muon' does not run under FSDP or DeepSpeed.*adamw_torc"):
+        train(make_model(), *arguments, SETTINGS)

@@ -84,7 +84,7 @@ class BlockConfig(DecoderConfig):
         16, "Features that share the moving part of a convolution.", count(1, MAX_SHAPE)
     )
     loss: str = setting(
-        "hard",
+        "distillation",
         "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
         "own distributions. tv: 0.9 of the total variation distance from these, 0.1 of "
         "cross-entropy.",
