@@ -7,7 +7,7 @@ single predictions, :func:`prediction_losses`, averaged by :func:`mean_loss`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,15 +72,14 @@ class Own(NamedTuple):
     tokens: Tensor | None = None
 
     @classmethod
-    def at(
-        cls, columns: Tensor, probabilities: Tensor, tokens: Tensor, drafted: Tensor | None
-    ) -> Own:
+    def at(cls, columns: Tensor, likeliest: Sequence[Tensor], drafted: Tensor | None) -> Own:
         """Those at columns ``(batch, anchors, distances)`` of sequences, of tokens that can be
-        drafted, by what :func:`token_states` gives; the rest of the probability is not there."""
+        drafted, by the probabilities and tokens of :func:`token_states`; the rest of the
+        probability is not there."""
         shape = columns.shape[1:]
         chances, ids = (
             states_at(part, columns.flatten(1)).unflatten(1, shape).to(columns.device)
-            for part in (probabilities, tokens)
+            for part in likeliest
         )
         places = drafted_targets(drafted, ids.long())
         return cls(chances.masked_fill(places < 0, 0.0), places.clamp(min=0))
@@ -272,7 +271,7 @@ def block_loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, 
     ahead, own = Ahead.of(batch, config.distances, states.device), None
     if kept:
         vocabulary = DraftVocabulary.of(weights, model)
-        own = Own.at(ahead.columns, *kept, None if vocabulary is None else vocabulary.tokens)
+        own = Own.at(ahead.columns, kept, None if vocabulary is None else vocabulary.tokens)
     losses = future_losses(
         model, weights, states, ahead, own, network.logits, network.head, config.loss == "tv"
     )

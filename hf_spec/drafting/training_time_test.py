@@ -131,7 +131,7 @@ def chain_loss(
     anchors = batch.anchors.to(states.device)
     logits = unrolled(network, batch.input_ids, states, anchors, steps, batch.attention_mask)
     ahead = Ahead.of(batch, steps, logits.device)
-    own = Own.at(ahead.columns, *kept, network.token_ids) if kept else None
+    own = Own.at(ahead.columns, kept, network.token_ids) if kept else None
     wanted = drafted_targets(network.token_ids, ahead.wanted)
     losses = prediction_losses(logits, wanted, own, config.loss == "tv")
     decay = None if config.position_weights == "dpace" else config.decay

@@ -72,7 +72,7 @@ def test_of_the_base_its_likeliest_tokens_count(variation: bool) -> None:
     chances, tokens = own.softmax(-1).topk(4)
     drafted = torch.tensor([0, 2, 3, 5, 6])
     columns = torch.arange(ANCHORS * DISTANCES).view(1, ANCHORS, DISTANCES).expand(BATCH, -1, -1)
-    found = Own.at(columns, chances.flatten(1, 2), tokens.flatten(1, 2).int(), drafted)
+    found = Own.at(columns, (chances.flatten(1, 2), tokens.flatten(1, 2).int()), drafted)
     sparse = torch.zeros_like(own).scatter(-1, tokens, chances)[..., drafted]
     places = torch.searchsorted(drafted, wanted.clamp(min=0)).clamp(max=4)
     losses = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 
-def layer_matrices(model: nn.Module) -> set[nn.Parameter]:
+def layer_matrices(model: nn.Module) -> set[Tensor]:
     """What is trained of a model's linear maps, but for output embeddings."""
     maps = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {
@@ -29,7 +29,7 @@ class WithMuon(Optimizer):
         matrices: those that Muon takes over.
     """
 
-    def __init__(self, other: Optimizer, matrices: Iterable[nn.Parameter]):
+    def __init__(self, other: Optimizer, matrices: Iterable[Tensor]):
         chosen, groups = set(matrices), []
         for group in other.param_groups:
             own = [one for one in group["params"] if one in chosen]

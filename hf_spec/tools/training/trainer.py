@@ -58,6 +58,8 @@ class SpecTrainer(Trainer):
     ``trains_base``, checkpoints contain the base model's weights, too.
     """
 
+    optimizer: Any
+
     def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
         metrics = {"compute_metrics": top_k_metrics, "preprocess_logits_for_metrics": top_k_counts}
         super().__init__(*args, **metrics, **kwargs)
@@ -107,7 +109,6 @@ class SpecTrainer(Trainer):
         """Create the Trainer's optimizer, with the learning rates of the adapter's parts, and with
         Muon if that is chosen."""
         rates = self.adapter_config.learning_rates() if self.optimizer is None else {}
-        new = self.optimizer is None
         optimizer: Any = super().create_optimizer(*args, **kwargs)
         for part, rate in rates.items():
             chosen = {p for name, p in self.model.named_parameters() if f".{part}" in name}
@@ -116,7 +117,7 @@ class SpecTrainer(Trainer):
                 if moved:
                     group["params"] = [p for p in group["params"] if p not in chosen]
                     optimizer.add_param_group({**group, "params": moved, "lr": rate})
-        if new and self.args.muon:
+        if self.args.muon and not isinstance(optimizer, WithMuon):
             matrices = layer_matrices(self.model)
             if not matrices:
                 raise ValueError(
