@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import Tiny
 
-from hf_spec.model.sequences import token_hidden
+from hf_spec.model.sequences import token_hidden, token_states
 from hf_spec.tools.training import kept_states as keeping
 from hf_spec.tools.training.kept_states import KEEPER, KeptStates
 from hf_spec.tools.training.train import train
@@ -68,6 +68,30 @@ def test_states_are_those_of_a_forward(
         finally:
             KEEPER.reset(token)
         assert forwards.count == count, part
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_the_likeliest_tokens_are_those_of_the_model(
+    fresh: Tiny, tmp_path: Path, batches: Any, layers: tuple[int, ...]
+) -> None:
+    """Beside the same states, from one forward; also those that are kept."""
+    model = fresh("llama")
+    forwards = Forwards(model)
+    token = KEEPER.set(kept(tmp_path / "states"))
+    try:
+        for ids, mask in (*batches, *batches):
+            states, chances, tokens = token_states(model, ids, mask, layers, likeliest=5)
+            real = mask.bool()
+            expected = token_states(model, ids, mask, layers)
+            torch.testing.assert_close(states[real], expected[0][real], rtol=0.0, atol=1e-5)
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            logits = model(ids, attention_mask=mask, position_ids=positions).logits.softmax(-1)
+            best = logits.topk(5)
+            torch.testing.assert_close(chances[real], best.values[real], rtol=0.0, atol=1e-5)
+            assert torch.equal(tokens[real].long(), best.indices[real])
+    finally:
+        KEEPER.reset(token)
+    assert forwards.count == 3 + 3, "each sequence once of each kind"
 
 
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
