@@ -27,7 +27,8 @@ def test_each_steps_its_own_parameters() -> None:
     matrices = layer_matrices(both)
     assert [one.shape for one in matrices] == [(4, 6)]
     together = WithMuon(AdamW(both.parameters(), **rates), matrices)
-    muon = Muon([apart["inner"].weight], **rates, adjust_lr_fn="match_rms_adamw")
+    faster = {**rates, "lr": 4 * rates["lr"]}
+    muon = Muon([apart["inner"].weight], **faster, adjust_lr_fn="match_rms_adamw")
     rest = [one for one in apart.parameters() if one is not apart["inner"].weight]
     adamw = AdamW(rest, **rates)
     for step in range(4):
@@ -42,7 +43,6 @@ def test_each_steps_its_own_parameters() -> None:
                 one.zero_grad()
         for one, other in zip(both.parameters(), apart.parameters()):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert len({group["lr"] for group in together.param_groups}) == 1
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])

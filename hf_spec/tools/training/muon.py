@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
+#: Learning rate of Muon, as a multiple of the other one.
+RATE = 4.0
+
 
 def layer_matrices(model: nn.Module) -> set[Tensor]:
     """What is trained of a model's linear maps, but for output embeddings."""
@@ -20,9 +23,9 @@ def layer_matrices(model: nn.Module) -> set[Tensor]:
 
 
 class WithMuon(Optimizer):
-    """An optimizer whose parameters of some groups are stepped by `torch.optim.Muon` instead
-    (Jordan et al., 2024), with updates of the size of AdamW's, so at the same learning rates (Liu
-    et al., "Muon is Scalable for LLM Training", 2025).
+    """An optimizer some of whose parameters are stepped by `torch.optim.Muon` instead (Jordan et
+    al., 2024), with updates of equal size in matrices of all shapes (Liu et al., "Muon is Scalable
+    for LLM Training", 2025).
 
     Args:
         other: the optimizer of all parameters.
@@ -34,7 +37,8 @@ class WithMuon(Optimizer):
         for group in other.param_groups:
             own = [one for one in group["params"] if one in chosen]
             group["params"] = [one for one in group["params"] if one not in chosen]
-            groups.append({name: group[name] for name in ("lr", "weight_decay")} | {"params": own})
+            rate, decay = RATE * group["lr"], group["weight_decay"]
+            groups.append({"params": own, "lr": rate, "weight_decay": decay})
         self.parts = (other, Muon(groups, adjust_lr_fn="match_rms_adamw"))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
