@@ -7,12 +7,11 @@ single predictions, :func:`prediction_losses`, averaged by :func:`mean_loss`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import of_tokens
@@ -22,12 +21,18 @@ from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits, p
 from hf_spec.drafting.heads import PROJECTION, head_states, projected
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
 from hf_spec.model.hidden_states import Head, model_logits, states_at
-from hf_spec.model.sequences import IGNORED, token_hidden
+from hf_spec.model.sequences import IGNORED, token_hidden, token_states
 
 #: See :func:`future_losses`.
 Predict = Callable[[Tensor, Head | None], Tensor]
 #: Target that is never drafted: it trains nothing, and counts as a miss in evaluation.
 NEVER = -1
+#: Tokens of each of the base's distributions that are kept for distillation.
+LIKELIEST = 64
+#: Share of total variation in its loss, next to cross-entropy.
+VARIATION = 0.9
+#: Part of a probability that D-PACE sets to 1, its alpha.
+SMOOTHING = 0.5
 
 
 class Ahead(NamedTuple):
@@ -55,34 +60,56 @@ class Ahead(NamedTuple):
         return cls(at, before, torch.where(columns < end, wanted, IGNORED))
 
 
+class Own(NamedTuple):
+    """What the model itself predicts.
+
+    Attributes:
+        probabilities: ``(..., k)`` of some tokens, of sum 1 or less.
+        tokens: ``(..., k)`` int64, their indices among the predicted ones; None if these are all.
+    """
+
+    probabilities: Tensor
+    tokens: Tensor | None = None
+
+    @classmethod
+    def at(cls, columns: Tensor, likeliest: Sequence[Tensor], drafted: Tensor | None) -> Own:
+        """Those at columns ``(batch, anchors, distances)`` of sequences, of tokens that can be
+        drafted, by the probabilities and tokens of :func:`token_states`; the rest of the
+        probability is not there."""
+        shape = columns.shape[1:]
+        chances, ids = (
+            states_at(part, columns.flatten(1)).unflatten(1, shape).to(columns.device)
+            for part in likeliest
+        )
+        places = drafted_targets(drafted, ids.long())
+        return cls(chances.masked_fill(places < 0, 0.0), places.clamp(min=0))
+
+
 def prediction_losses(
-    logits: Tensor, wanted: Tensor, own: Tensor | None = None, likeliest: bool = False
+    logits: Tensor, wanted: Tensor, own: Own | None = None, variation: bool = False
 ) -> Tensor:
     """The loss of each prediction, in float32 at least; 0 where nothing is wanted.
 
     Args:
         logits: ``(..., vocab)`` predictions.
         wanted: ``(...)`` target tokens; `NEVER` or `IGNORED` where nothing is wanted.
-        own: ``(..., vocab)`` the model's own logits there: the loss is the KL divergence from them.
-            None for cross-entropy.
-        likeliest: cross-entropy of the model's likeliest tokens instead of that divergence.
+        own: the model's own distributions there: the loss is the KL divergence from them. None for
+            cross-entropy.
+        variation: `VARIATION` times the total variation distance from them, the probability that
+            sampling refuses a draft, and cross-entropy for the rest (DSpark), instead.
     """
-    flat = logits.flatten(0, -2)
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    tokens = wanted.flatten()
-    unwanted = tokens < 0
-    if own is not None and likeliest:
-        tokens, own = own.argmax(-1).flatten(), None
-    tokens = tokens.masked_fill(unwanted, IGNORED)
-    if own is None:
-        losses = functional.cross_entropy(flat, tokens, reduction="none", ignore_index=IGNORED)
-    else:
-        target = own.flatten(0, -2).to(flat.dtype).log_softmax(-1)
-        divergence = functional.kl_div(
-            flat.log_softmax(-1), target, reduction="none", log_target=True
-        ).sum(-1)
-        losses = divergence.masked_fill(unwanted, 0.0)
-    return losses.view(wanted.shape)
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    losses = -log_probs.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    if own is not None:
+        target = own.probabilities.to(log_probs)
+        if own.tokens is not None:
+            log_probs = log_probs.gather(-1, own.tokens)
+        if variation:
+            refused = 1 - torch.minimum(target, log_probs.exp()).sum(-1)
+            losses = VARIATION * refused + (1 - VARIATION) * losses
+        else:
+            losses = (torch.xlogy(target, target) - target * log_probs).sum(-1)
+    return losses.masked_fill(wanted < 0, 0.0)
 
 
 def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -91,21 +118,37 @@ def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> T
 
 
 def mean_loss(
-    losses: Tensor, logits: Tensor, labels: Tensor, decay: float = 1.0, first: int = 0,
+    losses: Tensor, logits: Tensor, labels: Tensor, decay: float | None = 1.0, first: int = 0,
     pooled: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """A mean over sequences of the sum over distances of their mean losses; if pooled, of the mean
-    over all predictions. The n-th distance, from 0, has weight ``decay ** (first + n)``.
+    over all predictions. The n-th distance, from 0, has weight ``decay ** (first + n)``, or that of
+    :func:`dynamic_weights` if ``decay`` is None.
 
     Returns:
         ``loss``, a scalar; ``logits`` and ``labels``, see :func:`future_losses`.
     """
-    shares = decay ** torch.arange(first, first + losses.shape[2], device=losses.device)
-    if pooled:
-        means = wanted_mean(losses * shares.to(losses.dtype), labels, (1, 2))
+    if decay is None:
+        shares = dynamic_weights(losses, labels)
     else:
-        means = (wanted_mean(losses, labels, 1) * shares).sum(-1)
-    return {"loss": means.mean(), "logits": logits, "labels": labels}
+        shares = decay ** torch.arange(first, first + losses.shape[2], device=losses.device)
+    means = wanted_mean(losses * shares.to(losses.dtype), labels, (1, 2) if pooled else 1)
+    loss = means.mean() if pooled else means.sum(-1).mean()
+    return {"loss": loss, "logits": logits, "labels": labels}
+
+
+@torch.no_grad()
+def dynamic_weights(losses: Tensor, wanted: Tensor) -> Tensor:
+    """Weights of predictions by what they add to the expected number of accepted tokens, ``(batch,
+    anchors, distances)``: the sum over this and all later distances of the smoothed probability
+    that all tokens up to there are accepted (D-PACE; Wu et al., 2026, eqs. (7) and (8)).
+
+    Args:
+        losses, wanted: see :func:`prediction_losses`; exp(-loss) counts as the probability.
+    """
+    sure = SMOOTHING + (1 - SMOOTHING) * (-losses).exp().masked_fill(wanted == NEVER, 0.0)
+    reached = sure.cumprod(-1).masked_fill(wanted == IGNORED, 0.0)
+    return reached.flip(-1).cumsum(-1).flip(-1)
 
 
 def future_losses(
@@ -113,9 +156,10 @@ def future_losses(
     weights: Mapping[str, Tensor],
     states: Tensor,
     ahead: Ahead,
-    own: Tensor | None = None,
+    own: Own | None = None,
     predict: Predict | None = None,
     markov_head: ConditionalHead | None = None,
+    variation: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of predictions at anchors, and the predictions that decoding would use.
 
@@ -125,7 +169,7 @@ def future_losses(
     Args:
         weights: the adapter's parameters.
         states: ``(batch, anchors, distances, hidden)``, before the Markov head.
-        own: :func:`own_logits` at ``ahead.columns``, for distillation.
+        own, variation: see :func:`prediction_losses`; at ``ahead.columns``.
         predict: logits ``(batch, n, tokens)`` from states ``(batch, n, hidden)``, n being all
             distances of all anchors, and from what replaces the output embeddings, if anything.
             None for :func:`model_logits`.
@@ -145,9 +189,10 @@ def future_losses(
         lambda head: predict(flat, head) if predict else model_logits(model, flat, head=head),
     ).unflatten(1, wanted.shape[1:])
     given = logits if markov_head is None else markov_head.along(logits, ahead.before, states)
-    losses = prediction_losses(given, wanted, own)
+    losses = prediction_losses(given, wanted, own, variation)
     if markov_head is not None and markov_head.plain_share:
-        losses = losses + markov_head.plain_share * prediction_losses(logits, wanted, own)
+        plain = prediction_losses(logits, wanted, own, variation)
+        losses = losses + markov_head.plain_share * plain
     return losses, given, wanted
 
 
@@ -161,14 +206,15 @@ def drafted_targets(tokens: Tensor | None, wanted: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def own_logits(
+def own_predictions(
     model: Any, hidden: Tensor, columns: Tensor, vocabulary: DraftVocabulary | None = None
-) -> Tensor:
-    """The model's own logits ``(batch, anchors, distances, tokens)`` at columns ``(batch, anchors,
-    distances)`` of its final states ``(batch, seq, hidden)``; see :func:`drafted_logits`."""
+) -> Own:
+    """The model's own distributions over all tokens, or those of a draft vocabulary, at columns
+    ``(batch, anchors, distances)`` of its final states ``(batch, seq, hidden)``."""
     states = states_at(hidden, columns.flatten(1))
     logits = drafted_logits(vocabulary, lambda head: model_logits(model, states, head=head))
-    return logits.unflatten(1, columns.shape[1:])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return Own(logits.softmax(-1).unflatten(1, columns.shape[1:]))
 
 
 # -- objectives of several methods ---------------------------------------------------------------
@@ -191,13 +237,13 @@ def heads_loss(
         hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
     ahead, own = Ahead.of(batch, config.num_heads, hidden.device), None
     if config.loss == "distillation":
-        own = own_logits(model, hidden, ahead.columns, DraftVocabulary.of(weights, model))
+        own = own_predictions(model, hidden, ahead.columns, DraftVocabulary.of(weights, model))
     projections = weights.get(PROJECTION)
     if projections is not None:
         known = projections.shape[1]  # the model may have gained tokens since
         ahead = ahead._replace(wanted=ahead.wanted.masked_fill(ahead.wanted >= known, IGNORED))
         if own is not None:
-            own = of_tokens(model, own[..., :known], torch.finfo(own.dtype).min)
+            own = Own(of_tokens(model, own.probabilities[..., :known], 0.0))
 
     def predict(states: Tensor, head: Head | None) -> Tensor:
         if projections is None:
@@ -211,16 +257,23 @@ def heads_loss(
 
 
 def block_loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
-    """The losses of all distances of blocks, weighted by decay ** d (DFlash, section 3.2); see
-    :func:`mean_loss`."""
+    """The losses of all distances of blocks, see :func:`mean_loss`; with fixed weights, that of
+    distance d has decay ** d (DFlash, section 3.2)."""
     config, weights = adapter.config, adapter.tensors()
     network = BlockNetwork(model, adapter)
-    states = block_sequences(network, batch.input_ids, batch.attention_mask, batch.anchors)
+    likeliest = 0 if config.loss == "hard" else LIKELIEST
+    features, *kept = token_states(
+        model, batch.input_ids, batch.attention_mask, config.layers, likeliest
+    )
+    states = block_sequences(
+        network, batch.input_ids, batch.attention_mask, batch.anchors, features
+    )
     ahead, own = Ahead.of(batch, config.distances, states.device), None
-    if config.loss == "distillation":
-        hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
+    if kept:
         vocabulary = DraftVocabulary.of(weights, model)
-        own = own_logits(model, hidden, ahead.columns, vocabulary).to(states.device)
-
-    losses = future_losses(model, weights, states, ahead, own, network.logits, network.head)
-    return mean_loss(*losses, config.decay, first=1)
+        own = Own.at(ahead.columns, kept, None if vocabulary is None else vocabulary.tokens)
+    losses = future_losses(
+        model, weights, states, ahead, own, network.logits, network.head, config.loss == "tv"
+    )
+    decay = None if config.position_weights == "dpace" else config.decay
+    return mean_loss(*losses, decay, first=1)

@@ -21,13 +21,16 @@ from hf_spec.core import mask as masks
 from hf_spec.core.checks import SHARE, choice, count, setting
 from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.drafting.autoregressive import DraftNetwork
-from hf_spec.drafting.losses import Ahead, drafted_targets, mean_loss, own_logits, prediction_losses
+from hf_spec.drafting.losses import (
+    LIKELIEST,
+    Ahead,
+    Own,
+    drafted_targets,
+    mean_loss,
+    prediction_losses,
+)
 from hf_spec.model.hidden_states import states_at
-from hf_spec.model.sequences import token_hidden
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import output_features
-
-LOSSES = ("kl", "ce")
+from hf_spec.model.sequences import token_states
 
 
 @dataclass
@@ -39,12 +42,18 @@ class ChainConfig(SpecPeftConfig):
         "Steps of the training-time test. Default: 4, or the number of layers if that is larger.",
         count(1, MAX_FUTURE),
     )
+    position_weights: str = setting(
+        "decay",
+        "Weights of steps in the loss. decay: fixed, see there. dpace: by what a step adds to the "
+        "tokens that are accepted (D-PACE).",
+        choice("decay", "dpace"),
+    )
     decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.", SHARE)
     loss: str = setting(
         "kl",
-        "kl: KL divergence from the base's distributions. ce: cross-entropy of the tokens that are "
-        "likeliest by them.",
-        choice(*LOSSES),
+        "kl: KL divergence from the base's distributions. ce: cross-entropy of the answer's "
+        "tokens. tv: 0.9 of the total variation distance from these, 0.1 of cross-entropy.",
+        choice("kl", "ce", "tv"),
     )
 
 
@@ -124,15 +133,15 @@ def chain_loss(
         See :func:`mean_loss`; labels are indices in the draft vocabulary.
     """
     steps: int = config.ttt_steps
-    last, width = num_layers(model), output_features(model)[0]
-    read = token_hidden(model, batch.input_ids, batch.attention_mask, (*layers, last))
-    final = read[..., -width:]
-    states = read[..., :-width] if layers else final
-    anchors = batch.anchors.to(read.device)
+    likeliest = 0 if config.loss == "ce" else LIKELIEST
+    states, *kept = token_states(
+        model, batch.input_ids, batch.attention_mask, tuple(layers), likeliest
+    )
+    anchors = batch.anchors.to(states.device)
     logits = unrolled(network, batch.input_ids, states, anchors, steps, batch.attention_mask)
     ahead = Ahead.of(batch, steps, logits.device)
-    own, ids = own_logits(model, final, ahead.columns).to(logits.device), network.token_ids
-    targets = own if ids is None else own[..., ids.to(own.device)]
-    losses = prediction_losses(logits, ahead.wanted, targets, likeliest=config.loss == "ce")
-    found = mean_loss(losses, logits, ahead.wanted, config.decay)
-    return {**found, "labels": drafted_targets(ids, ahead.wanted)}
+    own = Own.at(ahead.columns, kept, network.token_ids) if kept else None
+    wanted = drafted_targets(network.token_ids, ahead.wanted)
+    losses = prediction_losses(logits, wanted, own, config.loss == "tv")
+    decay = None if config.position_weights == "dpace" else config.decay
+    return mean_loss(losses, logits, wanted, decay)

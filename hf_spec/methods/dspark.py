@@ -41,7 +41,7 @@ METHOD = Method(
     adapter_module=BlockAdapter,
     objective=block_loss,
     needs_adapter=True,
-    training={"learning_rate": 1e-3, "num_train_epochs": 8},
+    training={"learning_rate": 1e-3, "num_train_epochs": 8, "optim": "muon"},
     num_anchors=32,
     formats="hf_spec.tools.formats.blocks",
 )

@@ -22,23 +22,28 @@ from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.transfer import sent
 from hf_spec.model.block import first_near
-from hf_spec.model.hidden_states import captured, embedded, taken
+from hf_spec.model.hidden_states import captured, embedded, model_logits, taken
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import Running, tree_recurrences
+from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import checkpoints, takes_any_cache
-from modeling_patches.weights import placement
+from modeling_patches.weights import output_features, placement
 
-#: Keeps the hidden states of sequences that recur. From what computes them of ids and mask, these
-#: two, and the layers, to kept states or computed ones.
-Keeper = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor, Sequence[int]], Tensor]
+#: Keeps what a model says of sequences that recur. From what computes it of ids and mask, these
+#: two, and its kind, to kept tensors or computed ones.
+Keeper = Callable[
+    [Callable[[Tensor, Tensor], Sequence[Tensor]], Tensor, Tensor, Sequence[int]], Sequence[Tensor]
+]
 #: That of the running training.
 KEEPER: ContextVar[Keeper | None] = ContextVar("hf_spec_keeper", default=None)
 
+#: Tokens of a sequence whose logits are computed at once.
+AT_ONCE = 128
 #: Label of tokens that are not predicted, as everywhere in Transformers.
 IGNORED = -100
 
@@ -255,25 +260,44 @@ def token_hidden(
         input_ids, attention_mask: as of :func:`probe_sequences`.
         layers: see :class:`Reads`.
     """
+    return token_states(model, input_ids, attention_mask, layers)[0]
+
+
+def token_states(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, layers: Sequence[int] = (),
+    likeliest: int = 0,
+) -> Sequence[Tensor]:  # fmt: skip
+    """:func:`token_hidden`; and, from the same forward, the model's own probabilities of its
+    likeliest tokens, and these, both ``(batch, seq, likeliest)``, if any are asked for."""
     device = placement(model).device
     input_ids = input_ids.to(device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
+    read = (*layers, num_layers(model)) if likeliest and layers else layers
 
-    def compute(input_ids: Tensor, mask: Tensor) -> Tensor:
+    def compute(input_ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         changes = Changes()
-        seen = captured(model, changes, layers)
+        seen = captured(model, changes, read)
         with torch.no_grad(), _evaluating(model):
             changes.run(
                 model, input_ids=input_ids, attention_mask=mask, use_cache=False,
                 **taken(model, position_ids=positions, logits_to_keep=1),
             )  # fmt: skip
-            return seen[0]
+            if not likeliest:
+                return seen
+            width = output_features(model)[0]
+            final, states = seen[0][..., -width:], seen[0][..., :-width] if layers else seen[0]
+            best = []
+            for part in final.split(AT_ONCE, 1):
+                found = model_logits(model, part).float().softmax(-1)
+                best.append(found.topk(min(likeliest, found.shape[-1])))
+            probabilities, tokens = (torch.cat(some, 1) for some in zip(*best))
+            return states, probabilities, tokens.int()
 
     keeper = KEEPER.get()
     if keeper is None or changing():  # changes may read what a forward computes on its way
         return compute(input_ids, mask)
-    return keeper(compute, input_ids, mask, layers)
+    return keeper(compute, input_ids, mask, (*read, *[-likeliest] * bool(likeliest)))
 
 
 def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Tensor]]:

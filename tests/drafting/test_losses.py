@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.drafting.losses import Ahead, prediction_losses, wanted_mean
+from hf_spec.drafting.losses import (
+    NEVER,
+    Ahead,
+    Own,
+    dynamic_weights,
+    mean_loss,
+    prediction_losses,
+    wanted_mean,
+)
 from hf_spec.model.sequences import IGNORED
 
 BATCH, ANCHORS, DISTANCES, VOCAB = 3, 4, 2, 7
@@ -24,7 +32,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return logits.to(dtype), wanted, own.to(dtype)
 
 
-def naive(logits: list[float], token: int, own: list[float] | None) -> float:
+def naive(logits: list[float], token: int, own: list[float] | None, variation: bool) -> float:
     def log_softmax(row: list[float]) -> list[float]:
         total = math.log(sum(map(math.exp, row)))
         return [value - total for value in row]
@@ -34,26 +42,68 @@ def naive(logits: list[float], token: int, own: list[float] | None) -> float:
         return 0.0
     if own is None:
         return -p[token]
-    return sum(math.exp(b) * (b - a) for a, b in zip(p, log_softmax(own)))
+    q = log_softmax(own)
+    if variation:
+        distance = sum(abs(math.exp(b) - math.exp(a)) for a, b in zip(p, q)) / 2
+        return 0.9 * distance - 0.1 * p[token]
+    return sum(math.exp(b) * (b - a) for a, b in zip(p, q))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("distilled", [False, True])
-def test_losses_are_those_of_single_predictions(dtype: torch.dtype, distilled: bool) -> None:
+@pytest.mark.parametrize("kind", ["hard", "distillation", "tv"])
+def test_losses_are_those_of_single_predictions(dtype: torch.dtype, kind: str) -> None:
     logits, wanted, own = example(dtype)
-    losses = prediction_losses(logits, wanted, own if distilled else None)
-    assert losses.dtype == torch.promote_types(dtype, torch.float32)
+    precise = torch.promote_types(dtype, torch.float32)
+    known = None if kind == "hard" else Own(own.to(precise).softmax(-1))
+    losses = prediction_losses(logits, wanted, known, kind == "tv")
+    assert losses.dtype == precise
     for place in torch.cartesian_prod(*map(torch.arange, wanted.shape)):
         at = tuple(place.tolist())
-        expected = naive(logits[at].tolist(), int(wanted[at]), own[at].tolist() * distilled or None)
+        given = None if kind == "hard" else own[at].tolist()
+        expected = naive(logits[at].tolist(), int(wanted[at]), given, kind == "tv")
         # Sums of seven terms of up to about 10, in float32 at least.
         assert float(losses[at]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("variation", [False, True])
+def test_of_the_base_its_likeliest_tokens_count(variation: bool) -> None:
+    """Those that can be drafted, wherever they stand; the rest of its distribution is 0."""
+    logits, wanted, own = example(torch.float64)
+    chances, tokens = own.softmax(-1).topk(4)
+    drafted = torch.tensor([0, 2, 3, 5, 6])
+    columns = torch.arange(ANCHORS * DISTANCES).view(1, ANCHORS, DISTANCES).expand(BATCH, -1, -1)
+    found = Own.at(columns, (chances.flatten(1, 2), tokens.flatten(1, 2).int()), drafted)
+    sparse = torch.zeros_like(own).scatter(-1, tokens, chances)[..., drafted]
+    places = torch.searchsorted(drafted, wanted.clamp(min=0)).clamp(max=4)
+    losses = [
+        prediction_losses(logits[..., drafted], places, one, variation)
+        for one in (found, Own(sparse))
+    ]
+    torch.testing.assert_close(*losses)
+    assert (sparse.sum(-1) < 1).any() and (sparse > 0).any(-1).all()
+
+
+def test_dynamic_weights_are_parts_of_the_expected_length() -> None:
+    """D-PACE: the derivatives of the expected number of accepted tokens, by the logarithms of the
+    smoothed probabilities of single ones."""
+    logits, wanted, _ = example(torch.float64)
+    wanted[0, 0], wanted[0, 1] = torch.tensor([NEVER, 3]), torch.tensor([2, NEVER])
+    losses = prediction_losses(logits, wanted)
+    chances = torch.where(wanted == NEVER, 0.0, (-losses).exp())
+    logs = (0.5 + 0.5 * chances).log().requires_grad_(True)
+    length = (logs.cumsum(-1).exp() * (wanted != IGNORED)).sum()
+    weights = dynamic_weights(losses, wanted)
+    torch.testing.assert_close(weights, *torch.autograd.grad(length, logs))
+    total = mean_loss(losses, logits, wanted, decay=None)["loss"]
+    expected = wanted_mean(losses * weights, wanted, 1).sum(-1).mean()
+    assert float(total) == pytest.approx(float(expected))
 
 
 def test_ignored_places_get_no_gradient() -> None:
     logits, wanted, own = example(torch.float32)
     logits.requires_grad_(True)
-    wanted_mean(prediction_losses(logits, wanted, own), wanted, (1, 2)).sum().backward()
+    losses = prediction_losses(logits, wanted, Own(own.softmax(-1)))
+    wanted_mean(losses, wanted, (1, 2)).sum().backward()
     assert logits.grad is not None
     assert not logits.grad[wanted == IGNORED].any()
     assert logits.grad[wanted != IGNORED].abs().sum(-1).min() > 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.losses import NEVER, Ahead, future_losses
+from hf_spec.drafting.losses import NEVER, Ahead, Own, future_losses
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.noise import TRUST
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
@@ -233,7 +233,7 @@ def test_losses_of_single_predictions(
     ahead = Ahead.of(TrainingBatch(ids, ids, anchors), DISTANCES, ids.device)
     assert torch.equal(ahead.wanted, wanted)
     losses, made, labels = future_losses(
-        case.base, weights, states, ahead, own if distilled else None, predict
+        case.base, weights, states, ahead, Own(own.softmax(-1)) if distilled else None, predict
     )
     assert [head is None for head in heads] == [drafted != "some"]
 

@@ -1,33 +1,122 @@
 """The base's states are computed once for each sequence: the same losses, fewer forwards."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from conftest import Tiny
 
-from hf_spec.tools.training.kept_states import KeptStates
+from hf_spec.model.sequences import token_hidden, token_states
+from hf_spec.tools.training import kept_states as keeping
+from hf_spec.tools.training.kept_states import KEEPER, KeptStates
 from hf_spec.tools.training.train import train
 
 
+class Forwards:
+    """Counts the sequences that a model runs."""
+
+    def __init__(self, model: Any):
+        self.count = 0
+        model.register_forward_hook(self._see, with_kwargs=True)
+
+    def _see(self, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.count += len(kwargs["input_ids"]) if "input_ids" in kwargs else 0
+
+
+@pytest.fixture
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two batches that share a sequence, with padding on different sides and of other widths."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 60, (length,), generator=generator) for length in (7, 4, 5)]
+
+    def padded(chosen: list[int], width: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.zeros(len(chosen), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for place, row in enumerate(chosen):
+            at = slice(width - len(rows[row]), None) if left else slice(len(rows[row]))
+            ids[place, at], mask[place, at] = rows[row], 1
+        return ids, mask
+
+    return [padded([0, 1], 7, False), padded([1, 2], 9, True), padded([2, 0], 8, False)]
+
+
+def kept(folder: Path, num_bytes: int = 10**6, base: str = "base") -> KeptStates:
+    return KeptStates(folder, num_bytes, base)
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_those_of_a_forward(
+    fresh: Tiny, tmp_path: Path, batches: Any, layers: tuple[int, ...], dtype: Any
+) -> None:
+    model = fresh("llama").to(dtype)
+    forwards, plain = Forwards(model), []
+    for ids, mask in batches:
+        plain.append(token_hidden(model, ids, mask, layers))
+    for count, part in ((3, "first"), (0, "resumed")):
+        forwards.count = 0
+        token = KEEPER.set(kept(tmp_path / "states"))
+        try:
+            for (ids, mask), expected in zip(batches, plain):
+                found = token_hidden(model, ids, mask, layers)
+                real = mask.bool()
+                # A row in another batch rounds differently.
+                close = {"rtol": 0.0, "atol": 1e-5 if dtype == torch.float32 else 0.1}
+                torch.testing.assert_close(found[real], expected[real], **close)
+                assert found.isfinite().all() and found.dtype == dtype
+        finally:
+            KEEPER.reset(token)
+        assert forwards.count == count, part
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_the_likeliest_tokens_are_those_of_the_model(
+    fresh: Tiny, tmp_path: Path, batches: Any, layers: tuple[int, ...]
+) -> None:
+    """Beside the same states, from one forward; also those that are kept."""
+    model = fresh("llama")
+    forwards = Forwards(model)
+    token = KEEPER.set(kept(tmp_path / "states"))
+    try:
+        for ids, mask in (*batches, *batches):
+            states, chances, tokens = token_states(model, ids, mask, layers, likeliest=5)
+            real = mask.bool()
+            expected = token_states(model, ids, mask, layers)
+            torch.testing.assert_close(states[real], expected[0][real], rtol=0.0, atol=1e-5)
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            logits = model(ids, attention_mask=mask, position_ids=positions).logits.softmax(-1)
+            best = logits.topk(5)
+            torch.testing.assert_close(chances[real], best.values[real], rtol=0.0, atol=1e-5)
+            assert torch.equal(tokens[real].long(), best.indices[real])
+    finally:
+        KEEPER.reset(token)
+    assert forwards.count == 3 + 3, "each sequence once of each kind"
+
+
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
-def test_training(fresh, tmp_path, monkeypatch, method):
+def test_training(
+    fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     """The losses of two epochs are those without, the base runs once, and no file stays."""
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(0)
     data = Dataset.from_list([
-        {"prompt_ids": row[:4].tolist(), "answer_ids": row[4 : 9 + place % 4].tolist()}
-        for place, row in enumerate(torch.randint(3, 60, (16, 12), generator=generator))
+        {"prompt_ids": row[:4].tolist(), "answer_ids": row[4:].tolist()}
+        for row in torch.randint(3, 60, (16, 12), generator=generator)
     ])  # fmt: skip
     seen: list[int] = []
     compute = KeptStates.__call__
 
-    def counted(self, run, ids, mask, layers):
-        def counting(ids, mask):
+    def counted(self: Any, run: Any, ids: Any, mask: Any, layers: Any) -> Any:
+        def counting(ids: Any, mask: Any) -> Any:
             seen.append(len(ids))
             return run(ids, mask)
 
         return compute(self, counting, ids, mask, layers)
 
-    monkeypatch.setattr(KeptStates, "__call__", counted)
+    monkeypatch.setattr(keeping.KeptStates, "__call__", counted)
     losses = []
     for gigabytes in (1.0, 0.0):
         arguments = {

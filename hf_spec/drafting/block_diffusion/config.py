@@ -84,10 +84,17 @@ class BlockConfig(DecoderConfig):
         16, "Features that share the moving part of a convolution.", count(1, MAX_SHAPE)
     )
     loss: str = setting(
-        "hard",
+        "distillation",
         "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
-        "own distributions.",
-        choice("hard", "distillation"),
+        "own distributions. tv: 0.9 of the total variation distance from these, 0.1 of "
+        "cross-entropy.",
+        choice("hard", "distillation", "tv"),
+    )
+    position_weights: str = setting(
+        "decay",
+        "Weights of distances in the loss. decay: fixed, see there. dpace: by what a distance adds "
+        "to the tokens that are accepted (D-PACE).",
+        choice("decay", "dpace"),
     )
     decay: float = setting(0.8, "Weight of distance d in the loss is decay ** d.", SHARE)
     head: str = setting(

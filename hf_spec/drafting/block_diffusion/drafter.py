@@ -21,6 +21,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter
 from hf_spec.drafting.tree_source import tree_source
 from hf_spec.model.hidden_states import Reads
+from hf_spec.model.sequences import token_hidden
 
 
 class BlockDrafter(TreeDrafter):
@@ -129,6 +130,7 @@ class BlockDrafter(TreeDrafter):
         return self.network.logits(states, self.vocabulary)
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        features = token_hidden(self.network.model, input_ids, layers=self.reads.layers)
         for some in places.split(max(AT_ONCE // self.distances, 1)):
-            hidden = block_sequences(self.network, input_ids, None, some[None])
+            hidden = block_sequences(self.network, input_ids, None, some[None], features)
             yield hidden[0, :, : self.distances]

@@ -26,6 +26,7 @@ from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import Decoder, DecoderNetwork
 from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.sequences import token_hidden
+from modeling_patches.modules import decoder_layers, decoder_of
 from modeling_patches.weights import placement
 
 
@@ -111,6 +112,24 @@ class BlockAdapter(Decoder):
             width = hidden + rank * (config.confidence_head == "markov")
             for name, tensor in zip(CONFIDENCE, (torch.zeros(1, width), torch.zeros(1))):
                 self._add(name, nn.Buffer(tensor))
+        if not config.inference_mode:  # otherwise the weights are loaded later
+            self._start(model)
+
+    @torch.no_grad()
+    def _start(self, model: Any) -> None:
+        """Begin as the base's last layers and final norm, where names and shapes fit, which read
+        the last of the states, as the first of these layers does."""
+        base, none = decoder_layers(model)[-len(self.layers) :], nn.Identity()
+        norms = (
+            (self.norm, getattr(decoder_of(model), "norm", none)),
+            (self.hidden_norm, getattr(base[0], "input_layernorm", none)),
+        )
+        for part, of_base in (*zip(self.layers, base), *norms):
+            known = of_base.state_dict()
+            for name, own in part.named_parameters():
+                if name in known and known[name].shape == own.shape and not known[name].is_meta:
+                    own.copy_(known[name])
+        self.fc.weight.zero_()[:, -self.width :].fill_diagonal_(1.0)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor of this name, and the modules that it is in."""
@@ -234,8 +253,9 @@ def visible(
 
 
 def block_sequences(
-    network: BlockNetwork, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor
-) -> Tensor:
+    network: BlockNetwork, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor,
+    features: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Run blocks at many places of whole sequences, as in decoding: for training, and for finished
     sequences. Gradients flow to the adapter.
 
@@ -244,20 +264,21 @@ def block_sequences(
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None for no padding.
         anchors: ``(batch, anchors)`` columns t. The context of a block are the tokens up to t; its
             first token is that of column t + 1, or the last one of the sequence.
+        features: ``(batch, seq, features)`` the base's states that it reads, if they are known.
 
     Returns:
         ``(batch, anchors, distances, features)`` that the tokens of columns t + 2, t + 3, ... are
         predicted from, see :meth:`BlockNetwork.run`.
     """
     config, device = network.config, network.device
-    layers = tuple(config.layers or ())
-    features = token_hidden(network.model, input_ids, attention_mask, layers).to(device)
+    if features is None:
+        features = token_hidden(network.model, input_ids, attention_mask, config.layers or ())
     batch, seq = input_ids.shape
     ids, anchors = input_ids.to(device), anchors.to(device)
     real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(device)
     places = (real.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache()
-    network.append(features, places, cache)
+    network.append(features.to(device), places, cache)
 
     roots = ids.gather(1, (anchors + 1).clamp(max=seq - 1))
     count, size = anchors.shape[1], config.block_size

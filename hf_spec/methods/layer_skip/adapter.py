@@ -18,7 +18,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count, count, distinct_layers, setting
 from hf_spec.core.limits import MAX_RANK
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.losses import Ahead, mean_loss, own_logits, prediction_losses
+from hf_spec.drafting.losses import Ahead, mean_loss, own_predictions, prediction_losses
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
@@ -145,5 +145,5 @@ def loss(model: Any, adapter: Any, batch: TrainingBatch) -> dict[str, Tensor]:
     logits = model_logits(model, hidden.probe_hidden.flatten(1, 2), drafting)
     logits = logits.unflatten(1, (-1, PIECE))
     wanted = ahead.wanted.to(logits.device)
-    own = own_logits(model, hidden.token_hidden, ahead.columns)
+    own = own_predictions(model, hidden.token_hidden, ahead.columns)
     return mean_loss(prediction_losses(logits, wanted, own), logits, wanted, pooled=True)

@@ -26,7 +26,7 @@ from hf_spec.core.checks import SHARE, check_count, choice, count, setting
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.losses import Ahead, future_losses, mean_loss, own_logits
+from hf_spec.drafting.losses import Ahead, future_losses, mean_loss, own_predictions
 from hf_spec.methods.ppd.dynamic_tree import states_of
 from hf_spec.model.hidden_states import Head, model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -268,7 +268,7 @@ def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor
     own = None
     if config.loss == "distillation":
         vocabulary = DraftVocabulary.of(weights, model)
-        own = own_logits(model, found.token_hidden, ahead.columns, vocabulary)
+        own = own_predictions(model, found.token_hidden, ahead.columns, vocabulary)
     predict = partial(prompts.logits, model)
     losses = future_losses(model, weights, states, ahead, own, predict)
     return mean_loss(*losses, config.decay, pooled=True)

@@ -20,7 +20,7 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count, count, setting
 from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
-from hf_spec.drafting.losses import Ahead, heads_loss, mean_loss, own_logits, prediction_losses
+from hf_spec.drafting.losses import Ahead, heads_loss, mean_loss, own_predictions, prediction_losses
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.early_pruning import layer_input
@@ -110,6 +110,6 @@ def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor
     states = early_states(adapter.tensors(), states_at(seen[0].to(hidden.device), batch.anchors))
     logits = model_logits(model, states.to(hidden))[:, :, None]
     ahead = Ahead.of(batch, 1, hidden.device, first=0)
-    own = own_logits(model, hidden, ahead.columns) if config.loss == "distillation" else None
+    own = own_predictions(model, hidden, ahead.columns) if config.loss == "distillation" else None
     early = mean_loss(prediction_losses(logits, ahead.wanted, own), logits, ahead.wanted)
     return {**found, "loss": found["loss"] + early["loss"]}

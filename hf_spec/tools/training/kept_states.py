@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_spec.files import replacing
 from hf_spec.model.sequences import KEEPER
 
-#: How names of files end, and what they call the states.
-SUFFIX, STATES = ".safetensors", "states"
+#: How names of files end.
+SUFFIX = ".safetensors"
 
 
 class KeptStates:
@@ -37,38 +37,43 @@ class KeptStates:
         self.room = num_bytes - sum(one.stat().st_size for one in folder.glob(f"*{SUFFIX}"))
 
     def __call__(
-        self, compute: Callable[[Tensor, Tensor], Tensor], input_ids: Tensor, mask: Tensor,
-        layers: Sequence[int],
-    ) -> Tensor:  # fmt: skip
-        """States ``(batch, seq, features)``; those of padding may be 0.
+        self, compute: Callable[[Tensor, Tensor], Sequence[Tensor]], input_ids: Tensor,
+        mask: Tensor, kind: Sequence[int],
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """Tensors ``(batch, seq, ...)``; those of padding may be 0.
 
         Args:
             compute: gives them for some rows and their mask.
             input_ids, mask: ``(batch, seq)``; the mask is 0 for padding.
-            layers: the kind of the states.
+            kind: what they are.
         """
         real = mask.bool()
         rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real.cpu())]
-        keys = [repr((self.base, row, list(layers))) for row in rows]
+        keys = [repr((self.base, row, list(kind))) for row in rows]
         digests = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in keys]
         paths = [self.folder / f"{digest}{SUFFIX}" for digest in digests]
         new = [row for row, path in enumerate(paths) if not path.is_file()]
-        computed = dict(zip(new, compute(input_ids[new], mask[new]))) if new else {}
+        computed = dict(zip(new, zip(*compute(input_ids[new], mask[new])))) if new else {}
         whole = []
         for row, path in enumerate(paths):
             if row in computed:
-                states = computed[row]
-                own = states[real[row].to(states.device)]  # (tokens, features)
-                if own.nbytes <= self.room and not path.exists():
-                    self.room -= own.nbytes
+                own = [part[real[row].to(part.device)] for part in computed[row]]  # (tokens, ...)
+                size = sum(part.nbytes for part in own)
+                if size <= self.room and not path.exists():
+                    self.room -= size
+                    named = {str(at): part.cpu().contiguous() for at, part in enumerate(own)}
                     with replacing(path) as temporary:
-                        save_file({STATES: own.cpu().contiguous()}, temporary)
+                        save_file(named, temporary)
             else:
-                own = load_file(path)[STATES].to(input_ids.device)
-                states = own.new_zeros(input_ids.shape[1], own.shape[-1])
-                states[real[row]] = own
-            whole.append(states)
-        return torch.stack([states.to(input_ids.device) for states in whole])
+                found = load_file(path)
+                own = [found[name] for name in sorted(found)]
+            whole.append([part.to(input_ids.device) for part in own])
+        kept = []
+        for parts in zip(*whole):
+            padded = parts[0].new_zeros(*input_ids.shape, *parts[0].shape[1:])
+            padded[real] = torch.cat(parts)
+            kept.append(padded)
+        return kept
 
 
 @contextmanager

@@ -57,12 +57,20 @@ class SpecArguments(TrainingArguments):
         "Gigabytes of the base's hidden states that may be kept on disk until the training ends, "
         "instead of computed in every epoch; at most half of the free disk. 0: none.",
     )
+    optim: str = setting(
+        str(TrainingArguments.optim),
+        "An optimizer of TrainingArguments, or muon: torch.optim.Muon for the matrices of layers, "
+        "AdamW for the rest.",
+    )
     max_length: int = setting(1024, "Longer sequences are cut, in tokens.")
     held_out: int = setting(32, "Answers kept for evaluation, at most a quarter of all.")
     served_prompts: int = setting(16, "Held-out prompts decoded at each evaluation.")
     served_tokens: int = setting(64, "New tokens of each.")
 
     def __post_init__(self) -> None:
+        self.muon = self.optim == "muon"
+        if self.muon:
+            self.optim = TrainingArguments.optim
         counts = ["max_length", "held_out", "served_prompts", "served_tokens"]
         counts += ["max_steps"] * (self.max_steps != -1)  # the Trainer's default: by epochs
         counts += ["num_anchors"] * (self.num_anchors is not None)

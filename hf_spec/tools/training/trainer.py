@@ -19,6 +19,7 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.tools.training.anchors import SimilarLengths
 from hf_spec.tools.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.tools.training.evaluation import EvalDecoding, top_k_counts, top_k_metrics
+from hf_spec.tools.training.muon import WithMuon, layer_matrices
 from hf_spec.tools.training.report import Report
 from hf_spec.tools.training.sharded import gathered_state, whole_root
 
@@ -57,6 +58,8 @@ class SpecTrainer(Trainer):
     ``trains_base``, checkpoints contain the base model's weights, too.
     """
 
+    optimizer: Any
+
     def __init__(self, *args: Any, eval_decoding: EvalDecoding | None = None, **kwargs: Any):
         metrics = {"compute_metrics": top_k_metrics, "preprocess_logits_for_metrics": top_k_counts}
         super().__init__(*args, **metrics, **kwargs)
@@ -94,6 +97,7 @@ class SpecTrainer(Trainer):
             (not self.adapter_config.shards, f"'hf-spec train {method}'",
              "several processes with whole copies of the model work"),
             (self.trains_base, "training the base model's own weights", "train low-rank updates"),
+            (self.args.muon, "optim='muon'", "choose another, such as adamw_torch"),
         ):  # fmt: skip
             if split and unsupported:
                 raise ValueError(
@@ -102,7 +106,8 @@ class SpecTrainer(Trainer):
                 )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Create the Trainer's optimizer, with the learning rates of the adapter's parts."""
+        """Create the Trainer's optimizer, with the learning rates of the adapter's parts, and with
+        Muon if that is chosen."""
         rates = self.adapter_config.learning_rates() if self.optimizer is None else {}
         optimizer: Any = super().create_optimizer(*args, **kwargs)
         for part, rate in rates.items():
@@ -112,7 +117,15 @@ class SpecTrainer(Trainer):
                 if moved:
                     group["params"] = [p for p in group["params"] if p not in chosen]
                     optimizer.add_param_group({**group, "params": moved, "lr": rate})
-        return optimizer
+        if self.args.muon and not isinstance(optimizer, WithMuon):
+            matrices = layer_matrices(self.model)
+            if not matrices:
+                raise ValueError(
+                    f"optim='muon': an adapter of {self.adapter_config.strategy} has no matrices "
+                    "of layers. Choose another, such as adamw_torch."
+                )
+            self.optimizer = WithMuon(optimizer, matrices)
+        return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         args = self.args
