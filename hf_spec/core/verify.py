@@ -24,9 +24,9 @@ from hf_spec.core.tree import Tree
 #: rows where ``active`` (batch,) is False may hold anything. Called along the accepted path only,
 #: in order: nodes of depth 0 (the roots), 1, ...
 ScoreFn = Callable[[Tensor, Tensor, int], Tensor]
-#: ``select(scores, depth)``: a token per row, argmax or a sample, -1 if there is none, see
-#: :func:`sample`; (batch, vocab) -> (batch,). It follows ``depth`` accepted draft tokens.
-SelectFn = Callable[[Tensor, int], Tensor]
+#: ``choose(nodes, active, depth)``: the target's token (batch,) there, argmax or a sample, -1 if
+#: there is none, see :func:`sample`. Called like a :data:`ScoreFn`.
+ChooseFn = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class HostResult(NamedTuple):
@@ -178,16 +178,15 @@ def match(tree: Tree, targets: Tensor) -> StepResult:
 
 
 def match_along(
-    tree: Tree, scores: ScoreFn, select: SelectFn, active: Tensor, asks: bool = False,
-    lockstep: bool = False,
-) -> StepResult:  # fmt: skip
-    """Match rule node by node: needs the target's scores only along the accepted path.
+    tree: Tree, choose: ChooseFn, active: Tensor, asks: bool = False, lockstep: bool = False
+) -> StepResult:
+    """Match rule node by node: needs the target's tokens only along the accepted path.
 
     For logits processors, which must see each node's true prefix, and for sampling.
 
     Args:
         tree: as in :func:`match`.
-        scores, select: see their types.
+        choose: see its type.
         active: ``(batch,)`` bool, unfinished rows; the others accept nothing.
         asks: stop as soon as no row goes on. This reads a tensor at each depth.
         lockstep: all unfinished rows accept equally many nodes: as many as the row that accepts
@@ -197,7 +196,7 @@ def match_along(
     unfinished, bonus = active, torch.zeros_like(tree.tokens[:, 0])
     last, counts = bonus, torch.ones_like(bonus)
     for depth in range(tree.max_depth + 1):
-        bonus = torch.where(active, select(scores(last, active, depth), depth), bonus)
+        bonus = torch.where(active, choose(last, active, depth), bonus)
         if tree.num_nodes == 1:
             return _roots(bonus[:, None], probes)
         hit = (tree.parents == last[:, None]) & (tree.tokens == bonus[:, None]) & tree.valid
@@ -221,7 +220,8 @@ def rejection(tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False) -
 
     Args:
         tree: the draft tree of each row, with the distributions ``q``.
-        scores, active, asks: as in :func:`match_along`.
+        scores: see its type.
+        active, asks: as in :func:`match_along`.
     """
     tree, probes = tree.drafted, tree.probe_counts
     tokens, draft = tree.tokens, tree.q
@@ -259,8 +259,8 @@ def rejection(tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False) -
 
 
 def typical(
-    tree: Tree, scores: Tensor, select: SelectFn, active: Tensor, epsilon: float = 0.09,
-    delta: float = 0.3,
+    tree: Tree, scores: Tensor, select: Callable[[Tensor], Tensor], active: Tensor,
+    epsilon: float = 0.09, delta: float = 0.3,
 ) -> StepResult:  # fmt: skip
     """Typical acceptance (Medusa, section 2.3.1; PPD, section 4.5.2). **Lossy**.
 
@@ -271,7 +271,7 @@ def typical(
     Args:
         tree: as in :func:`match`.
         scores: ``(batch, tokens, vocab)`` processed target scores after each node with a token.
-        select: chooses the bonus token; its depth is given as 0.
+        select: chooses the bonus tokens (batch,) by scores (batch, vocab).
         active: ``(batch,)`` bool, unfinished rows.
         epsilon: hard threshold, in (0, 1].
         delta: weight of the entropy threshold, in (0, 1].
@@ -290,7 +290,7 @@ def typical(
     deepest = depth.amax(-1, keepdim=True)
     log_path = torch.where(tree.ancestors, log_x[:, None, :], 0.0).sum(-1)
     last = torch.where(depth == deepest, log_path, -torch.inf).argmax(-1)
-    bonus = torch.where(active, select(scores[rows, last], 0), 0)
+    bonus = torch.where(active, select(scores[rows, last]), 0)
     return _along_path(tree, last, deepest[:, 0] + 1, bonus[:, None], probes)
 
 

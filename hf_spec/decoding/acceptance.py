@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -105,7 +104,7 @@ class Acceptance:
         limits = self.options.typical_epsilon, self.options.typical_delta
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
-            def select(scores: Tensor, depth: int) -> Tensor:
+            def select(scores: Tensor) -> Tensor:
                 return verify.sample(scores.softmax(-1), *inputs) if inputs else scores.argmax(-1)
 
             active = tree.valid[:, 0]  # what finished rows get does not matter
@@ -133,54 +132,62 @@ class Acceptance:
         self.recorded = []
         self._drawn_for = logits.shape[-1], logits.device
         active = sent(unfinished, logits.device)
-        select = partial(self._select, [row for row, on in enumerate(unfinished) if on])
         if self.options.acceptance == "typical":
-            return self._typical(tree.drafted, logits, select, active)
+            return self._typical(tree.drafted, logits, active)
         # A processor with a state must not be called for more tokens than are accepted.
         asks = stateful or not waits(logits.device)
-        scores = self._along_path(tree.drafted, logits, unfinished, asks)
+        score = self._along_path(tree.drafted, logits)
+
+        def known(active: Tensor) -> list[bool]:
+            """The rows that go on: all that are unfinished, if the host does not ask."""
+            return active.tolist() if asks else unfinished
+
+        def scores(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
+            return score(nodes, known(active))
+
+        def choose(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
+            rows = known(active)
+            return self._select(score(nodes, rows), rows, depth)
+
         if tree.q is not None and not stateful:
             return verify.rejection(tree, scores, active, asks)
         # Also for rejection: equivalent for a greedy target, and exact for sampled drafts.
-        return verify.match_along(tree, scores, select, active, asks, self.scorer.lockstep)
+        return verify.match_along(tree, choose, active, asks, self.scorer.lockstep)
 
-    def _select(self, unfinished: Sequence[int], scores: Tensor, depth: int) -> Tensor:
-        """See ``verify.SelectFn``; ``unfinished``: the rows that take a token in this step."""
+    def _select(self, scores: Tensor, rows: Sequence[bool] = (), depth: int = 0) -> Tensor:
+        """The tokens ``(batch,)`` of these rows after ``depth`` accepted draft tokens."""
         if not self.do_sample:
             return scores.argmax(-1)
         if self.noise is None:
             return verify.sample(scores.softmax(-1))
-        return self.noise.choose(scores, depth, unfinished)
+        return self.noise.choose(scores, depth, [row for row, on in enumerate(rows) if on])
 
-    def _along_path(
-        self, tree: Tree, logits: Tensor, unfinished: Sequence[bool], asks: bool
-    ) -> verify.ScoreFn:
-        """Processed scores along the accepted path of each row."""
-        rows = torch.arange(len(logits), device=logits.device)
-        suffix = tree.tokens[:, :0]
+    def _along_path(self, tree: Tree, logits: Tensor) -> Callable[[Tensor, Sequence[bool]], Tensor]:
+        """A function that gives processed scores ``(batch, vocab)`` at one node ``(batch,)`` of
+        each of some rows, to be called along the accepted path, from the root."""
+        batch = torch.arange(len(logits), device=logits.device)
+        suffix: Tensor | None = None
 
-        def scores(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
+        def score(nodes: Tensor, rows: Sequence[bool]) -> Tensor:
             nonlocal suffix
-            if depth:
+            if suffix is None:
+                suffix = tree.tokens[:, :0]
+            else:
                 suffix = torch.cat([suffix, tree.tokens.gather(1, nodes[:, None])], 1)
-            # All that are unfinished, if it is not known which go on.
-            scored = active.tolist() if asks else unfinished
             # A float32 copy, as in plain generation: processors may modify it.
-            own = logits[rows, nodes].to(torch.float32, copy=True)
-            raw = own.clone() if self.records else own
-            processed = self.scorer(own, suffix, scored)
+            scores = logits[batch, nodes].to(torch.float32, copy=True)
+            raw = scores.clone() if self.records else scores
+            processed = self.scorer(scores, suffix, rows)
             if self.records:
                 self.recorded.append((raw, processed))
             return processed
 
-        return scores
+        return score
 
-    def _typical(
-        self, tree: Tree, logits: Tensor, select: verify.SelectFn, active: Tensor
-    ) -> StepResult:
+    def _typical(self, tree: Tree, logits: Tensor, active: Tensor) -> StepResult:
         scores = self.scorer.everywhere(tree, logits)
         epsilon, delta = self.options.typical_epsilon, self.options.typical_delta
-        result = verify.typical(tree, scores, select, active, epsilon, delta)
+        result = verify.typical(tree, scores, self._select, active, epsilon, delta)
         if self.records:
             rows = torch.arange(len(logits), device=logits.device)
             path = result.path.unbind(1)

@@ -162,8 +162,13 @@ class Scores:
         return torch.where(active[:, None], self.scores[rows, nodes], torch.nan)
 
 
-def argmax(scores: Tensor, depth: int) -> Tensor:
+def argmax(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
+
+
+def by(scores: Scores, select: Callable[[Tensor], Tensor] = argmax) -> verify.ChooseFn:
+    """The tokens that these scores give."""
+    return lambda *asked: select(scores(*asked))
 
 
 def everyone(tree: Tree) -> Tensor:
@@ -230,7 +235,7 @@ def test_match_and_match_along_equal_a_walk(seed: int, vocab: int) -> None:
     runs = []
     for asks in (False, True):
         scores = known(targets, vocab)
-        runs.append((verify.match_along(tree, scores, argmax, everyone(tree), asks), scores))
+        runs.append((verify.match_along(tree, by(scores), everyone(tree), asks), scores))
     assert at_once.path.shape == at_once.tokens.shape == (len(tokens), tree.max_depth + 1)
     for row in range(len(tokens)):
         path = walk(tree, targets, row)
@@ -261,7 +266,7 @@ def match_law(
 
 
 def along(tree: Tree, targets: Tensor) -> StepResult:
-    return verify.match_along(tree, known(targets, 3), argmax, everyone(tree))
+    return verify.match_along(tree, by(known(targets, 3)), everyone(tree))
 
 
 @pytest.mark.parametrize("vocab", [2, 3])
@@ -412,7 +417,7 @@ def test_finished_rows_and_rows_in_lockstep(asks: bool) -> None:
     active = torch.tensor([True, True, False])
     for lockstep, counts in ((False, [4, 3, 1]), (True, [3, 3, 1])):
         scores = known(targets, 3)
-        found = verify.match_along(tree, scores, argmax, active, asks, lockstep)
+        found = verify.match_along(tree, by(scores), active, asks, lockstep)
         assert found.counts.tolist() == counts
         assert scores.asked[0] == [*range(counts[0])] and not scores.asked[2]
     q = torch.nn.functional.one_hot(tree.tokens, 3).float()
@@ -468,7 +473,7 @@ def test_typical_samples_its_bonus_from_the_target_at_the_last_node() -> None:
     tree = Tree.chain(torch.tensor([[9, 1]]).expand(ROWS, 2))
     torch.manual_seed(3)
 
-    def select(scores: Tensor, depth: int) -> Tensor:
+    def select(scores: Tensor) -> Tensor:
         return verify.sample(scores.softmax(-1))
 
     accepted = verify.typical(tree, p.log().expand(ROWS, 2, 2), select, everyone(tree))
@@ -489,7 +494,7 @@ def test_every_rule_gives_the_probes_of_the_last_accepted_node() -> None:
     q, rows = torch.full((3, 4, 3), 1 / 3), everyone(tree)
     for result in (
         verify.match(tree, targets),
-        verify.match_along(tree, Scores(scores), argmax, rows),
+        verify.match_along(tree, by(Scores(scores)), rows),
         verify.typical(tree, scores, argmax, rows),
         verify.rejection(tree.changed(q=q), Scores(scores), rows),
     ):
@@ -533,12 +538,12 @@ def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float)
         torch.multinomial(scores[:, 0].softmax(-1), 1)
     tree = Tree.roots(torch.tensor([1, 2]))
 
-    def select(scores: Tensor, depth: int) -> Tensor:
+    def select(scores: Tensor) -> Tensor:
         return verify.sample(scores.softmax(-1))
 
     for active in (everyone(tree), torch.tensor([True, False])):
         for result in (
-            verify.match_along(tree, Scores(scores), select, active),
+            verify.match_along(tree, by(Scores(scores), select), active),
             verify.rejection(tree.changed(q=torch.zeros(2, 1, 5)), Scores(scores), active),
             verify.typical(tree, scores, select, active),
         ):
