@@ -128,12 +128,13 @@ class TreeDrafter(GrowingDrafter):
         else:  # the device has the roots already
             zeros = np.zeros((state.batch_size, 1), np.int64)
             tokens = np.array([row[-1:] for row in state.tokens])
-            tree = Tree.roots(state.root).changed(host=HostTree(zeros + 1.0, zeros, zeros, tokens))
-        if self.exactly is None:
+            host = HostTree(zeros + 1.0, zeros, zeros, tokens)
+            tree = Tree.roots(state.root).changed(host=host, whole=self.exactly is not None)
+        if self.exactly is None or not self.per_distance:
             return tree
         assert tree.host is not None
         ahead = ((tree.host.probs > 0) * self.distances).tolist()  # padding has no probability
-        return self.attach_probes(tree.changed(whole=True), ahead)
+        return self.attach_probes(tree, ahead)
 
     def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
         count = self.exactly or self._most
