@@ -94,6 +94,7 @@ def check_alike(path: Path, histories: list[list[dict[str, str]]]) -> None:
             assert row["prompt_ids"] == encode(tokenizer, text, history)
             assert row["answer_ids"] == encode_answer(tokenizer, answer)
             assert row["answer"] == answer and row["prompt"].endswith(text)
+            assert len(row) == 4
 
 
 def test_every_command_reads_every_format_alike(tmp_path):

@@ -115,7 +115,7 @@ def progress_bar(title: str) -> Iterator[Callable[..., None]]:
     terminal = sys.stderr.isatty()
     lines = "{desc}: {n_fmt} of {total_fmt}{postfix}, {remaining} left\n"
     with tqdm(
-        desc=title, leave=not terminal, dynamic_ncols=terminal,
+        desc=title, leave=False, dynamic_ncols=terminal,
         mininterval=0.1 if terminal else 30, bar_format=None if terminal else lines, delay=1e-3,
     ) as bar:  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from hf_spec.core.checks import check_choice, check_count, check_range
+from hf_spec.core.checks import check_choice, check_range
 from hf_spec.model.loading import NATIVE
 
 DTYPES = (NATIVE, "auto", "bfloat16", "float16", "float32", "float64")
@@ -63,10 +63,10 @@ StoredKwargs = Annotated[
 ]
 Seed = Annotated[int, Option(help="Seed of the sampling, or of the search.")]
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
-OF_SAMPLING = Option(help="With --do-sample.  [default: the model's]")
-Temperature = Annotated[float | None, OF_SAMPLING]
-TopK = Annotated[int | None, OF_SAMPLING]
-TopP = Annotated[float | None, OF_SAMPLING]
+OF_SAMPLING = "With --do-sample.  [default: the model's]"
+Temperature = Annotated[float | None, Option(help=OF_SAMPLING)]
+TopK = Annotated[int | None, Option(min=1, help=OF_SAMPLING)]
+TopP = Annotated[float | None, Option(help=OF_SAMPLING)]
 
 
 def sampling(
@@ -80,8 +80,6 @@ def sampling(
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --do-sample")
     if temperature is not None:
         check_range("--temperature", temperature, 0.0, open_low=True)
-    if top_k is not None:
-        check_count("--top-k", top_k)
     if top_p is not None:
         check_range("--top-p", top_p, 0.0, 1.0, open_low=True)
     return given

@@ -35,11 +35,6 @@ class DemoResult:
     environment: dict[str, Any]
     sample: tuple[str, str]
 
-    @property
-    def all_identical(self) -> bool:
-        """Whether no output differs from plain decoding's other than at a tie."""
-        return not any(row["diverged"] for row in self.bench.runs())
-
 
 def model_folder() -> Path:
     """The model shipped with the package."""
