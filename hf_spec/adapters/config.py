@@ -1,6 +1,7 @@
 """Base class of hf_spec's adapter configs, which are saved as `adapter_config.json`."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -52,6 +53,8 @@ class SpecPeftConfig(PeftConfig):
     strategy: ClassVar[str | None] = None
     #: Whether an active adapter changes the model's output.
     changes_model: ClassVar[bool] = False
+    #: Fields that earlier versions wrote, and the values that still mean what is done.
+    retired: ClassVar[Mapping[str, Any]] = {}
     #: Whether it can be trained under FSDP and DeepSpeed.
     shards: ClassVar[bool] = True
     #: Name of the adapter on the model that it is attached to.
@@ -63,7 +66,8 @@ class SpecPeftConfig(PeftConfig):
     def __new__(cls, *args: Any, **given: Any) -> Self:
         # PEFT would drop fields that it does not know, with a warning, whatever they say.
         known = [item.name for item in fields(cls)]
-        unknown = sorted(given.keys() - {*known})
+        retired = [name for name, value in cls.retired.items() if given.get(name) == value]
+        unknown = sorted(given.keys() - {*known, *retired})
         version = given.get("format_version", FORMAT_VERSION)  # newer ones: see __post_init__
         # A field may also be one that a newer PEFT gives all configs.
         written_by = given.get("peft_version") or peft.__version__

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
+import hub_cards
 from hf_spec.adapters.active import find_active, require_active
 from hf_spec.adapters.base_model import FACTS
 from hf_spec.adapters.checkpoint import complaints
@@ -462,3 +464,19 @@ def test_fields_that_a_newer_peft_gives_all_configs() -> None:
     with pytest.warns(UserWarning, match="of_all_configs"):
         found: Any = PeftConfig.from_peft_type(**written, peft_version="99.0")
     assert found.num_heads == 3
+
+
+def test_fields_of_earlier_versions() -> None:
+    """One that says what is done anyway is dropped; another value is refused."""
+    with pytest.warns(UserWarning, match="masks"):
+        PeftConfig.from_peft_type(peft_type="SPACE", masks="learned")
+    with pytest.raises(ValueError, match="no field 'masks'"):
+        PeftConfig.from_peft_type(peft_type="SPACE", masks="noise")
+
+
+@pytest.mark.parametrize("name", ["medusa", "space"])
+def test_the_adapters_of_the_repository(name: str) -> None:
+    folder = Path(hub_cards.__file__).parent / "adapters" / f"smollm2-135m-instruct-{name}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PeftConfig.from_pretrained(str(folder)).peft_type == name.upper()

@@ -6,6 +6,7 @@ active, every call of the model uses its updates, as with LoRA.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +41,7 @@ class SpaceConfig(PredictingConfig):
     """
 
     type_name: ClassVar[str] = "SPACE"
+    retired: ClassVar[Mapping[str, Any]] = {"masks": "learned"}
     num_mask_tokens: int = setting(
         5, "k, mask tokens, each drafting one future token.", count(1, MAX_FUTURE)
     )
