@@ -202,16 +202,7 @@ class Tree:
 
     def parents_on_host(self) -> Sequence[Sequence[int]]:
         """The parents of the nodes that have a token: in a transfer if the host does not know."""
-        if self.above is not None:
-            return self.above
-        if self._is_full_chain:
-            return [list(range(-1, self.num_nodes - 1))] * self.batch_size
-        return self.parents[:, : self.num_tokens].tolist()
-
-    @property
-    def _is_full_chain(self) -> bool:
-        """Whether all rows are chains without padding and probes."""
-        return self.is_chain and min(self.row_sizes) + 1 == self.num_nodes
+        return self.parents[:, : self.num_tokens].tolist() if self.above is None else self.above
 
     @property
     def structure(self) -> HostTree:
@@ -228,9 +219,9 @@ class Tree:
     def ancestors(self) -> Tensor:
         """``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k, which is q, one of its
         ancestors, or a probe of its group."""
-        device = self.parents.device
-        if self._is_full_chain and self.host is None:
-            order = torch.arange(self.num_nodes, device=device)
+        nodes, device = self.num_nodes, self.parents.device
+        if self.is_chain and self.host is None and min(self.row_sizes) + 1 == nodes:
+            order = torch.arange(nodes, device=device)
             return (order <= order[:, None]).expand(self.batch_size, -1, -1)
         return sent(self.structure.ancestors(self.group, self.probes), device)
 
@@ -331,16 +322,28 @@ class Tree:
 
     def padded(self, tokens: int, probes: int) -> Tree:
         """The trees padded to these numbers of nodes with tokens, and of probes."""
-        shape, device, nodes = (tokens, probes), self.parents.device, self.num_tokens
-        tree = Tree.of_host(self.structure, self.row_sizes, device, self.group, self.probes, shape)
         if self.host is not None:
-            return tree
-        # What the host does not know: the tokens, and which of them may be accepted.
-        own, may = (
-            torch.cat([pad(part[:, :nodes], (0, tokens - nodes)), made[:, tokens:]], dim=1)
-            for part, made in ((self.tokens, tree.tokens), (self.valid, tree.valid))
-        )
-        return tree.changed(tokens=own, valid=may, q=self.q, host=None)
+            shape, device = (tokens, probes), self.parents.device
+            return Tree.of_host(self.host, self.row_sizes, device, self.group, self.probes, shape)
+        nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
+
+        def wider(part: Tensor) -> Tensor:
+            own = pad(part[:, :nodes], (0, more))
+            return torch.cat([own, pad(part[:, nodes:], (0, behind))], dim=1) if probes else own
+
+        tree = dataclasses.replace(
+            self, tokens=wider(self.tokens), parents=wider(self.parents),
+            depths=wider(self.depths), valid=wider(self.valid), host=None, above=None,
+            first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
+            probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
+        )  # fmt: skip
+        seen = pad(self.ancestors[:, :nodes, :nodes], (0, more + probes) * 2)
+        if self.num_probes:
+            end = tokens + self.num_probes
+            seen[:, tokens:end, :nodes] = self.ancestors[:, nodes:, :nodes]
+            seen[:, tokens:end, tokens:end] = self.ancestors[:, nodes:, nodes:]
+        seen.diagonal(0, 1, 2).fill_(True)
+        return tree.with_ancestors(seen)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a forward and its verification read; see :meth:`with_tensors`."""
