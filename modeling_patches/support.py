@@ -11,13 +11,13 @@ from transformers import DynamicCache
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import takes
-from modeling_patches.positions import needs_positions, slots_as_positions
+from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
 
 #: Architectures whose tree forward is tested against plain generation.
 VERIFIED = frozenset(
-    {"bloom", "cohere2", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode",
+    {"cohere2", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode",
      "gpt_neox", "gptj", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3",
      "qwen2", "qwen3", "stablelm", "starcoder2"}
 )  # fmt: skip
@@ -102,8 +102,9 @@ def _obstacles(model: Any) -> Iterator[str]:
     attends = any(hasattr(layer, "keys") for layer in layers)
     if attends and not takes(model, "position_ids") and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
-    if (what := slots_as_positions(model)) is not None:
-        yield f": its {what} counts slots of the cache, which siblings in a tree cannot share"
+    slots = {"falcon": "ALiBi", "gpt_neo": "local attention"}.get(text.model_type)
+    if slots and getattr(text, "alibi", True):
+        yield f": its {slots} counts slots of the cache, which siblings in a tree cannot share"
 
 
 def activated_loras(model: Any) -> list[str]:

@@ -39,7 +39,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon", {"new_decoder_architecture": False, "parallel_attn": True, "multi_query": True},
     ),
     "falcon-11b": ("falcon", {"num_ln_in_parallel_attn": 1}),
-    "bloom-post_norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
     # Not promised, but found by the same rules.
     "gpt_oss": ("mixtral", {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 5}),

@@ -99,7 +99,6 @@ def test_output_projections(tiny: Tiny) -> None:
         "llama": "mlp.down_proj",
         "gpt2": "mlp.c_proj",
         "opt": "fc2",
-        "bloom": "mlp.dense_4h_to_h",
         "mixtral": "self_attn.o_proj",
     }
     for architecture, end in last.items():
