@@ -211,29 +211,25 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     return len(cache.layers), heads * tensor_parallel_size(model), dim
 
 
-def quantized_as(model: Any) -> str | None:
-    """Name of the quantization of a model's weights; None if they are plain floating point."""
-    given = getattr(model.config, "quantization_config", None)
-    if given is not None:
-        method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
-        return str(getattr(method, "value", method))
-    for parameter in model.parameters():
-        # Quantized parameters are tensor subclasses, or have a small dtype.
-        foreign = not type(parameter).__module__.startswith("torch.")
-        if foreign or not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-            return f"{type(parameter).__name__}, {parameter.dtype}"
-    return None
-
-
 def check_unquantized(model: Any, what: str, remedy: str) -> None:
     """Check that ``what`` may change a model's weights; ``remedy`` is the alternative.
 
     Raises:
         ValueError: the weights are quantized.
     """
-    if (found := quantized_as(model)) is not None:
+    given = getattr(model.config, "quantization_config", None)
+    method = given.get("quant_method") if isinstance(given, dict) else given and given.quant_method
+    # Quantized parameters are tensor subclasses, or have a small dtype.
+    kinds = [str(getattr(method, "value", method))] * (given is not None) + [
+        f"{type(parameter).__name__}, {parameter.dtype}"
+        for parameter in model.parameters()
+        if not type(parameter).__module__.startswith("torch.")
+        or not parameter.is_floating_point()
+        or parameter.dtype.itemsize < 2
+    ]
+    if kinds:
         raise ValueError(
             f"{what} changes the weights of the base model, and those of this "
-            f"{type(model).__name__} are quantized ({found}): load it unquantized, or choose "
+            f"{type(model).__name__} are quantized ({kinds[0]}): load it unquantized, or choose "
             f"{remedy}."
         )
