@@ -6,10 +6,13 @@ torch's fused optimizers do not change it.
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Made = TypeVar("Made")
 
 
 @torch.no_grad()
@@ -39,3 +42,20 @@ def _stride(shape: torch.Size) -> int:
     rows = math.prod(shape) // max(columns, 1)
     most = max(min(rows, columns - 1), 1)
     return next(step for step in range(most, 0, -1) if math.gcd(step, columns) == 1)
+
+
+def made_anew(
+    store: MutableMapping[Any, Any], owner: Any, tensors: Sequence[Tensor],
+    make: Callable[[], Made], others: Any = None,
+) -> Made:  # fmt: skip
+    """What ``store`` has for an owner; made anew where these tensors, or what else it depends on,
+    have changed."""
+    key = contents(tensors), others
+    known = store.get(owner)
+    if known is None or known[0] != key:
+        known = None
+        store.pop(owner, None)  # frees it before what takes its place is allocated
+        # With the tensors, but not the parameters, whose owner could not be freed.
+        known = store[owner] = key, [tensor.data for tensor in tensors], make()
+    made: Made = known[2]
+    return made

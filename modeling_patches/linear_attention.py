@@ -75,10 +75,17 @@ class Inline(NamedTuple):
 class RecurrentModule(NamedTuple):
     """A module that keeps states."""
 
-    module: nn.Module
+    module: Any
     owner: ModuleType  # in which its class looks up functions of these names
     functions: frozenset[str]
     inline: Inline | None = None  # its forward for trees, if it uses none of them
+
+    @property
+    def rule(self) -> Rule:
+        """What it computes, a convolution aside if there is more."""
+        if self.inline is not None:
+            return self.inline.rule
+        return RULES[next(iter(self.functions - {_CONV}), _CONV)]
 
 
 def keeps_states(module: nn.Module) -> bool:
@@ -127,18 +134,13 @@ def recurrent_rules(model: nn.Module) -> dict[int, Rule]:
     Raises:
         ValueError: see :func:`recurrent_modules`.
     """
-    found: dict[int, Rule] = {}
-    for module, _, functions, inline in recurrent_modules(model):
-        index: Any = module.layer_idx
-        rule = RULES[next(iter(functions - {_CONV}), _CONV)]
-        found[index] = rule if inline is None else inline.rule
-    return found
+    return {found.module.layer_idx: found.rule for found in recurrent_modules(model)}
 
 
 def loses_state(model: nn.Module) -> bool:
     """Whether a recurrent state is lost where a forward of several tokens continues it."""
     # Of Mamba-1 in Transformers and in its kernels, several tokens start without a state.
-    return any("mamba_selective_scan" in found.functions for found in recurrent_modules(model))
+    return MAMBA1 in recurrent_rules(model).values()
 
 
 @functools.lru_cache(maxsize=1024)  # asked for every module in each call

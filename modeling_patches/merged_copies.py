@@ -1,7 +1,6 @@
 """Lets linear modules compute with copies of their weights, in the forwards of some calls."""
 
 import threading
-from collections.abc import Hashable
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.contents import contents
+from modeling_patches.contents import made_anew
 from modeling_patches.low_rank import Factors, LowRank, merged, unmergeable
 from modeling_patches.per_call import Changes, plain
 
@@ -44,15 +43,13 @@ class MergedCopies:
         """The copies by name of module, in the shape of the originals."""
         modules = {name: self._update.modules[name] for name in self._factors}
         parts = [part for factors in self._factors.values() for part in factors[:2]]
+        sources = [*(module.weight for module in modules.values()), *parts]
+
+        def make() -> dict[str, Tensor]:
+            return {name: merged(modules[name], fac) for name, fac in self._factors.items()}
+
         with _COPYING, torch.inference_mode(False), torch.no_grad():
-            made_of = contents([*(module.weight for module in modules.values()), *parts])
-            if self._update in _COPIES and _COPIES[self._update][0] == made_of:
-                return _COPIES[self._update][1]
-            _COPIES.pop(self._update, None)  # frees them before new ones are allocated
-            copies = {name: merged(modules[name], factors)
-                      for name, factors in self._factors.items()}  # fmt: skip
-            _COPIES[self._update] = made_of, copies
-            return copies
+            return made_anew(_COPIES, self._update, sources, make)
 
     @property
     def num_bytes(self) -> int:
@@ -61,9 +58,9 @@ class MergedCopies:
         return sum(weight.nbytes for weight in made.values())
 
 
-#: The copies of each update, and what identifies their sources. They are not an attribute of the
-#: update, so models are copied and pickled without them.
-_COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, dict[str, Tensor]]] = WeakKeyDictionary()
+#: The copies of each update. They are not an attribute of it, so models are copied and pickled
+#: without them.
+_COPIES: WeakKeyDictionary[LowRank, Any] = WeakKeyDictionary()
 _COPYING = threading.Lock()
 
 

@@ -86,20 +86,19 @@ def _mesh(module: nn.Module) -> Any:
 
 def random_state(device: torch.device) -> Tensor:
     """The state, as bytes on the host."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(*_index(device))
+    module, which = _generators(device)
+    state: Tensor = module.get_rng_state(*which)
     return state
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
     """Set the state to what :func:`random_state` gave."""
+    module, which = _generators(device)
+    module.set_rng_state(state, *which)
+
+
+def _generators(device: torch.device) -> tuple[Any, tuple[Any, ...]]:
+    """The module with a device's generator, and how it is told the device: Apple's knows one."""
     if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, *_index(device))
-
-
-def _index(device: torch.device) -> tuple[Any, ...]:
-    """How the device's module is told the device: Apple's knows only one, and takes none."""
-    return () if device.type == "mps" else (device,)
+        return torch, ()
+    return torch.get_device_module(device), () if device.type == "mps" else (device,)

@@ -11,13 +11,13 @@ from transformers import DynamicCache
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import takes
-from modeling_patches.positions import needs_positions, slots_as_positions
+from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
 
 #: Architectures whose tree forward is tested against plain generation.
 VERIFIED = frozenset(
-    {"bloom", "cohere2", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode",
+    {"cohere2", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode",
      "gpt_neox", "gptj", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3",
      "qwen2", "qwen3", "stablelm", "starcoder2"}
 )  # fmt: skip
@@ -102,8 +102,9 @@ def _obstacles(model: Any) -> Iterator[str]:
     attends = any(hasattr(layer, "keys") for layer in layers)
     if attends and not takes(model, "position_ids") and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
-    if (what := slots_as_positions(model)) is not None:
-        yield f": its {what} counts slots of the cache, which siblings in a tree cannot share"
+    slots = {"falcon": "ALiBi", "gpt_neo": "local attention"}.get(text.model_type)
+    if slots and getattr(text, "alibi", True):
+        yield f": its {slots} counts slots of the cache, which siblings in a tree cannot share"
 
 
 def activated_loras(model: Any) -> list[str]:
@@ -210,29 +211,25 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     return len(cache.layers), heads * tensor_parallel_size(model), dim
 
 
-def quantized_as(model: Any) -> str | None:
-    """Name of the quantization of a model's weights; None if they are plain floating point."""
-    given = getattr(model.config, "quantization_config", None)
-    if given is not None:
-        method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
-        return str(getattr(method, "value", method))
-    for parameter in model.parameters():
-        # Quantized parameters are tensor subclasses, or have a small dtype.
-        foreign = not type(parameter).__module__.startswith("torch.")
-        if foreign or not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-            return f"{type(parameter).__name__}, {parameter.dtype}"
-    return None
-
-
 def check_unquantized(model: Any, what: str, remedy: str) -> None:
     """Check that ``what`` may change a model's weights; ``remedy`` is the alternative.
 
     Raises:
         ValueError: the weights are quantized.
     """
-    if (found := quantized_as(model)) is not None:
+    given = getattr(model.config, "quantization_config", None)
+    method = given.get("quant_method") if isinstance(given, dict) else given and given.quant_method
+    # Quantized parameters are tensor subclasses, or have a small dtype.
+    kinds = [str(getattr(method, "value", method))] * (given is not None) + [
+        f"{type(parameter).__name__}, {parameter.dtype}"
+        for parameter in model.parameters()
+        if not type(parameter).__module__.startswith("torch.")
+        or not parameter.is_floating_point()
+        or parameter.dtype.itemsize < 2
+    ]
+    if kinds:
         raise ValueError(
             f"{what} changes the weights of the base model, and those of this "
-            f"{type(model).__name__} are quantized ({found}): load it unquantized, or choose "
+            f"{type(model).__name__} are quantized ({kinds[0]}): load it unquantized, or choose "
             f"{remedy}."
         )

@@ -156,8 +156,8 @@ REFUSED: dict[str, str] = {
     **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "qwen4_exp",
             "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"),
     # Positions that are counted in slots of the cache.
-    **_same(_ALL, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "gpt_neo", "marian",
-            "mbart", "mpt", "mvp", "pegasus", "plbart", "roformer", "trocr"),
+    **_same(_ALL, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "gpt_neo",
+            "marian", "mbart", "mpt", "mvp", "pegasus", "plbart", "roformer", "trocr"),
     # Blocks of slots in the cache; positions that are made in several places; no cache of keys; a
     # mask that is wrong where a batch is padded.
     **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
@@ -191,7 +191,7 @@ REFUSED: dict[str, str] = {
 #: or wait for more.
 NO_MTP = """
 apertus apertus1p5_text axk2 bailing_hybrid bamba beam bert bert-generation big_bird
-biogpt bloom camembert codegen ctrl data2vec-text
+biogpt camembert codegen ctrl data2vec-text
 dbrx dory dots3_note_text electra ernie exaone4 falcon falcon_h1 falcon_mamba flex_olmo
 gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt-sw3 gpt2 gpt_bigcode
 gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear lfm2

@@ -66,7 +66,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", _LLAMA),
     "opt": ("opt", {**_LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
     "falcon": ("falcon", {**_FALCON, "new_decoder_architecture": True}),
-    "bloom": ("bloom", {**_GPT, "hidden_size": 32, "initializer_range": 0.3}),
     "phi": ("phi", {**_LLAMA, "initializer_range": 0.3}),
     "phi3": ("phi3", _LLAMA),
     "stablelm": ("stablelm", _LLAMA),
@@ -84,12 +83,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 #: How these know where a token stands; the others rotate queries and keys.
 POSITIONS = {
     **dict.fromkeys(("mistral", "gemma3", "gemma2", "cohere2"), "rotated, windows"),
-    "bloom": "slopes",
     **dict.fromkeys(("gpt2", "opt", "gpt_bigcode"), "learned"),
 }
 
 #: Architectures that Transformers has no sdpa for.
-EAGER_ONLY = frozenset({"bloom", "gemma2", "gptj"})
+EAGER_ONLY = frozenset({"gemma2", "gptj"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

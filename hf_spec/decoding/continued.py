@@ -20,7 +20,7 @@ from modeling_patches.attention_masks import local_attention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import recompute_end
 from modeling_patches.linear_attention import recurrent_rules
-from modeling_patches.positions import counts_columns, counts_padding
+from modeling_patches.positions import counts_columns, needs_positions
 
 
 def new_tokens(
@@ -69,7 +69,7 @@ def _check_continued(
 def _check_alone(cache: TreeCache, rows: Sequence[Sequence[int]], seen: int, model: Any) -> None:
     """Raise a ValueError if a mask of ``seen`` columns does not fit rows of new tokens alone."""
     have = [length + len(row) for row, length in zip(rows, cache.host_lengths)]
-    if counts_padding(model) and cache.padding != padding_before(seen, have):
+    if needs_positions(model) and cache.padding != padding_before(seen, have):
         raise ValueError(
             f"attention_mask has {seen} columns for rows of {have} tokens, and the states in "
             f"{CACHE} count {cache.padding} columns of padding as positions, as "
@@ -103,7 +103,7 @@ def _keep_what_fits(
             f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
             "than the cache."
         )
-    if counts_padding(model):
+    if needs_positions(model):
         known = cache.padding or [-1] * len(rows)
         same = [one == other for one, other in zip(padding_before(width, map(len, rows)), known)]
         cache.truncate([length * kept for length, kept in zip(cache.host_lengths, same)])
@@ -133,7 +133,7 @@ def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -
         why = f"counts them in its window of {min(sizes)} columns"
     elif continued and recurrent:
         why = "runs them through its recurrent states"
-    elif continued and counts_padding(model):
+    elif continued and needs_positions(model):
         why = "counts them as positions"
     if why is not None:
         rows = gaps.any(-1).nonzero()[:, 0].tolist()
@@ -142,7 +142,7 @@ def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -
             f"tokens of rows {rows}: {type(model).__name__} {why}, and strategies leave them out. "
             "Give each row's tokens side by side, with all padding before them."
         )
-    return ["attention_mask"] if recurrent or counts_padding(model) else []
+    return ["attention_mask"] if recurrent or needs_positions(model) else []
 
 
 def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from modeling_patches.contents import contents
+from modeling_patches.contents import made_anew
 from modeling_patches.weights import made_of
 
 Made = TypeVar("Made")
@@ -30,17 +30,11 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
         tensors, switch = ([other], ()) if isinstance(other, Tensor) else made_of(other)
         weights += tensors
         switches.append(switch)
-    # Without the parameters themselves, the owner can be freed.
-    inputs = [one.data if is_plain(one) else one for one in weights]
     plain = [one for one in weights if is_plain(one)]
-    key = contents(plain), [id(one) for one in weights if not is_plain(one)], switches
-    known = _KNOWN.get(owner)
-    if known is None or known[0] != key:
-        # The key's tensors must not be freed, or another tensor could get their address.
-        with torch.autocast(owner.device.type, enabled=False):  # later calls may run without
-            known = _KNOWN[owner] = (key, inputs, make())
-    made: Made = known[2]
-    return made
+    special = [one for one in weights if not is_plain(one)]  # held, so that no other gets its id
+    key = [*map(id, special)], switches
+    with torch.autocast(owner.device.type, enabled=False):  # later calls may run without
+        return made_anew(_KNOWN, owner, plain, lambda: (make(), special), key)[0]
 
 
 def is_plain(weight: Any) -> bool:

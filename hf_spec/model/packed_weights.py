@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.memory import locked, memory
 from hf_spec.model.loading import has_instructions
-from modeling_patches.contents import contents
+from modeling_patches.contents import made_anew
 from modeling_patches.modules import unwrapped
 from modeling_patches.per_call import Changes, plain
 
@@ -67,7 +67,6 @@ class PackedWeights:
 
     def __init__(self, groups: list[list[nn.Linear]]):
         self.groups = groups
-        self.packed = _contents(groups)  # of the weights that were packed
         self._copies: dict[tuple[int, ...], _Copy] = {}
         for group in groups:  # some may share their weights
             place = _place(group)
@@ -180,11 +179,9 @@ def packed_weights(model: nn.Module, *beside: nn.Module) -> list[PackedWeights]:
         kept = memory(module).get(PackedWeights, own)
         if kept is None:
             continue
-        groups, copies = _groups(module), kept.pop(module, None)
-        if copies is None or copies.groups != groups or copies.packed != _contents(groups):
-            copies = None  # frees the memory first
-            copies = PackedWeights(groups)
-        kept[module] = copies
+        groups = _groups(module)
+        weights = [linear.weight for linear in chain.from_iterable(groups)]
+        copies = made_anew(kept, module, weights, partial(PackedWeights, groups), groups)
         if groups:  # there may be none any more, on another device
             found.append(copies)
     return found
@@ -223,10 +220,6 @@ def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _place(group: list[nn.Linear]) -> tuple[int, ...]:
     return tuple(linear.weight.data_ptr() for linear in group)
-
-
-def _contents(groups: list[list[nn.Linear]]) -> Any:
-    return contents([linear.weight for linear in chain.from_iterable(groups)])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

@@ -16,7 +16,7 @@ from hf_spec.adapters.base_model import FACTS, facts_of, fingerprint
 
 #: Where key-value heads are not 2: no grouped queries, or a single head.
 KEY_VALUE_HEADS = {
-    **dict.fromkeys(("gpt2", "gpt_neox", "opt", "bloom", "gptj"), 4),
+    **dict.fromkeys(("gpt2", "gpt_neox", "opt", "gptj"), 4),
     "gpt_bigcode": 1,
 }
 

@@ -85,7 +85,7 @@ def check(model: Any, name: str = "prompt_lookup", **options: Any) -> Any:
 # -- the same tokens ---------------------------------------------------------------------------
 
 #: One of each kind of positions and layers, and one with experts.
-KINDS = ["llama", "gemma3", "opt", "bloom", "mixtral"]
+KINDS = ["llama", "gemma3", "opt", "mixtral"]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES if os.environ.get(EVERY_CASE) else KINDS)

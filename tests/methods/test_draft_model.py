@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sampled": (drafts(), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
 }
 #: Of the tests' models, and random ones with recurrent states or tables of positions.
-ASSISTANTS = ["llama", "gpt2", "gemma3", "bloom", "qwen3_next", "mamba2"]
+ASSISTANTS = ["llama", "gpt2", "gemma3", "qwen3_next", "mamba2"]
 
 
 def assistant_of(tiny: Tiny, name: str) -> Any:

@@ -39,9 +39,12 @@ def captured(layers: list[Layer], views: bool = True) -> tuple[Any, list[Tensor]
     storage = torch.randn(LAYERS, 6, WIDTH)
     caches = list(storage) if views else [part.clone() for part in storage]
     inputs = [torch.randn(2, WIDTH), torch.tensor([1, 4]), *caches]
-    with torch.no_grad():
-        graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    return function, inputs, graph
+    return function, inputs, traced(function, inputs)
+
+
+@torch.no_grad()
+def traced(function: Any, inputs: list[Tensor]) -> Any:
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
 def copies(inputs: list[Tensor]) -> list[Tensor]:
@@ -50,6 +53,14 @@ def copies(inputs: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
+def check(code: Any, function: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """The same results, and the same written into the inputs, which are returned."""
+    expected, other = copies(inputs), copies(inputs)
+    torch.testing.assert_close(code(*other), function(*expected), rtol=0, atol=0)
+    torch.testing.assert_close(other, expected, rtol=0, atol=0)
+    return other
+
+
 @pytest.mark.parametrize("views", [True, False])
 def test_equal_parts_are_compiled_once(views: bool) -> None:
     function, inputs, graph = captured([Layer() for _ in range(LAYERS)], views)
@@ -62,10 +73,7 @@ def test_equal_parts_are_compiled_once(views: bool) -> None:
     code = compile_once(graph, compile_part)
     assert code is not None and not given
     for _ in range(2):  # the second time with caches that the first has written into
-        expected, other = copies(inputs), copies(inputs)
-        torch.testing.assert_close(code(*other), function(*expected), rtol=0, atol=0)
-        torch.testing.assert_close(other, expected, rtol=0, atol=0)
-        inputs = other
+        inputs = check(code, function, inputs)
     operations = [sum(node.op == "call_function" for node in part.graph.nodes) for part, _ in given]
     whole = sum(node.op == "call_function" for node in graph.graph.nodes)
     # The layer whose result is wanted is one more part.
@@ -73,44 +81,13 @@ def test_equal_parts_are_compiled_once(views: bool) -> None:
     assert not any(any(is_view) for _, is_view in given)
 
 
-@torch.no_grad()
 def test_layers_that_differ_in_a_number() -> None:
     """Every third layer is another; the period is then three layers."""
     layers = [Layer(3.0 if index % 3 == 2 else 2.0) for index in range(LAYERS)]
     function, inputs, graph = captured(layers)
     code = compile_once(graph, lambda part, _: part)
     assert code is not None
-    expected, other = copies(inputs), copies(inputs)
-    results = function(*expected), code(*other)
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-    torch.testing.assert_close(other, expected, rtol=0, atol=0)
-
-
-@torch.no_grad()
-def test_nothing_recurs() -> None:
-    layers = [Layer(float(index + 2)) for index in range(LAYERS)]
-    _, _, graph = captured(layers)
-    before = str(graph.graph)
-    assert compile_once(graph, lambda part, _: part) is None
-    assert str(graph.graph) == before
-
-
-@torch.no_grad()
-def test_inputs_that_overlap() -> None:
-    """A part that writes into memory which it also reads by another input stays in the whole."""
-    layers = [Layer() for _ in range(LAYERS)]
-
-    def function(x: Tensor, at: Tensor, cache: Tensor) -> Tensor:
-        shifted = cache[1:]
-        for layer in layers:
-            x = layer(x, cache, at) + shifted[0]
-        return x
-
-    inputs = [torch.randn(2, WIDTH), torch.tensor([1, 4]), torch.randn(6, WIDTH)]
-    graph: Any = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    before = str(graph.graph)
-    assert compile_once(graph, lambda part, _: part) is None
-    assert str(graph.graph) == before
+    check(code, function, inputs)
 
 
 @torch.no_grad()
@@ -126,17 +103,34 @@ def test_parts_that_read_what_overlaps() -> None:
 
     inputs = [torch.randn(2, WIDTH), torch.tensor([1, 4]), torch.randn(LAYERS, WIDTH)]
     inputs += list(torch.randn(LAYERS, 6, WIDTH))
-    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     compiled: list[Any] = []
-    code = compile_once(graph, lambda part, _: (compiled.append(part), part)[1])
+    code = compile_once(
+        traced(function, inputs), lambda part, _: (compiled.append(part), part)[1]
+    )  # fmt: skip
     assert code is not None
     expected = function(*(one.clone() for one in inputs))
     torch.testing.assert_close(code(*inputs), expected, rtol=0, atol=0)
     assert len(compiled) <= 4
 
 
-@torch.no_grad()
-def test_constants_that_are_no_tensors() -> None:
+def nothing_recurs() -> Any:
+    return captured([Layer(float(index + 2)) for index in range(LAYERS)])[2]
+
+
+def inputs_that_overlap() -> Any:
+    """A part writes into memory which it also reads by another input."""
+    layers = [Layer() for _ in range(LAYERS)]
+
+    def function(x: Tensor, at: Tensor, cache: Tensor) -> Tensor:
+        shifted = cache[1:]
+        for layer in layers:
+            x = layer(x, cache, at) + shifted[0]
+        return x
+
+    return traced(function, [torch.randn(2, WIDTH), torch.tensor([1, 4]), torch.randn(6, WIDTH)])
+
+
+def constants_that_are_no_tensors() -> Any:
     """As the bodies of control flow, which operations take as arguments."""
     _, _, graph = captured([Layer() for _ in range(LAYERS)])
     graph.body = torch.fx.symbolic_trace(nn.Identity())
@@ -145,8 +139,18 @@ def test_constants_that_are_no_tensors() -> None:
         body = graph.graph.get_attr("body")
         applied = graph.graph.call_function(apply, (body, last.args[0][0]))
     last.args = ((applied, *last.args[0][1:]),)
-    assert compile_once(graph, lambda part, _: part) is None
+    return graph
 
 
 def apply(body: Any, x: Tensor) -> Any:
     return body(x)
+
+
+@pytest.mark.parametrize(
+    "made", [nothing_recurs, inputs_that_overlap, constants_that_are_no_tensors]
+)
+def test_what_stays_whole(made: Any) -> None:
+    graph = made()
+    before = str(graph.graph)
+    assert compile_once(graph, lambda part, _: part) is None
+    assert str(graph.graph) == before

@@ -45,8 +45,10 @@ def run(
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     source = DynamicCache(config=model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    takes = {} if model.config.model_type == "bloom" else {"position_ids": positions}
-    model(input_ids=ids, attention_mask=mask, **{CACHE: source}, use_cache=True, **takes)
+    model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+        **{CACHE: source},
+    )  # fmt: skip
     cache = pack(source, mask, width + 64)
     last = torch.full((len(prompts),), 1000)
     target = Target(model, cache, last, probe_inputs=probe_inputs)

@@ -12,7 +12,7 @@ from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes
 
 #: The module that runs on what the layers give, before the output embeddings.
-NORMS = {"llama": "norm", "gpt2": "ln_f", "falcon": "ln_f", "bloom": "ln_f"}
+NORMS = {"llama": "norm", "gpt2": "ln_f", "falcon": "ln_f"}
 
 
 def layer_outputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:

@@ -19,9 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     DynamicCache,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    SiglipVisionConfig,
 )
 
 from modeling_patches.cache_name import CACHE
@@ -39,7 +36,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon", {"new_decoder_architecture": False, "parallel_attn": True, "multi_query": True},
     ),
     "falcon-11b": ("falcon", {"num_ln_in_parallel_attn": 1}),
-    "bloom-post_norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
     # Not promised, but found by the same rules.
     "gpt_oss": ("mixtral", {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 5}),
@@ -260,22 +256,6 @@ def test_more_than_attention_and_mlp_is_no_identity():
         logits = model(tokens(), encoder_hidden_states=encoded).logits
         other = model(tokens(), encoder_hidden_states=2 * encoded).logits
     assert not torch.allclose(logits, other)
-
-
-def test_multimodal_model_uses_the_text_layers():
-    """The vision encoder has as many."""
-    vision = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=LAYERS, num_attention_heads=2,
-        image_size=28, patch_size=14,
-    )  # fmt: skip
-    text = {"model_type": "gemma3_text", **KNOWN["gemma3"][1], "num_hidden_layers": LAYERS}
-    text["layer_types"] = ["full_attention"] * LAYERS
-    config = Gemma3Config(
-        text_config=text, vision_config=vision.to_dict(), mm_tokens_per_image=4,
-        image_token_index=VOCAB - 1,
-    )  # fmt: skip
-    model = Gemma3ForConditionalGeneration(config)
-    assert "Gemma3DecoderLayer" in str(type(decoder_layers(model)[0]))
 
 
 @torch.inference_mode()
