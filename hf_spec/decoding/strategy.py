@@ -78,7 +78,7 @@ class Strategy:
         timed, lookup = resolve(options, drafter, samples)
         adapter = None
         with suppress(ValueError):  # several are active; the drafter raises if that is a problem
-            adapter = method.active_adapter(model)  # on which acceptance depends
+            adapter = method.active_adapter(model, options.adapter)  # on which acceptance depends
         copies, packed = packed_weights(model, *drafter.beside), Changes()
         for one in copies:
             one.add_to(packed)

@@ -30,6 +30,11 @@ def _number_or_auto(name: str, value: Any) -> None:
         check_count(name, value, high=MAX_DRAFT_TOKENS)
 
 
+def _place(name: str, value: Any) -> None:
+    if not (isinstance(value, str) and value):
+        raise ValueError(f"{name}={value!r}: give an adapter's folder, or its repository.")
+
+
 @dataclass(frozen=True)
 class DraftOptions:
     """Options of all strategies; a method's own options derive from this class.
@@ -54,6 +59,8 @@ class DraftOptions:
             or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
             (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+        adapter: folder or repository of the adapter that drafts, in place of one attached by
+            ``load_adapter``: PEFT, training and saving do not see it. It is read once per model.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
@@ -65,6 +72,7 @@ class DraftOptions:
     acceptance: str = setting("match", rule=choice(*ACCEPTANCE_RULES))
     typical_epsilon: float = setting(0.09, rule=SHARE, only={"acceptance": ("typical",)})
     typical_delta: float = setting(0.3, rule=SHARE, only={"acceptance": ("typical",)})
+    adapter: str | None = setting(None, rule=_place)
 
     def __post_init__(self) -> None:
         check_fields(self)
