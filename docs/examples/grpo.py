@@ -8,7 +8,7 @@ import sys
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-import hf_spec
+from hf_spec.integrations import TRLCallback
 
 PROMPTS = [f"Name {number} animals, separated by commas." for number in range(2, 10)]
 
@@ -34,8 +34,8 @@ def train(model, output_dir: str, **settings):
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         args=GRPOConfig(output_dir=output_dir, **settings),
     )
+    trainer.add_callback(TRLCallback(trainer))  # logs what rollouts gain
     trainer.train()
-    print(hf_spec.last_stats(trainer.model))  # of the last rollout
     return trainer
 
 
