@@ -102,7 +102,11 @@ def _after_prompt(
 ) -> Steps:  # fmt: skip
     """Run the prompt and take the first token of each row."""
     model, drafter, graphs = strategy.model, strategy.drafter, strategy.graphs
-    acceptance = Acceptance(config, strategy.options, scorer)
+    rollouts, earlier, sequences = strategy.options.history, None, handover.sequences
+    if rollouts is not None:
+        earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
+    seeds = None if earlier is None else earlier.seeds
+    acceptance = Acceptance(config, strategy.options, scorer, seeds)
     with watch.phase("forward"):
         prefilled = strategy.run(
             prefill, model, input_ids, config, model_kwargs, handover, drafter, drafter.reads,
@@ -115,12 +119,12 @@ def _after_prompt(
         watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
     )
     state = DecodeState(
-        model, drafter, prefilled.target, cache, handover.sequences, root=cache.lengths,
+        model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
         draft_cost=policy.draft_cost, noise=acceptance.noise,
         lookups=BatchLookup(Limits(), rows, history) if strategy.lookup else None,
     )  # fmt: skip
-    steps = Steps(state, strategy, acceptance, policy, watch, handover, history)
+    steps = Steps(state, strategy, acceptance, policy, watch, handover, history, earlier)
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
     if getattr(config, "_warms_up", False):
