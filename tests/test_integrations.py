@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import Tiny, prompt
 from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
+from hf_spec.drafting.rollouts import RolloutHistory
 from hf_spec.integrations import TRLCallback
 
 
@@ -67,6 +70,20 @@ def test_all_rollouts_of_a_step_count(trainer: Any) -> None:
     assert logs["rollouts/tau"] == 1.5 and logs["rollouts/speed"] == 1.5
     trainer.log(again := {"loss": 0.0})
     assert "rollouts/tau" not in again
+
+
+def test_answers_are_saved_with_checkpoints(trainer: Any, tmp_path: Path) -> None:
+    """A training that is resumed begins with those of its checkpoint."""
+    trainer.args.save_strategy, trainer.args.save_steps = IntervalStrategy.STEPS, 1
+    history = RolloutHistory()
+    trainer.add_callback(TRLCallback(trainer, history=history))
+    trainer.train()
+    trainer.model.generate(prompt(7), generation_config=trainer.generation_config)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed, loaded = history.state_dict(), RolloutHistory()
+    assert len({*resumed["prompts"]}) == 1, "those of prompt(7) came after the checkpoint"
+    loaded.load_state_dict(torch.load(tmp_path / "checkpoint-2" / "rollout_history_0.pt"))
+    assert loaded.state_dict()["lengths"] == resumed["lengths"] == [6, 6]
 
 
 def test_recording_is_asked_for(trainer: Any) -> None:

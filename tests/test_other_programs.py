@@ -246,6 +246,21 @@ def test_trl_trains_and_saves_the_policy(kind: str, attached: bool, tmp_path: Pa
         assert all(torch.equal(one, now[name]) for name, one in stored.items())
 
 
+def test_trl_with_the_answers_of_an_epoch_before(tmp_path: Path) -> None:
+    from hf_spec.integrations import TRLCallback
+
+    trainer = trainer_of(
+        "GRPO", make_model(), tmp_path, save_strategy="no", logging_steps=1,
+        generation_kwargs={"assistant_strategy": "plain"},
+    )  # fmt: skip
+    trainer.args.max_steps = 2 * len(QUESTIONS)
+    trainer.add_callback(TRLCallback(trainer, history=hf_spec.RolloutHistory()))
+    trainer.train()
+    taus = [entry["rollouts/tau"] for entry in trainer.state.log_history if "loss" in entry]
+    first, second = taus[: len(QUESTIONS)], taus[len(QUESTIONS) :]
+    assert first == [1.0] * len(QUESTIONS) and min(second) > 2
+
+
 def test_trl_without_the_callback(tmp_path: Path) -> None:
     """Online DPO's default is refused, and the message's remedy works."""
     refused = "use_cache=False .*generation_kwargs={'use_cache': True"
