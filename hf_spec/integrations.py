@@ -78,7 +78,7 @@ class TRLCallback(TrainerCallback):
         if speed is not None and speed < 1:
             logger.warning(
                 f"Rollouts ran at {speed:.2f} of the speed of plain steps: leave the strategy out, "
-                "or see when one pays (docs/guides/use_it_in.md)."
+                "or see when one pays (docs/guides/rollouts.md)."
             )
 
     def _log(self, log: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -78,14 +78,17 @@ def decode(
         stack.callback(handover.give_back)  # also after an error or interrupt
         scorer = Scorer(logits_processor, sequences)
         steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, handover, watch)
-        prompt_seconds = watch.step()
+        prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
         _take_all(steps, synced_gpus)
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = handover.give_back()
     steps.finish()
     watch.step(last=True)
-    _estimate_plain(stats, steps.policy, prompt_seconds, rows)
+    if steps.earlier is None:
+        _estimate_plain(stats, steps.policy, prompt_seconds, rows)
+    elif (plain := times.plain_seconds()) is not None:  # few rows are left where old answers end
+        stats.plain_seconds = prompt_seconds + plain * (max(sequences.emitted) - 1)
     memory(model)[SpecStats] = stats
     if not wants:
         return ids

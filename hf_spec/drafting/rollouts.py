@@ -28,8 +28,12 @@ from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.state import DecodeState
 from modeling_patches.contents import contents
 
-#: Old tokens that a forward verifies. All rows are as wide as the widest of them.
-AT_ONCE = 31
+#: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
+#: and random numbers of the whole vocabulary are held for each.
+OF_A_ROW, OF_A_BATCH = 16, 512
+#: Least share of the unfinished rows that have old tokens to verify. The others are padded, and
+#: will take as many steps as these rows would.
+SHARE = 3 / 4
 
 
 @dataclass(eq=False)
@@ -159,13 +163,14 @@ class Earlier:
 
     def rows(self, state: DecodeState) -> list[Row] | None:
         """Chains of the tokens that follow in the earlier answers, as far as these were sampled
-        again; None if there are none."""
-        rows = []
+        again; None if too few rows have any."""
+        rows, most = [], max(min(OF_A_ROW, OF_A_BATCH // state.batch_size) - 1, 1)
         for sequence, tokens, active in zip(state.rows, state.tokens, state.active):
             emitted = tokens[self.prompts[sequence] :]
             if not active or emitted != [*self._left[sequence][: len(emitted)]]:
                 self._left[sequence] = ()
-            following = self._left[sequence][len(emitted) :][:AT_ONCE]
+            following = self._left[sequence][len(emitted) :][:most]
             size = len(following) + 1
             rows.append(Row([*range(-1, size - 1)], [tokens[-1], *following], [1.0] * size))
-        return rows if any(len(row.tokens) > 1 for row in rows) else None
+        drafted = sum(len(row.tokens) > 1 for row in rows)
+        return rows if drafted >= max(SHARE * sum(state.active), 1) else None

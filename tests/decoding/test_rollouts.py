@@ -13,6 +13,7 @@ from scipy import stats
 from test_compiled import adapt, generate, strategy
 
 import hf_spec
+from hf_spec.drafting import rollouts
 from hf_spec.model import captures
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12, "max_new_tokens": 24}
@@ -53,6 +54,7 @@ def test_only_the_number_of_steps_depends_on_it(
     fresh: Tiny, name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    monkeypatch.setattr(rollouts, "SHARE", 0.0)  # rows with and without old tokens
     history, model = hf_spec.RolloutHistory(), adapt(fresh("llama"), name)
     model.requires_grad_(True)
     rollout(model, history, ragged((12, 5, 9)), name, **given)
@@ -75,9 +77,12 @@ def test_greedy_answers_are_those_of_plain_generate(fresh: Tiny, batch: int) -> 
     assert kept(ours) > 0
 
 
-def test_the_distribution_is_that_of_the_new_policy(fresh: Tiny) -> None:
+def test_the_distribution_is_that_of_the_new_policy(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chi-square test of the first two tokens; it fails by chance once in 10,000 times, and
     rejects the old policy's."""
+    monkeypatch.setattr(rollouts, "SHARE", 0.0)
     model, rows = fresh("llama"), 2000
     settings = {"temperature": 1.5, "top_k": 4, "max_new_tokens": 3}
 
@@ -125,12 +130,22 @@ def test_when_answers_are_used(fresh: Tiny) -> None:
     change(model, 1e-7)
     four = rollout(model, history, prompt(12, 1).expand(5, -1))
     assert torch.equal(four.sequences[:4], torch.cat([first.sequences, again.sequences]))
-    assert four.spec_stats.num_steps == 24 and kept(four) == 4 * 22  # the fifth is new
+    assert four.spec_stats.num_steps == 24 and kept(four) == 4 * 21  # the fifth is new
+    assert first.spec_stats.plain_seconds > 0
     assert len({tuple(row) for row in four.sequences.tolist()}) == 5
     frozen, model = hf_spec.RolloutHistory(), fresh("llama").requires_grad_(False)
     rollout(model, frozen, two)
     change(model, 1e-7)
     assert kept(rollout(model, frozen, two)) == 0, "what is not trained does not change"
+
+
+def test_old_tokens_of_few_rows_are_not_verified(fresh: Tiny) -> None:
+    """The other rows would be padded for nothing."""
+    history, model = hf_spec.RolloutHistory(), fresh("llama")
+    one = prompt(12)
+    rollout(model, history, one)
+    change(model, 1e-7)
+    assert kept(rollout(model, history, torch.cat([one, prompt(12, 1, seed=7)]))) == 0
 
 
 def test_fresh_rollouts(fresh: Tiny) -> None:
@@ -154,7 +169,7 @@ def test_bounds_and_state(fresh: Tiny) -> None:
     again = hf_spec.RolloutHistory()
     again.load_state_dict(copy.deepcopy(history.state_dict()))
     loaded = rollout(model, again, one)  # a process that resumes does not know of the weights
-    assert torch.equal(loaded.sequences, first.sequences) and kept(loaded) == 22
+    assert torch.equal(loaded.sequences, first.sequences) and kept(loaded) == 21
     empty = hf_spec.RolloutHistory()
     empty.load_state_dict(hf_spec.RolloutHistory().state_dict())
     assert kept(rollout(model, empty, one)) == 0
