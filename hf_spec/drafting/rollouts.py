@@ -165,7 +165,7 @@ class Earlier:
         """Chains of the tokens that follow in the earlier answers, as far as these were sampled
         again; None if too few rows have any."""
         rows, most = [], max(min(OF_A_ROW, OF_A_BATCH // state.batch_size) - 1, 1)
-        for sequence, tokens, active in zip(state.rows, state.tokens, state.active):
+        for sequence, tokens, active in zip(state.sequences.rows, state.tokens, state.active):
             emitted = tokens[self.prompts[sequence] :]
             if not active or emitted != [*self._left[sequence][: len(emitted)]]:
                 self._left[sequence] = ()
