@@ -20,6 +20,7 @@ from hf_spec.decoding.validate import validate_call as _validate_call
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import AUTO as _AUTO
 from hf_spec.drafting.options import DraftOptions
+from hf_spec.drafting.rollouts import RolloutHistory
 from hf_spec.methods.bita import BitaConfig
 from hf_spec.methods.dflash import DFlashConfig
 from hf_spec.methods.dspark import DSparkConfig
@@ -70,6 +71,7 @@ __all__ = [
     "MtpConfig",
     "PPDConfig",
     "ProPDConfig",
+    "RolloutHistory",
     "SpaceConfig",
     "SpecConfig",
     "SpecGenerateOutput",

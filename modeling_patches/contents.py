@@ -1,16 +1,34 @@
 """Notices that tensors were replaced or written to, so that what was made of them is made anew.
 
 A tensor's version counter is not enough: writes through `.data`, as PEFT merges, and steps of
-torch's fused optimizers do not change it.
+torch's fused optimizers do not change it. Steps of optimizers are counted here.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+#: The last step of an optimizer that wrote to each storage, by its address.
+_written: dict[int, int] = {}
+_steps = itertools.count()
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled step counts as a write
+    step, groups = next(_steps), optimizer.param_groups
+    every = (x for group in groups for x in group["params"])
+    trained = [x for x in every if x.grad is not None and type(x.data) is Tensor]
+    _written.update((x.untyped_storage().data_ptr(), step) for x in trained)
+
+
+register_optimizer_step_post_hook(_note_step)
 
 Made = TypeVar("Made")
 
@@ -19,14 +37,18 @@ Made = TypeVar("Made")
 def contents(tensors: Sequence[Tensor]) -> Hashable:
     """A key that changes when one of these plain tensors is replaced or written to.
 
-    It consists of addresses, version counters and at least one entry of each row and column. A
-    write that changes none of these is not noticed: one to single entries through `.data`. The host
-    waits for each device once. Whoever keeps the key must keep the tensors, or others could get
-    their addresses.
+    It consists of addresses, version counters, steps of optimizers, and at least one entry of each
+    row and column. A write that changes none of these is not noticed: one to single entries through
+    `.data`. The host waits for each device once. Whoever keeps the key must keep the tensors, or
+    others could get their addresses.
     """
     places = tuple(
-        (x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version) for x in tensors
-    )
+        (
+            x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version,
+            _written.get(x.untyped_storage().data_ptr()),
+        )
+        for x in tensors
+    )  # fmt: skip
     some: dict[torch.device, list[Tensor]] = {}
     for x in tensors:
         entries = x.detach().reshape(-1)[:: _stride(x.shape)]

@@ -1,8 +1,10 @@
 """What the adapters of every method must do, with all parameters that they may have."""
 
 import copy
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from adapter_oracle import hooked, load, randomise
 from conftest import Tiny, check_same, prompt, ragged, shared
 from covering import covering
 from method_variants import SHARED, VARIANTS, Variants
-from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from running import configured, drafting
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model
@@ -90,6 +92,56 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("base")
     shared("llama").save_pretrained(folder)
     return str(folder)
+
+
+@every_config
+def test_named_by_a_call(base_path: str, tmp_path: Path, name: str, kind: str) -> None:
+    """It drafts as if it were attached, and the model does not know of it."""
+    attached = load(base_path)
+    added(attached, name, kind)
+    attached.save_pretrained(tmp_path)
+    model = load(base_path)
+    before = {key: (one.data_ptr(), one.requires_grad) for key, one in model.named_parameters()}
+    if attached.peft_config["default"].changes_model:
+        with pytest.raises(ValueError, match="changes the model's weights.*load_adapter"):
+            tokens(model, name, adapter=str(tmp_path))
+        return
+    for strategy in (name, "auto"):
+        spec = {**drafting(name, adapter=str(tmp_path)), "assistant_strategy": strategy}
+        assert model.generate(**ragged(), **GREEDY, **spec).tolist() == tokens(model)
+        ours, theirs = (
+            hf_spec.last_stats(model),
+            tokens(attached, name) and hf_spec.last_stats(attached),
+        )
+        assert ours.strategy == name and ours.num_drafted_tokens == theirs.num_drafted_tokens
+        assert ours.accepted_histogram == theirs.accepted_histogram
+    now = {key: (one.data_ptr(), one.requires_grad) for key, one in model.named_parameters()}
+    assert now == before and not hasattr(model, "peft_config") and not model._hf_peft_config_loaded
+    dead = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dead() is None, "what is kept for a model does not keep it"
+
+
+def test_names_of_adapters_that_do_not_fit(base_path: str, tmp_path: Path) -> None:
+    model = load(base_path)
+    get_peft_model(load(base_path), config_of("medusa")).save_pretrained(tmp_path / "heads")
+    get_peft_model(load(base_path), LoraConfig()).save_pretrained(tmp_path / "lora")
+    wrong = {
+        "bita": ("heads", r"of type MEDUSA, one of BITA is needed: name the strategy 'medusa'"),
+        "medusa": ("lora", r"of type LORA: it drafts nothing\. Attach it"),
+        "prompt_lookup": ("heads", "no option 'adapter'"),
+        "auto": ("none", "there is no such folder"),
+    }
+    for name, (folder, message) in wrong.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            spec = {
+                **drafting("medusa", adapter=str(tmp_path / folder)),
+                "assistant_strategy": name,
+            }
+            model.generate(**ragged(), **GREEDY, **spec)
+    with pytest.raises(ValueError, match="adapter=3: give an adapter's folder"):
+        tokens(model, "medusa", adapter=3)
 
 
 @every_config

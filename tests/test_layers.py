@@ -27,7 +27,10 @@ LAYERS: list[set[str]] = [
     {"hf_spec.methods"},  # the registry
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},
-    {"hf_spec"},  # the public names; below is the library, which never imports a tool
+    {
+        "hf_spec",
+        "hf_spec.integrations",
+    },  # the public names; below is the library, which never imports a tool
     {
         f"hf_spec.tools.{name}"
         for name in ("data", "training", "search", "bench", "formats", "hub", "demo")

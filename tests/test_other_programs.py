@@ -1,5 +1,6 @@
 """Programs of others generate with strategies, and get what plain generate gives."""
 
+import importlib
 import json
 import os
 import re
@@ -163,39 +164,110 @@ def compared(model: Any) -> tuple[list[torch.Tensor], list[int]]:
     return rollouts, drafted
 
 
-def train_with_grpo(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Any:
-    """A short training of TRL, whose rollouts come from the model's ``generate``."""
+def trainer_of(kind: str, model: Any, folder: Path, **settings: Any) -> Any:
+    """A trainer of TRL, whose rollouts come from the model's ``generate``."""
     trl = pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
     from datasets import Dataset
 
-    trainer = trl.GRPOTrainer(
+    if kind == "OnlineDPO":
+        online_dpo = importlib.import_module("trl.experimental.online_dpo")
+        make, config = online_dpo.OnlineDPOTrainer, online_dpo.OnlineDPOConfig
+        settings |= {"max_new_tokens": 12}
+    else:
+        make, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+        settings |= {"max_completion_length": 12, "num_generations": 2}
+    return make(
         model=model,
-        processing_class=tokenizer,
+        processing_class=make_tokenizer(),
         reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
         train_dataset=Dataset.from_list([{"prompt": question} for question in QUESTIONS]),
-        args=trl.GRPOConfig(
-            output_dir=str(folder), num_generations=2, per_device_train_batch_size=2,
-            max_completion_length=12, use_cpu=True, report_to="none", save_strategy="no",
-            disable_tqdm=True, **settings,
+        args=config(
+            output_dir=str(folder), per_device_train_batch_size=2, max_steps=3, use_cpu=True,
+            report_to="none", disable_tqdm=True, **settings,
         ),
     )  # fmt: skip
-    trainer.train()
-    return trainer.args
 
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_rollouts_of_trl(name, tmp_path):
     """Each rollout is what plain generate gives with the weights of that moment."""
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
     if name == "medusa":
         config = hf_spec.MedusaConfig(num_heads=2, markov_rank=4, draft_vocab_size=64)
         model.add_adapter(config)
         model.requires_grad_(True)  # the base learns, under an adapter that drafts
     rollouts, drafted = compared(model)
     spec = {"do_sample": False, "assistant_strategy": name, "assistant_kwargs": GUIDED[name]}
-    train_with_grpo(
-        model, tokenizer, tmp_path, max_steps=3, learning_rate=0.05, bf16=False, beta=0.0,
-        gradient_checkpointing=False, generation_kwargs=spec,
-    )  # fmt: skip
+    trainer_of(
+        "GRPO", model, tmp_path, learning_rate=0.05, bf16=False, beta=0.0,
+        gradient_checkpointing=False, generation_kwargs=spec, save_strategy="no",
+    ).train()  # fmt: skip
     assert len(rollouts) == 3 and sum(drafted) > 0
     assert not torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[1], rollouts[2])
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "OnlineDPO"])
+def test_trl_trains_and_saves_the_policy(kind: str, attached: bool, tmp_path: Path) -> None:
+    """By its defaults, in full, beside an adapter that is attached for drafting or named."""
+    from hf_spec.integrations import TRLCallback
+
+    trained = make_model()
+    trained.add_adapter(hf_spec.MedusaConfig(num_heads=2))
+    trained.save_pretrained(tmp_path / "heads")
+    path = save_checkpoint(tmp_path / "model")  # RLOO loads its reference by name
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before = {name: one.clone() for name, one in model.named_parameters()}
+    options: dict[str, Any] = {"drafting": "always"}
+    if attached:
+        model.load_adapter(str(tmp_path / "heads"))
+    else:
+        options["adapter"] = str(tmp_path / "heads")
+    spec = {"assistant_strategy": "medusa", "assistant_kwargs": options}
+    trainer = trainer_of(
+        kind, model, tmp_path / "out", learning_rate=1e-3, save_steps=3, logging_steps=1,
+        generation_kwargs=spec,
+    )  # fmt: skip
+    trainer.add_callback(TRLCallback(trainer))
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(entries) == 3
+    assert all(entry["rollouts/tau"] >= 1 and 0 < entry["rollouts/time"] < 1 for entry in entries)
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.num_drafted_tokens
+    now = {name: one for name, one in model.named_parameters() if "spec_modules" not in name}
+    assert now.keys() == before.keys()
+    assert not any(torch.equal(one, before[name]) for name, one in now.items())
+    trainer.save_model(tmp_path / "saved")
+    for folder in (tmp_path / "saved", tmp_path / "out" / "checkpoint-3"):
+        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        stored = dict(again.named_parameters())
+        assert stored.keys() == now.keys()
+        assert all(torch.equal(one, now[name]) for name, one in stored.items())
+
+
+def test_trl_with_the_answers_of_an_epoch_before(tmp_path: Path) -> None:
+    from hf_spec.integrations import TRLCallback
+
+    trainer = trainer_of(
+        "GRPO", make_model(), tmp_path, save_strategy="no", logging_steps=1,
+        generation_kwargs={"assistant_strategy": "plain"},
+    )  # fmt: skip
+    trainer.args.max_steps = 2 * len(QUESTIONS)
+    trainer.add_callback(TRLCallback(trainer, history=hf_spec.RolloutHistory()))
+    trainer.train()
+    taus = [entry["rollouts/tau"] for entry in trainer.state.log_history if "loss" in entry]
+    first, second = taus[: len(QUESTIONS)], taus[len(QUESTIONS) :]
+    assert first == [1.0] * len(QUESTIONS) and min(second) > 2
+
+
+def test_trl_without_the_callback(tmp_path: Path) -> None:
+    """Online DPO's default is refused, and the message's remedy works."""
+    refused = "use_cache=False .*generation_kwargs={'use_cache': True"
+    settings = {"save_strategy": "no", "gradient_checkpointing": True}
+    spec: dict[str, Any] = {"assistant_strategy": "prompt_lookup"}
+    trainer = trainer_of("OnlineDPO", make_model(), tmp_path, generation_kwargs=spec, **settings)
+    with pytest.raises(ValueError, match=refused):
+        trainer.train()
+    spec["use_cache"] = True
+    trainer_of("OnlineDPO", make_model(), tmp_path, generation_kwargs=spec, **settings).train()

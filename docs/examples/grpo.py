@@ -8,7 +8,8 @@ import sys
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-import hf_spec
+from hf_spec import RolloutHistory
+from hf_spec.integrations import TRLCallback
 
 PROMPTS = [f"Name {number} animals, separated by commas." for number in range(2, 10)]
 
@@ -34,8 +35,9 @@ def train(model, output_dir: str, **settings):
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         args=GRPOConfig(output_dir=output_dir, **settings),
     )
+    # Logs what rollouts gain; from the second epoch on, answers of the one before draft.
+    trainer.add_callback(TRLCallback(trainer, history=RolloutHistory()))
     trainer.train()
-    print(hf_spec.last_stats(trainer.model))  # of the last rollout
     return trainer
 
 

@@ -3,18 +3,30 @@
 from torch import nn
 
 from hf_spec.adapters.layer import layer_of, layers_of
+from hf_spec.adapters.loading import load_unattached
 from hf_spec.adapters.module import Adapter
 from modeling_patches.modules import unwrapped
 
 
-def find_active(model: nn.Module, peft_type: str) -> Adapter | None:
+def find_active(model: nn.Module, peft_type: str, place: str | None = None) -> Adapter | None:
     """The active adapter of a type such as "LAYER_SKIP"; None if there is none, or adapters are
     disabled. The model may be a `PeftModel` or the base model, compiled or not.
 
+    Args:
+        place: folder or repository of an adapter that is taken instead, and need not be attached.
+
     Raises:
         ValueError: several adapters of the type are active, or the weights of the active one have
-            not been loaded.
+            not been loaded; or the adapter at `place` cannot be used.
     """
+    if place is not None:
+        named = load_unattached(unwrapped(model), place)
+        if named.config.peft_type != peft_type:
+            raise ValueError(
+                f"adapter={place!r} is of type {named.config.type_name}, one of {peft_type} is "
+                f"needed: name the strategy {named.config.strategy!r}, or 'auto'."
+            )
+        return named
     layer = layer_of(unwrapped(model), peft_type)
     if layer is None or layer.disable_adapters:
         return None
@@ -38,9 +50,11 @@ def find_active(model: nn.Module, peft_type: str) -> Adapter | None:
     return found
 
 
-def require_active(model: nn.Module, peft_type: str, strategy: str) -> Adapter:
+def require_active(
+    model: nn.Module, peft_type: str, strategy: str, place: str | None = None
+) -> Adapter:
     """The active adapter of `peft_type`, as `find_active` says; a ValueError if there is none."""
-    active = find_active(model, peft_type)
+    active = find_active(model, peft_type, place)
     if active is not None:
         return active
     layer = layer_of(unwrapped(model), peft_type)

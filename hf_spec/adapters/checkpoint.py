@@ -120,6 +120,21 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
 
 
+def check_weights(
+    kind: str, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Raise a ValueError unless stored tensors, named without :data:`PEFT_PREFIX`, are those of an
+    adapter of a type, and finite in the model's dtype."""
+    if wrong := complaints(stored, expected):
+        raise ValueError(
+            f"these weights do not fit the config of this {kind} adapter: {'; '.join(wrong)}. "
+            f"adapter_config.json and {WEIGHTS} must be of the same adapter: save, copy or "
+            "download both again."
+        )
+    check_numbers(f"the {kind} adapter", stored.items(), dtype)
+
+
 def complaints(
     stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:

@@ -13,16 +13,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig, PeftModel, inject_adapter_in_model
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from hf_spec.adapters.checkpoint import Origin, read_weights, readable
+from hf_spec.adapters.checkpoint import (
+    PEFT_PREFIX,
+    Origin,
+    check_weights,
+    read_weights,
+    readable,
+)
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import layer_of, layers_of
+from hf_spec.adapters.layer import layer_of, layers_of, name_on_disk
+from hf_spec.adapters.module import Adapter
+from hf_spec.core.memory import locked, memory
 from hf_spec.model.loading import is_path
 from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
+from modeling_patches.weights import placement
 
 
 @around(PeftModel, "from_pretrained")
@@ -61,11 +71,8 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if given["local_files_only"]:
         download["local_files_only"] = True
     place = given["peft_model_id"] or getattr(load_config, "pretrained_model_name_or_path", None)
-    if place is not None and is_path(str(place)) and not Path(place).exists():
-        raise FileNotFoundError(
-            f"load_adapter({str(place)!r}): there is no such folder. Give an adapter's folder, or "
-            "its repository on the Hub, such as 'owner/name'."
-        )
+    if place is not None:
+        _check_there(f"load_adapter({str(place)!r})", place)
     origin = None if place is None else _origin(place, download)
     config, name = given["peft_config"], given["adapter_name"] or "default"
     refused = name in getattr(self, "peft_config", {}) or given["hotswap"] is True
@@ -91,6 +98,47 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     fields = [item.name for item in dataclasses.fields(LoadStateDictInfo)]
     lists: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
     return LoadStateDictInfo(**{field: lists.get(field, set()) for field in fields})
+
+
+@locked
+def load_unattached(base: Any, place: str) -> Adapter:
+    """An adapter that drafts for a base model without being attached to it; read once.
+
+    Args:
+        place: its folder, or its repository on the Hub.
+
+    Raises:
+        ValueError: it is none of hf_spec, it changes the base's weights, or its files are broken.
+    """
+    known, key = memory(base), (load_unattached, place)
+    if key not in known:
+        _check_there(f"adapter={place!r}", place)
+        origin = _origin(place, {})
+        config = _read_config(origin)
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        remedy = "Attach it with model.load_adapter(...)"
+        if not isinstance(config, SpecPeftConfig):
+            raise ValueError(f"adapter={place!r} is of type {kind}: it drafts nothing. {remedy}.")
+        if config.changes_model:
+            raise ValueError(
+                f"adapter={place!r} is of type {kind} and changes the model's weights, which no "
+                f"call does. {remedy}, and leave adapter out."
+            )
+        config.inference_mode = True
+        config.check_base(base)
+        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+        adapter = tuner.adapter_class.build(config, base).eval()
+        own = {name_on_disk(kind, name): one for name, one in adapter.state_dict().items()}
+        stored = read_weights(origin.weights())
+        stored = {name.removeprefix(PEFT_PREFIX): one for name, one in stored.items()}
+        check_weights(kind, stored, own, placement(base).dtype)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(stored[name])
+        adapter.requires_grad_(False)
+        adapter.name, adapter.origin, known[key] = place, origin, adapter
+    device, dtype = placement(base)  # the base may have moved since
+    return known[key].to(device, dtype)
 
 
 @contextmanager
@@ -119,6 +167,14 @@ def unchanged_on_error(base: Any) -> Iterator[None]:
         for parameter, required in trainable:
             parameter.requires_grad_(required)
         raise
+
+
+def _check_there(what: str, place: Any) -> None:
+    if is_path(str(place)) and not Path(place).exists():
+        raise FileNotFoundError(
+            f"{what}: there is no such folder. Give an adapter's folder, or its repository on the "
+            "Hub, such as 'owner/name'."
+        )
 
 
 def _origin(place: Any, kwargs: dict[str, Any]) -> Origin:

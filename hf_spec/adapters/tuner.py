@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput
 
 import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS, check_numbers, complaints
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_weights
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import (
     CONTAINER,
@@ -174,13 +174,7 @@ class SpecTuner(BaseTuner):
             stored = {key.removeprefix(PEFT_PREFIX): one for key, one in state_dict.items()}
             own = layer.adapters[adapter_name].state_dict()
             expected = {name_on_disk(kind, name): tensor for name, tensor in own.items()}
-            if wrong := complaints(stored, expected):
-                raise ValueError(
-                    f"these weights do not fit the config of this {kind} adapter: "
-                    f"{'; '.join(wrong)}. adapter_config.json and {WEIGHTS} must be of the same "
-                    "adapter: save, copy or download both again."
-                )
-            check_numbers(f"the {kind} adapter", stored.items(), placement(base)[1])
+            check_weights(kind, stored, expected, placement(base)[1])
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:

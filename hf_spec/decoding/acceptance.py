@@ -28,6 +28,7 @@ class Acceptance:
         config: the call's prepared configuration.
         options: the options that name the rule.
         scorer: the call's logits processors.
+        seeds: of the random numbers of each sequence; None to draw them.
 
     Attributes:
         noise: what tokens are sampled with, for drafters to see; None if nothing is sampled, or if
@@ -40,7 +41,10 @@ class Acceptance:
             state.
     """
 
-    def __init__(self, config: GenerationConfig, options: DraftOptions, scorer: Scorer):
+    def __init__(
+        self, config: GenerationConfig, options: DraftOptions, scorer: Scorer,
+        seeds: Sequence[int] | None = None,
+    ):  # fmt: skip
         if options.acceptance == "typical" and scorer.stateful:
             raise ValueError(
                 f"acceptance='typical' with the logits processor {scorer.stateful[0]}: typical "
@@ -58,7 +62,7 @@ class Acceptance:
         self.noise: SamplingNoise | None = None
         if self.do_sample and options.acceptance == "match":
             ids = scorer.sequences.ids
-            self.noise = SamplingNoise(len(ids), ids.device, config.temperature or 1.0)
+            self.noise = SamplingNoise(len(ids), ids.device, config.temperature or 1.0, seeds)
 
     def matches(self, tree: Tree) -> bool:
         """Whether the match rule applies to unprocessed logits: greedy decoding by argmax."""

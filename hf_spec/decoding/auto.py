@@ -10,12 +10,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.adapters.loading import load_unattached
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.decoding.config import AUTO, StoredOptions
 from hf_spec.methods.registry import methods
+from modeling_patches.modules import unwrapped
 
 #: What works with every model, and needs nothing.
 LOOKUPS = "prompt_lookup"
@@ -38,16 +40,21 @@ class Choice:
     passed: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose(model: Any, assistant: Any = None) -> Choice:
-    """The strategy for a model as it is: with the call's assistant if there is one, else with what
-    the checkpoint brings along, else with the active adapter, else by prompt lookup.
+def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choice:
+    """The strategy for a model as it is: with the call's assistant if there is one, else with the
+    adapter that the call names, else with what the checkpoint brings along, else with the active
+    adapter, else by prompt lookup.
 
     Raises:
-        ValueError: adapters of several strategies are active.
+        ValueError: adapters of several strategies are active, or the named one cannot be used.
     """
     if assistant is not None:
         name = next(name for name, method in methods().items() if method.needs_assistant)
         return Choice(name, "the call has an assistant model")
+    if place is not None:
+        named = load_unattached(unwrapped(model), place)
+        name = named.config.strategy
+        return Choice(name, "the call names its adapter", _stored(named, name))
     passed: dict[str, str] = {}
     active: dict[str, Adapter] = {}
     for name, method in sorted(methods().items(), key=lambda item: item[1].included is None):
@@ -76,9 +83,10 @@ def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) ->
     come first."""
     if config.assistant_strategy != AUTO:
         return
-    choice = choose(model, assistant)
-    config.assistant_strategy = choice.strategy
     given = config.assistant_kwargs or {}
+    place = given.get("adapter") if isinstance(given, dict) else None
+    choice = choose(model, assistant, place)
+    config.assistant_strategy = choice.strategy
     if isinstance(given, dict) and choice.options:
         config.assistant_kwargs = StoredOptions(choice.options | given, choice.options.source)
 

@@ -3,7 +3,7 @@
 As in Transformers, ``cache_implementation="static"`` requests them. Steps are then compiled on
 accelerators unless ``disable_compile`` is set, and elsewhere only with a ``compile_config``. On
 CUDA they are recorded as CUDA graphs, compiled or not: a ``compile_config`` with the backend
-``cudagraphs`` compiles nothing, and is a request by itself.
+``cudagraphs`` compiles nothing, so that it is a request by itself, whatever ``disable_compile``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def graphs_for(
     records = compile_config is not None and compile_config.backend == CUDA_GRAPHS
     static = getattr(config, "_static_steps", False)
     by_default = model.device.type in _ACCELERATORS or compile_config is not None
-    if config.disable_compile or not (records or static and by_default):
+    compiles = static and by_default and not config.disable_compile
+    if not (records or compiles):
         return None
     if drafter.pruning is not None:
         raise ValueError(

@@ -78,14 +78,17 @@ def decode(
         stack.callback(handover.give_back)  # also after an error or interrupt
         scorer = Scorer(logits_processor, sequences)
         steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, handover, watch)
-        prompt_seconds = watch.step()
+        prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
         _take_all(steps, synced_gpus)
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = handover.give_back()
     steps.finish()
     watch.step(last=True)
-    _estimate_plain(stats, steps.policy, prompt_seconds, rows)
+    if steps.earlier is None:
+        _estimate_plain(stats, steps.policy, prompt_seconds, rows)
+    elif (plain := times.plain_seconds()) is not None:  # few rows are left where old answers end
+        stats.plain_seconds = prompt_seconds + plain * (max(sequences.emitted) - 1)
     memory(model)[SpecStats] = stats
     if not wants:
         return ids
@@ -102,7 +105,11 @@ def _after_prompt(
 ) -> Steps:  # fmt: skip
     """Run the prompt and take the first token of each row."""
     model, drafter, graphs = strategy.model, strategy.drafter, strategy.graphs
-    acceptance = Acceptance(config, strategy.options, scorer)
+    rollouts, earlier, sequences = strategy.options.history, None, handover.sequences
+    if rollouts is not None:
+        earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
+    seeds = None if earlier is None else earlier.seeds
+    acceptance = Acceptance(config, strategy.options, scorer, seeds)
     with watch.phase("forward"):
         prefilled = strategy.run(
             prefill, model, input_ids, config, model_kwargs, handover, drafter, drafter.reads,
@@ -115,12 +122,12 @@ def _after_prompt(
         watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
     )
     state = DecodeState(
-        model, drafter, prefilled.target, cache, handover.sequences, root=cache.lengths,
+        model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
         draft_cost=policy.draft_cost, noise=acceptance.noise,
         lookups=BatchLookup(Limits(), rows, history) if strategy.lookup else None,
     )  # fmt: skip
-    steps = Steps(state, strategy, acceptance, policy, watch, handover, history)
+    steps = Steps(state, strategy, acceptance, policy, watch, handover, history, earlier)
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
     if getattr(config, "_warms_up", False):

@@ -27,6 +27,7 @@ from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
+from hf_spec.model.loading import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
@@ -134,6 +135,7 @@ class _Prompt:
             run = partial(changes.run, run)
         outputs = run(self.input_ids, self.config, self.model_kwargs, is_first_iteration=True)
         source = with_layers(outputs.get(CACHE))
+        warn_if_slow(model, source)
         check_packable(source)
         logits = outputs.logits[:, -1]
         hidden, following = _read(reads, chunks, self.input_ids, self.real)

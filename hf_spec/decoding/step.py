@@ -20,6 +20,7 @@ from hf_spec.decoding.continued import advance_rope
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import History, merged
+from hf_spec.drafting.rollouts import Earlier
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.appending import Prefilled, append, chunk_size
 from hf_spec.model.graphs import Graphs
@@ -40,6 +41,7 @@ class Steps:
     watch: Stopwatch
     handover: Handover
     history: History | None
+    earlier: Earlier | None
 
     def first(self, prompt: Prefilled) -> None:
         """Take the first token after each prompt: a step whose tree is just the root."""
@@ -59,7 +61,10 @@ class Steps:
         prepared, run = state.target.prepared, self.strategy.run
         run(advance_rope, state)
         tree, limits = Tree.roots(state.root), _depth_limits(state)
-        if policy.drafts(state.lookups is not None) and any(limits):
+        known = None if self.earlier is None else self.earlier.rows(state)
+        if known is not None:
+            tree = Tree.of_rows(known, state.root.device).within(limits)
+        elif policy.drafts(state.lookups is not None) and any(limits):
             with self.watch.phase("draft"):
                 tree = policy.choose(run(self._draft), drafter, state.active, limits).within(limits)
         output, result, after = self._run(tree, self.acceptance, not policy.paused)
@@ -81,12 +86,14 @@ class Steps:
                 run(drafter.advance, result, output.read(drafter.reads, result))
             state.grown = Grown(found[0], numbers) if found and not policy.paused else None
         seconds = self.watch.step()
-        drafter.observe(state, tree, host)
-        if state.lookups is not None:
-            state.lookups.observe(host)
         streamer = self.handover.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
             streamer.see_step(output.tree, host)
+        if known is not None:
+            return  # it says nothing of the strategy
+        drafter.observe(state, tree, host)
+        if state.lookups is not None:
+            state.lookups.observe(host)
         if state.target.prepared == prepared:  # steps that compile are not typical
             policy.observe(tree, host.counts, seconds)
 
@@ -179,6 +186,8 @@ class Steps:
         sequences, graphs = self.handover.sequences, self.strategy.graphs
         if self.history is not None:
             self.history.add(sequences.answers)
+        if self.earlier is not None:
+            self.earlier.history.add(self.earlier, sequences.answers)
         if noise is not None:
             noise.give_back(sequences.emitted[0])
         if graphs is not None:

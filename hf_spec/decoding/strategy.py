@@ -16,7 +16,6 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.loading import warn_if_slow
 from hf_spec.model.packed_weights import packed_weights
 from hf_spec.policy.learned import Learned
 from modeling_patches.fingerprint import fingerprint
@@ -66,7 +65,6 @@ class Strategy:
         Raises:
             ValueError: if the model or another option does not work with the strategy.
         """
-        warn_if_slow(model)
         method = get_method(config.assistant_strategy)
         options = method.parse_options(config.assistant_kwargs)
         drafter = method.make_drafter(model, options, assistant)
@@ -78,7 +76,7 @@ class Strategy:
         timed, lookup = resolve(options, drafter, samples)
         adapter = None
         with suppress(ValueError):  # several are active; the drafter raises if that is a problem
-            adapter = method.active_adapter(model)  # on which acceptance depends
+            adapter = method.active_adapter(model, options.adapter)  # on which acceptance depends
         copies, packed = packed_weights(model, *drafter.beside), Changes()
         for one in copies:
             one.add_to(packed)

@@ -108,7 +108,7 @@ def _of_the_call(
 
 def _of_the_cache(model: Any, config: GenerationConfig) -> Iterator[Refusal]:
     mixes = any(adapter.peft_type == "XLORA" for adapter in _adapters(model))
-    remedy = "Set use_cache=True."
+    remedy = "Set use_cache=True; in TRL's online DPO, generation_kwargs={'use_cache': True, ...}."
     if mixes:
         remedy = (
             "X-LoRA runs without it, as its scalings depend on the whole text: generate without a "

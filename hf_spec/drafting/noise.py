@@ -60,14 +60,19 @@ class SamplingNoise:
         batch_size: number of sequences.
         device: whose generators are used; that of the call's ``input_ids``, as in Transformers.
         temperature: of the call. The larger it is, the more the numbers decide.
+        seeds: those of each sequence's generator; None for what is said above.
     """
 
-    def __init__(self, batch_size: int, device: torch.device, temperature: float = 1.0):
+    def __init__(
+        self, batch_size: int, device: torch.device, temperature: float = 1.0,
+        seeds: Sequence[int] | None = None,
+    ):  # fmt: skip
         self.device = device
         self.temperature = temperature
         self._generators: list[torch.Generator | None] = [None]
-        if batch_size > 1:
+        if seeds is None and batch_size > 1:
             seeds = torch.randint(2**48, (batch_size,), device=device).tolist()
+        if seeds is not None:
             self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.
         self._drawn: list[deque[Tensor]] = [deque() for _ in range(batch_size)]

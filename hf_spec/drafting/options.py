@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_spec.core.checks import SHARE, check_count, check_fields, choice, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_HISTORY
+from hf_spec.drafting.rollouts import RolloutHistory
 
 #: Acceptance rules and whether they keep the target distribution.
 ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
@@ -28,6 +29,16 @@ TREE_OPTIONS = ("tree", "num_draft_tokens", "max_depth")
 def _number_or_auto(name: str, value: Any) -> None:
     if value != AUTO:
         check_count(name, value, high=MAX_DRAFT_TOKENS)
+
+
+def _place(name: str, value: Any) -> None:
+    if not (isinstance(value, str) and value):
+        raise ValueError(f"{name}={value!r}: give an adapter's folder, or its repository.")
+
+
+def _history(name: str, value: Any) -> None:
+    if not isinstance(value, RolloutHistory):
+        raise ValueError(f"{name}={value!r}: give a hf_spec.RolloutHistory().")
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,9 @@ class DraftOptions:
             or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
             (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+        adapter: folder or repository of the adapter that drafts, in place of one attached by
+            ``load_adapter``: PEFT, training and saving do not see it. It is read once per model.
+        history: a ``RolloutHistory``: first the earlier answers to the same prompts draft.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
@@ -65,6 +79,8 @@ class DraftOptions:
     acceptance: str = setting("match", rule=choice(*ACCEPTANCE_RULES))
     typical_epsilon: float = setting(0.09, rule=SHARE, only={"acceptance": ("typical",)})
     typical_delta: float = setting(0.3, rule=SHARE, only={"acceptance": ("typical",)})
+    adapter: str | None = setting(None, rule=_place)
+    history: RolloutHistory | None = setting(None, rule=_history, only={"acceptance": ("match",)})
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -82,9 +82,9 @@ class Method:
         """Type of its PEFT adapter; None if it has none."""
         return getattr(self.adapter_config, "type_name", None)
 
-    def active_adapter(self, model: PreTrainedModel) -> Adapter | None:
-        """Its active adapter on a model, as :func:`find_active` says."""
-        return None if self.peft_type is None else find_active(model, self.peft_type)
+    def active_adapter(self, model: PreTrainedModel, place: str | None = None) -> Adapter | None:
+        """Its active adapter on a model, or the one at `place`, as :func:`find_active` says."""
+        return None if self.peft_type is None else find_active(model, self.peft_type, place)
 
     @property
     def card(self) -> Traversable:
@@ -109,7 +109,8 @@ class Method:
             )
         kwargs = kwargs or {}
         names = [item.name for item in dataclasses.fields(self.options)]
-        known = [name for name in names if name not in self.drafter.unused]
+        unused = [*self.drafter.unused, *(["adapter"] if self.adapter_config is None else [])]
+        known = [name for name in names if name not in unused]
         check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, known)
         options = self.options(**kwargs)
         if options.acceptance == "rejection" and not self.drafter.can_sample:
@@ -151,7 +152,7 @@ class Method:
             )
         given: tuple[Any, ...] = (assistant,) if self.needs_assistant else ()
         if self.needs_adapter:
-            given = (require_active(model, str(self.peft_type), self.name),)
+            given = (require_active(model, str(self.peft_type), self.name, options.adapter),)
         make: Any = self.make or self.drafter
         return make(model, options, *given)
 

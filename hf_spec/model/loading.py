@@ -141,23 +141,32 @@ def has_instructions(dtype: torch.dtype) -> bool | None:
     return bool(supported())
 
 
-def warn_if_slow(model: Any) -> None:
+def warn_if_slow(model: Any, cache: Any = None) -> None:
     """Log a warning, once per dtype, if a model computes in one that its CPU has no instructions
-    for."""
+    for.
+
+    Args:
+        cache: what its forward has made. Autocast within the forward shows in its values only.
+    """
     from modeling_patches.weights import placement
 
     at = placement(model)
-    if at.device.type == "cpu" and not getattr(model, "is_quantized", False):
-        _warn(at.dtype)
+    if at.device.type != "cpu" or getattr(model, "is_quantized", False):
+        return
+    values = (getattr(layer, "values", None) for layer in getattr(cache, "layers", ()))
+    dtype = next((one.dtype for one in values if one is not None), at.dtype)
+    remedy = "load the model with dtype=torch.float32"
+    if dtype != at.dtype:
+        remedy = "the model is in another, so turn autocast off (Trainer, TRL: bf16=False)"
+    _warn(dtype, remedy)
 
 
 @functools.cache
-def _warn(dtype: torch.dtype) -> None:
+def _warn(dtype: torch.dtype, remedy: str) -> None:
     if str(dtype) in _SUPPORTED and has_instructions(dtype) is False:
         logger.warning(
             f"This CPU has no instructions for {str(dtype).removeprefix('torch.')}, in which steps "
-            "of several tokens take several times as long as in float32: load the model with "
-            "dtype=torch.float32."
+            f"of several tokens take several times as long as in float32: {remedy}."
         )
 
 

@@ -363,6 +363,14 @@ def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch)
         generate(model, prompt(), **strategy("prompt_lookup"), **RECORDED)
 
 
+def test_nothing_is_compiled_that_could_be_disabled(fresh: Tiny) -> None:
+    """TRL disables compiling in all rollouts."""
+    output = generate(
+        fresh(), prompt(), **strategy("prompt_lookup"), **RECORDED, disable_compile=True
+    )
+    assert compiled(output)["made"] and not compiled(output)["refused"]
+
+
 def test_the_forwards_of_an_assistant(tiny: Tiny, shallow: Any) -> None:
     assistant = shallow(layers=1)
     spec = {"assistant_strategy": "draft_model", "assistant_model": assistant}

@@ -29,7 +29,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'.*Leave it out"),
     ({"cache_implementation": "paged"}, "'paged'"),
-    ({"use_cache": False}, "use_cache=False.*use_cache=True"),
+    ({"use_cache": False}, "use_cache=False.*Set use_cache=True; in TRL.*generation_kwargs="),
     ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
      "watermarking_config='SynthID"),
     ({"assistant_strategy": "layer_skip", "assistant_kwargs": {}}, "skip_attention.*hf-spec sea"),

@@ -1,6 +1,7 @@
 """The dtype that the command line chooses, from what the device computes with."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,4 +56,25 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
     loading._warn.cache_clear()
     assert warnings(torch.bfloat16) == []
+    loading._warn.cache_clear()
+
+
+@pytest.mark.parametrize("way", ["around the call", "in the forward"])
+def test_autocast_without_instructions_is_warned_of(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """The parameters are float32; accelerate turns it on within the forward."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False, raising=False)
+    loading._warn.cache_clear()
+    model, casts = fresh("llama"), torch.autocast("cpu", torch.bfloat16)
+    call = partial(model.generate, prompt(), max_new_tokens=2, assistant_strategy="prompt_lookup")
+    call()
+    assert "no instructions" not in caplog.text
+    if way == "in the forward":
+        model.forward = casts(model.forward)
+    else:
+        call = casts(call)
+    call()
+    assert "no instructions for bfloat16" in caplog.text and "turn autocast off" in caplog.text
     loading._warn.cache_clear()

@@ -221,11 +221,11 @@ def _choice(model: Any, options: LayerSkipOptions) -> tuple[list[int], list[int]
     if attention is not None or mlp is not None:
         # An adapter's updates compensate for its own skipped layers only.
         return list(attention or ()), list(mlp or ()), None
-    adapter = find_active(model, "LAYER_SKIP")
+    adapter = find_active(model, "LAYER_SKIP", options.adapter)
     if adapter is None:
         raise ValueError(
             "assistant_strategy='layer_skip' needs the layers to skip: give assistant_kwargs="
             "{'skip_attention': [...], 'skip_mlp': [...]}, load a LAYER_SKIP adapter "
-            "(model.load_adapter), or find good layers with `hf-spec search`."
+            "(model.load_adapter) or name one (adapter), or find good layers with `hf-spec search`."
         )
     return adapter.config.skip_attention, adapter.config.skip_mlp, adapter

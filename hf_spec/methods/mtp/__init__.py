@@ -106,7 +106,7 @@ class MtpDrafter(AutoregressiveDrafter):
     options: GrowOptions
 
     def __init__(self, model: Any, options: GrowOptions):
-        adapter: Any = find_active(model, "MTP")
+        adapter: Any = find_active(model, "MTP", options.adapter)
         layers = mtp_layers(model) if adapter is None else adapter.placed()
         key = "mtp", None if adapter is None else adapter.name, key_of(options)
         network = MtpNetwork(model, layers)

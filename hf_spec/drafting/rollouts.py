@@ -1,0 +1,176 @@
+"""Rollouts of reinforcement learning, drafted by the answers to the same prompts an epoch before.
+
+A policy moves little in an epoch, so most of an answer would be sampled again with the same random
+numbers. An answer is kept with the seed of its numbers; the next rollout draws them again and
+verifies the old tokens by ``match``, in as few forwards as hold them. SPEC-RL (Liu et al., 2025,
+arXiv 2509.23232) also verifies old answers, by probabilities: it accepts more tokens, but samples
+from the new policy after a rejection, where the exact distribution (that of the residual) needs all
+old probabilities there. With shared numbers each token depends on the new policy and its numbers
+alone, so that the distribution is that of plain sampling.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.host_tree import Row
+from hf_spec.core.limits import MAX_HISTORY
+from hf_spec.core.memory import locked
+from hf_spec.drafting.made_once import is_plain
+from hf_spec.drafting.state import DecodeState
+from modeling_patches.contents import contents
+
+#: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
+#: and random numbers of the whole vocabulary are held for each.
+OF_A_ROW, OF_A_BATCH = 16, 512
+#: Least share of the unfinished rows that have old tokens to verify. The others are padded, and
+#: will take as many steps as these rows would.
+SHARE = 3 / 4
+
+
+@dataclass(eq=False)
+class _Answer:
+    """An answer: its tokens, its seed, and the number of times that weights had changed before."""
+
+    tokens: array[int]
+    seed: int
+    round: int = -1
+
+
+class RolloutHistory:
+    """Answers of earlier rollouts, which draft later ones to the same prompts: the option
+    ``history`` of any strategy, ``assistant_kwargs={"history": history}``.
+
+    An answer is used once, when trained weights have changed since; of several answers to a prompt
+    each drafts another one. Rollouts that sample draw the numbers of the answer that drafts them
+    again. So rollouts of a prompt in different epochs are correlated, as far as the policy stays
+    the same.
+
+    Args:
+        max_tokens: tokens of answers that are kept, of 4 bytes each; those of the prompts that were
+            not seen for longest are dropped.
+        fresh: share of rollouts that draw new numbers, against this correlation.
+    """
+
+    def __init__(self, max_tokens: int = MAX_HISTORY, fresh: float = 0.0):
+        check_count("max_tokens", max_tokens)
+        check_range("fresh", fresh, 0.0, 1.0)
+        self.max_tokens, self.fresh = max_tokens, fresh
+        #: Answers by prompt, the prompt that was seen last at the end.
+        self._answers: OrderedDict[str, list[_Answer]] = OrderedDict()
+        self._size = self._round = 0
+        self._weights: Hashable = None
+
+    def __repr__(self) -> str:
+        return f"RolloutHistory(max_tokens={self.max_tokens}, fresh={self.fresh})"
+
+    def __deepcopy__(self, memo: Any) -> RolloutHistory:
+        return self  # generate() copies its configuration
+
+    @locked
+    def begin(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> Earlier:
+        """The earlier answers for a call with these prompts, whose random numbers are drawn on a
+        device."""
+        trained = (x for x in model.parameters() if x.requires_grad)
+        weights = contents([x for x in trained if is_plain(x)])
+        self._round += weights != self._weights
+        self._weights = weights
+        keys = [blake2b(array("i", prompt), digest_size=16).hexdigest() for prompt in prompts]
+        seeds = torch.randint(2**48, (len(keys),), device=device).tolist()
+        fresh = (torch.rand(len(keys), device=device) < self.fresh).tolist()
+        left = {
+            key: [one for one in self._answers.get(key, ()) if one.round < self._round]
+            for key in keys
+        }
+        old = [left[key].pop(0) if left[key] else None for key in keys]
+        drafts = [
+            _Answer(array("i"), seed) if one is None or new else one
+            for one, seed, new in zip(old, seeds, fresh)
+        ]
+        return Earlier(self, keys, old, drafts, list(map(len, prompts)))
+
+    @locked
+    def add(self, earlier: Earlier, answers: Sequence[Sequence[int]]) -> None:
+        """Keep the answers of a call, in place of those that drafted them."""
+        for key, old, draft, answer in zip(earlier.keys, earlier.old, earlier.drafts, answers):
+            known = self._answers.setdefault(key, [])
+            if old in known:
+                known.remove(old)
+                self._size -= len(old.tokens)
+            known.append(_Answer(array("i", answer), draft.seed, self._round))
+            self._size += len(answer)
+            self._answers.move_to_end(key)
+        while self._size > self.max_tokens:
+            _, dropped = self._answers.popitem(last=False)
+            self._size -= sum(len(one.tokens) for one in dropped)
+
+    @locked
+    def state_dict(self) -> dict[str, Any]:
+        """The answers, for ``torch.save``; :meth:`load_state_dict` takes them."""
+        every = [(key, one) for key, some in self._answers.items() for one in some]
+        tokens = [token for _, one in every for token in one.tokens]
+        return {
+            "prompts": [key for key, _ in every],
+            "seeds": [one.seed for _, one in every],
+            "lengths": [len(one.tokens) for _, one in every],
+            "tokens": torch.tensor(tokens, dtype=torch.int32),
+        }
+
+    @locked
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the answers of a :meth:`state_dict` in place of those that are there."""
+        self._answers.clear()
+        parts = state["tokens"].split(state["lengths"]) if state["lengths"] else ()
+        for key, seed, tokens in zip(state["prompts"], state["seeds"], parts):
+            answer = _Answer(array("i", tokens.tolist()), seed)
+            self._answers.setdefault(key, []).append(answer)
+        self._size = sum(state["lengths"])
+
+
+@dataclass
+class Earlier:
+    """The earlier answers that draft a call.
+
+    Attributes:
+        history: where they are kept.
+        keys: of each sequence's prompt.
+        old: the answer that each sequence replaces; None if it replaces none.
+        drafts: what drafts each sequence; it has no tokens if nothing does.
+        prompts: number of tokens of each prompt.
+    """
+
+    history: RolloutHistory
+    keys: list[str]
+    old: list[_Answer | None]
+    drafts: list[_Answer]
+    prompts: list[int]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of each sequence's random numbers."""
+        return [one.seed for one in self.drafts]
+
+    def __post_init__(self) -> None:
+        self._left: list[Sequence[int]] = [one.tokens for one in self.drafts]
+
+    def rows(self, state: DecodeState) -> list[Row] | None:
+        """Chains of the tokens that follow in the earlier answers, as far as these were sampled
+        again; None if too few rows have any."""
+        rows, most = [], max(min(OF_A_ROW, OF_A_BATCH // state.batch_size) - 1, 1)
+        for sequence, tokens, active in zip(state.sequences.rows, state.tokens, state.active):
+            emitted = tokens[self.prompts[sequence] :]
+            if not active or emitted != [*self._left[sequence][: len(emitted)]]:
+                self._left[sequence] = ()
+            following = self._left[sequence][len(emitted) :][:most]
+            size = len(following) + 1
+            rows.append(Row([*range(-1, size - 1)], [tokens[-1], *following], [1.0] * size))
+        drafted = sum(len(row.tokens) > 1 for row in rows)
+        return rows if drafted >= max(SHARE * sum(state.active), 1) else None

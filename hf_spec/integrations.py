@@ -1,0 +1,98 @@
+"""For trainers of other libraries, which are not imported here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CompileConfig, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_spec.core.stats import SpecStats
+from hf_spec.decoding.outputs import last_stats
+from hf_spec.drafting.rollouts import RolloutHistory
+from hf_spec.model.captures import CUDA_GRAPHS
+
+logger = logging.getLogger(__name__)
+
+
+class TRLCallback(TrainerCallback):
+    """Sets what a strategy needs in a trainer of TRL, and logs what its rollouts gain.
+
+    ``trainer.add_callback(TRLCallback(trainer))``. The trainer's own entries of the log then have
+    ``rollouts/tau``, ``rollouts/speed`` (over plain steps, where some were timed) and
+    ``rollouts/time`` (share of the time since the last entry). Of several calls of ``generate``
+    within a step, as with tools, the last one counts.
+
+    Args:
+        trainer: its rollouts call ``generate``: GRPO, RLOO, online DPO.
+        record: whether steps are recorded as CUDA graphs, see docs/guides/compiled.md.
+        history: answers of earlier epochs that draft, see docs/guides/rollouts.md; saved and loaded
+            with the trainer's checkpoints.
+    """
+
+    def __init__(self, trainer: Any, record: bool = False, history: RolloutHistory | None = None):
+        self._history = history
+        self._model, self._total, self._new = trainer.model, SpecStats(), SpecStats()
+        self._seen, self._since = last_stats(trainer.model), time.perf_counter()
+        config: Any = getattr(trainer, "generation_config", None)
+        strategy = getattr(config, "assistant_strategy", None)
+        if getattr(trainer.args, "use_vllm", False):
+            logger.warning("use_vllm=True: rollouts don't call generate(), so no strategy is used.")
+        elif strategy is None:
+            logger.warning(
+                "These rollouts name no strategy: give generation_kwargs={'assistant_strategy': "
+                "'auto'} to the trainer's config."
+            )
+        else:
+            config.use_cache = True  # online DPO's is that of training
+            if record:
+                config.compile_config = CompileConfig(backend=CUDA_GRAPHS)
+            if history is not None:
+                config.assistant_kwargs = {**(config.assistant_kwargs or {}), "history": history}
+        trainer.log = partial(self._log, trainer.log)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._since, place = time.perf_counter(), _place(args, state)
+        if self._history is not None and place.is_file():  # the training is resumed
+            self._history.load_state_dict(torch.load(place, weights_only=True))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._history is not None:
+            torch.save(self._history.state_dict(), _place(args, state))
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        stats = last_stats(self._model)
+        if stats is not None and stats is not self._seen:
+            self._seen = stats
+            self._new.merge(stats)
+
+    on_step_end = on_substep_end
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        speed = self._total.speed_beside_plain
+        if speed is not None and speed < 1:
+            logger.warning(
+                f"Rollouts ran at {speed:.2f} of the speed of plain steps: leave the strategy out, "
+                "or see when one pays (docs/guides/rollouts.md)."
+            )
+
+    def _log(self, log: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        stats, now = self._new, time.perf_counter()
+        if stats.num_steps:
+            speed, spent = stats.speed_beside_plain, stats.total_seconds / (now - self._since)
+            logs |= {"rollouts/tau": stats.mean_accepted_tokens, "rollouts/time": spent}
+            logs |= {} if speed is None else {"rollouts/speed": speed}
+            self._total.merge(stats)
+            self._new, self._since = SpecStats(), now
+        log(logs, *args, **kwargs)
+
+
+def _place(args: Any, state: Any) -> Path:
+    """The file of a process beside the other states of a checkpoint."""
+    folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+    return folder / f"rollout_history_{args.process_index}.pt"

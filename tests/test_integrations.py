@@ -1,0 +1,109 @@
+"""The callback for trainers of TRL, with a trainer that generates as these do."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Tiny, prompt
+from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_spec.core.memory import memory
+from hf_spec.core.stats import SpecStats
+from hf_spec.drafting.rollouts import RolloutHistory
+from hf_spec.integrations import TRLCallback
+
+
+class Rollouts(TrainerCallback):
+    """Generates before each step, as a trainer of TRL does."""
+
+    def __init__(self, config: GenerationConfig):
+        self.config = config
+
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+        kwargs["model"].generate(prompt(9), generation_config=self.config)
+
+    on_substep_end = on_step_begin  # of the next part
+
+
+@pytest.fixture
+def trainer(fresh: Tiny, tmp_path: Path) -> Any:
+    ids, config = prompt(12)[0], GenerationConfig(max_new_tokens=6, use_cache=False)
+    config.assistant_strategy = "prompt_lookup"
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    made: Any = Trainer(
+        fresh("llama"), arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 8,
+        callbacks=[Rollouts(config)],
+    )  # fmt: skip
+    made.generation_config = config
+    return made
+
+
+def test_what_is_logged(trainer: Any) -> None:
+    trainer.add_callback(TRLCallback(trainer))
+    assert trainer.generation_config.use_cache
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(entries) == 2
+    for entry in entries:
+        assert entry["rollouts/tau"] >= 1 and 0 < entry["rollouts/time"] < 1
+    assert not any("rollouts/tau" in one for one in trainer.state.log_history if "loss" not in one)
+
+
+def test_all_rollouts_of_a_step_count(trainer: Any) -> None:
+    callback, logs = TRLCallback(trainer), {"loss": 0.0}
+    for tokens, seconds, plain in ((2, 1.0, 1.0), (4, 1.0, 2.0)):
+        memory(trainer.model)[SpecStats] = SpecStats(
+            "x", num_steps=2, num_row_steps=2, num_generated_tokens=tokens,
+            forward_seconds=seconds, plain_seconds=plain,
+        )  # fmt: skip
+        callback.on_substep_end()
+        callback.on_step_end()  # the same rollout is not counted again
+    trainer.log(logs)
+    assert logs["rollouts/tau"] == 1.5 and logs["rollouts/speed"] == 1.5
+    trainer.log(again := {"loss": 0.0})
+    assert "rollouts/tau" not in again
+
+
+def test_answers_are_saved_with_checkpoints(trainer: Any, tmp_path: Path) -> None:
+    """A training that is resumed begins with those of its checkpoint."""
+    trainer.args.save_strategy, trainer.args.save_steps = IntervalStrategy.STEPS, 1
+    history = RolloutHistory()
+    trainer.add_callback(TRLCallback(trainer, history=history))
+    trainer.train()
+    trainer.model.generate(prompt(7), generation_config=trainer.generation_config)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed, loaded = history.state_dict(), RolloutHistory()
+    assert len({*resumed["prompts"]}) == 1, "those of prompt(7) came after the checkpoint"
+    loaded.load_state_dict(torch.load(tmp_path / "checkpoint-2" / "rollout_history_0.pt"))
+    assert loaded.state_dict()["lengths"] == resumed["lengths"] == [6, 6]
+
+
+def test_recording_is_asked_for(trainer: Any) -> None:
+    TRLCallback(trainer, record=True)
+    assert trainer.generation_config.compile_config.backend == "cudagraphs"
+
+
+@pytest.mark.parametrize("case", ["vllm", "no strategy", "slow"])
+def test_warnings(trainer: Any, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = {
+        "vllm": "no strategy is used", "no strategy": "generation_kwargs={'assistant_strategy'",
+        "slow": "0.50 of the speed of plain steps: leave the strategy out",
+    }  # fmt: skip
+    if case == "vllm":
+        trainer.args = SimpleNamespace(use_vllm=True)
+    elif case == "no strategy":
+        trainer.generation_config.assistant_strategy = None
+    with caplog.at_level(logging.WARNING):
+        callback = TRLCallback(trainer)
+        callback._total.merge(SpecStats("x", num_steps=2, forward_seconds=2.0, plain_seconds=1.0))
+        assert (expected[case] in caplog.text) == (case != "slow")
+        callback.on_train_end()
+    assert expected[case] in caplog.text
