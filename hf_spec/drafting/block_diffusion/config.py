@@ -91,7 +91,7 @@ class BlockConfig(DecoderConfig):
         choice("hard", "distillation", "tv"),
     )
     position_weights: str = setting(
-        "decay",
+        "dpace",
         "Weights of distances in the loss. decay: fixed, see there. dpace: by what a distance adds "
         "to the tokens that are accepted (D-PACE).",
         choice("decay", "dpace"),
