@@ -275,5 +275,4 @@ def block_loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, 
     losses = future_losses(
         model, weights, states, ahead, own, network.logits, network.head, config.loss == "tv"
     )
-    decay = None if config.position_weights == "dpace" else config.decay
-    return mean_loss(*losses, decay, first=1)
+    return mean_loss(*losses, config.decay, first=1)

@@ -42,13 +42,12 @@ class ChainConfig(SpecPeftConfig):
         "Steps of the training-time test. Default: 4, or the number of layers if that is larger.",
         count(1, MAX_FUTURE),
     )
-    position_weights: str = setting(
-        "decay",
-        "Weights of steps in the loss. decay: fixed, see there. dpace: by what a step adds to the "
-        "tokens that are accepted (D-PACE).",
-        choice("decay", "dpace"),
+    decay: float | None = setting(
+        0.8,
+        "Weight of step s in the loss is decay ** s, s from 0; null: what a step adds to the "
+        "expected number of accepted tokens (D-PACE).",
+        SHARE,
     )
-    decay: float = setting(0.8, "Weight of step s in the loss is decay ** s, s from 0.", SHARE)
     loss: str = setting(
         "kl",
         "kl: KL divergence from the base's distributions. ce: cross-entropy of the answer's "
@@ -143,5 +142,4 @@ def chain_loss(
     own = Own.at(ahead.columns, kept, network.token_ids) if kept else None
     wanted = drafted_targets(network.token_ids, ahead.wanted)
     losses = prediction_losses(logits, wanted, own, config.loss == "tv")
-    decay = None if config.position_weights == "dpace" else config.decay
-    return mean_loss(losses, logits, wanted, decay)
+    return mean_loss(losses, logits, wanted, config.decay)

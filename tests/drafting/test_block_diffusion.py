@@ -246,6 +246,10 @@ def test_a_new_drafter_begins_as_the_base_s_last_layers(architecture: str) -> No
         assert state.keys() - new == theirs.state_dict().keys()
         for name, tensor in theirs.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
+        for name in new:  # queries and keys of normed inputs have the base's size
+            inputs = theirs.input_layernorm(torch.randn(4096, 32))
+            size = state[name.replace("norm", "proj")] @ inputs.T
+            assert torch.allclose(state[name], size.square().mean().sqrt(), rtol=0.05)
     assert adapter.config.layers[-1] == 6
     states = torch.randn(5, 3 * 32)
     layer = model.model.layers[6]

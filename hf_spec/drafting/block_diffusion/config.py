@@ -90,13 +90,12 @@ class BlockConfig(DecoderConfig):
         "cross-entropy.",
         choice("hard", "distillation", "tv"),
     )
-    position_weights: str = setting(
-        "decay",
-        "Weights of distances in the loss. decay: fixed, see there. dpace: by what a distance adds "
-        "to the tokens that are accepted (D-PACE).",
-        choice("decay", "dpace"),
+    decay: float | None = setting(
+        None,
+        "Weight of distance d in the loss is decay ** d; null: what a distance adds to the "
+        "expected number of accepted tokens (D-PACE).",
+        SHARE,
     )
-    decay: float = setting(0.8, "Weight of distance d in the loss is decay ** d.", SHARE)
     head: str = setting(
         "base", "base: the base's output embeddings. own: a matrix (recorded).",
         choice("base", "own"),

@@ -118,17 +118,26 @@ class BlockAdapter(Decoder):
     @torch.no_grad()
     def _start(self, model: Any) -> None:
         """Begin as the base's last layers and final norm, where names and shapes fit, which read
-        the last of the states, as the first of these layers does."""
+        the last of the states, as the first of these layers does.
+
+        Norms of queries and keys that the base has not keep the size that these have there, or
+        attention would be flat.
+        """
         base, none = decoder_layers(model)[-len(self.layers) :], nn.Identity()
         norms = (
             (self.norm, getattr(decoder_of(model), "norm", none)),
             (self.hidden_norm, getattr(base[0], "input_layernorm", none)),
         )
         for part, of_base in (*zip(self.layers, base), *norms):
-            known = of_base.state_dict()
-            for name, own in part.named_parameters():
-                if name in known and known[name].shape == own.shape and not known[name].is_meta:
-                    own.copy_(known[name])
+            known, own = of_base.state_dict(), dict(part.named_parameters())
+            for name, weight in own.items():
+                if name in known and known[name].shape == weight.shape and not known[name].is_meta:
+                    weight.copy_(known[name])
+            for kind in ("self_attn.q", "self_attn.k"):
+                norm = f"{kind}_norm.weight"
+                if norm in own and norm not in known:
+                    matrix = own[f"{kind}_proj.weight"] * own["input_layernorm.weight"]
+                    own[norm].fill_(matrix.square().sum(1).mean().sqrt())
         self.fc.weight.zero_()[:, -self.width :].fill_diagonal_(1.0)
 
     def _add(self, name: str, tensor: Tensor) -> None:

@@ -46,10 +46,10 @@ def train(
     --held-out, --max-length and others; 'hf-spec train METHOD --help' lists them. So is every field
     of transformers.TrainingArguments (--max-steps, --num-train-epochs, --learning-rate,
     --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard), which its
-    documentation explains. Training uses transformers' Trainer: 'accelerate launch' runs it on
-    several devices. Each evaluation decodes held-out prompts; the checkpoint of the largest tau is
-    kept, or that of the smallest loss if the method fine-tunes the model. The base model is not
-    changed, unless a field of the config says so.
+    documentation explains; --optim may also be muon. Training uses transformers' Trainer:
+    'accelerate launch' runs it on several devices. Each evaluation decodes held-out prompts; the
+    checkpoint of the largest tau is kept, or that of the smallest loss if the method fine-tunes the
+    model. The base model is not changed, unless a field of the config says so.
 
     \b
     Examples:

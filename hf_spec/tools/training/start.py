@@ -14,7 +14,7 @@ from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.methods.registry import Method
 
 #: Fields of configs that only training reads, beside learning rates.
-OF_TRAINING = ("loss", "position_weights", "decay", "ttt_steps")
+OF_TRAINING = ("loss", "decay", "ttt_steps")
 
 
 def config_of(method: Method, fields: dict[str, Any], start: Path | None = None) -> Any:
