@@ -81,7 +81,7 @@ def test_no_option_is_overlooked() -> None:
 @pytest.mark.parametrize("option", REFUSED)
 def test_refused(tiny: Tiny, option: str) -> None:
     """By name, with a remedy, before the model runs."""
-    message = rf"^{option}=.* with assistant_strategy=.*\. (Leave|Run|Set) "
+    message = rf"^{option}=.* with assistant_strategy=.*\. (Leave|Run|Set|Drop) "
     settings = {"max_new_tokens": 4, "return_dict_in_generate": True, **SPEC}
     with no_forward(tiny()), pytest.raises(ValueError, match=message):
         tiny().generate(prompt(), **settings, **{option: REFUSED[option]})
