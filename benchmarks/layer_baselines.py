@@ -18,12 +18,12 @@ from typing import Any
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.files import read_json
-from hf_spec.model.loading import load_model
 from hf_spec.tools.bench.contenders import Contender, ours
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import read_prompts, spread
 from hf_spec.tools.bench.report import write_results
 from hf_spec.tools.bench.runner import run
+from hf_spec.tools.loading import load_model
 from hf_spec.tools.search.layers import STRATEGY, TRIAL_OPTIONS, Choice, skippable
 
 #: Seeds of random choices.

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_spec.model.loading import load_adapters, load_model
 from hf_spec.tools.bench.contenders import BASELINE, Contender, contenders, read_adapters
 from hf_spec.tools.bench.prompts import Prompt, encode_answer, encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
+from hf_spec.tools.loading import load_adapters, load_model
 
 #: A number such as 1,234.50, as answers to arithmetic problems end with.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 
 import hf_spec
 from hf_spec.files import replacing
-from hf_spec.model.loading import load_model
 from hf_spec.tools.bench.prompts import encode, read_prompts
+from hf_spec.tools.loading import load_model
 
 EXIT = {"draft_exit": "adaptive", "drafting": "always", "lookup": False}
 

@@ -35,12 +35,12 @@ import torch
 
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json, write_atomically
-from hf_spec.model.loading import load_adapters, load_model
 from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names, read_adapters
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
+from hf_spec.tools.loading import load_adapters, load_model
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 #: What vLLM may run, and how tables name it.

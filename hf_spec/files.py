@@ -103,3 +103,8 @@ def exclusive(lock: Path, refusal: str) -> Iterator[None]:
         raise ValueError(refusal) from error
     with held:
         yield
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name cannot be a repository on the Hub, ``name`` or ``owner/name``."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     },  # the public names; below is the library, which never imports a tool
     {
         f"hf_spec.tools.{name}"
-        for name in ("data", "training", "search", "bench", "formats", "hub", "demo")
+        for name in ("data", "loading", "training", "search", "bench", "formats", "hub", "demo")
     },
     {"hf_spec.tools.cli"},
 ]

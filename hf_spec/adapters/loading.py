@@ -29,7 +29,7 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import layer_of, layers_of, name_on_disk
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.memory import locked, memory
-from hf_spec.model.loading import is_path
+from hf_spec.files import is_path
 from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
 from modeling_patches.weights import placement

@@ -13,8 +13,8 @@ from transformers import GenerationConfig
 
 from hf_spec.core.checks import check_names, first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
+from hf_spec.files import is_path
 from hf_spec.methods.registry import get_method
-from hf_spec.model.loading import is_path
 
 logger = logging.getLogger(__name__)
 

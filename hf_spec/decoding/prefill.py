@@ -27,7 +27,7 @@ from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import Reads, captured, states_at
-from hf_spec.model.loading import warn_if_slow
+from hf_spec.model.instructions import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE

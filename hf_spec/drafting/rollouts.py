@@ -19,6 +19,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.host_tree import Row
@@ -76,7 +77,9 @@ class RolloutHistory:
         return self  # generate() copies its configuration
 
     @locked
-    def begin(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> Earlier:
+    def begin(
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device
+    ) -> Earlier:
         """The earlier answers for a call with these prompts, whose random numbers are drawn on a
         device."""
         trained = (x for x in model.parameters() if x.requires_grad)

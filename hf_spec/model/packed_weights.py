@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.memory import locked, memory
-from hf_spec.model.loading import has_instructions
+from hf_spec.model.instructions import has_instructions
 from modeling_patches.contents import made_anew
 from modeling_patches.modules import unwrapped
 from modeling_patches.per_call import Changes, plain

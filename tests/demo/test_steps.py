@@ -14,9 +14,9 @@ from running import drafting
 from tiny_checkpoint import make_tokenizer
 
 import hf_spec
-from hf_spec.model.loading import load_model
 from hf_spec.tools.demo import demo
 from hf_spec.tools.demo.steps import StepStreamer, pieces
+from hf_spec.tools.loading import load_model
 
 LENGTH = 12
 

@@ -12,8 +12,8 @@ from transformers import CompileConfig
 import hf_spec
 from hf_spec.core.checks import check_choice, first_line
 from hf_spec.drafting.options import AUTO
+from hf_spec.files import is_path
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.model.loading import is_path
 
 #: The baseline: ``generate`` without a strategy.
 GENERATE = "generate"

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
+from hf_spec.tools.loading import NATIVE, load_model
 
 DEFAULT_BACKEND = "inductor"
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Option, echo
 
-from hf_spec.model.loading import NATIVE
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
+from hf_spec.tools.loading import NATIVE
 
 #: Lines of the prompt and of the continuation that are shown.
 SHOWN_LINES = 12

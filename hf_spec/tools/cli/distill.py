@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from typer import Option, echo
 
 from hf_spec.files import exclusive
-from hf_spec.model.loading import NATIVE, load_model, native_dtype
 from hf_spec.tools.cli import common
 from hf_spec.tools.cli import options as opt
+from hf_spec.tools.loading import NATIVE, load_model, native_dtype
 
 #: The strategy whose options are given without its name.
 DEFAULT_STRATEGY = "prompt_lookup"

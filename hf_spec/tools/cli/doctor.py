@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from typer import Option, echo
 
-from hf_spec.model.loading import NATIVE, chosen_device, load_model
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import progress_bar
+from hf_spec.tools.loading import NATIVE, chosen_device, load_model
 
 
 def doctor(

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Argument, Option, echo
 
-from hf_spec.model.loading import load_model
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import check_writable
+from hf_spec.tools.loading import load_model
 
 Folder = Annotated[Path, Argument(help="Adapter folder.")]
 BaseName = Annotated[

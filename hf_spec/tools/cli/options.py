@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from hf_spec.core.checks import check_choice, check_range
-from hf_spec.model.loading import NATIVE
+from hf_spec.tools.loading import NATIVE
 
 DTYPES = (NATIVE, "auto", "bfloat16", "float16", "float32", "float64")
 

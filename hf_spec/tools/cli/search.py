@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from typer import Option, echo
 
-from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import check_writable, explained_interrupt, progress_bar, require
+from hf_spec.tools.loading import NATIVE, load_model
 
 
 def search(

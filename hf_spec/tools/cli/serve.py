@@ -81,9 +81,9 @@ def _prepare_models(
 ) -> None:
     """Let the server attach the adapters to each model, and generate with the strategy."""
     from hf_spec.decoding.validate import check_strategy
-    from hf_spec.model.loading import load_adapters
     from hf_spec.model.packed_weights import pack_where_it_pays
     from hf_spec.tools.bench.contenders import read_adapters
+    from hf_spec.tools.loading import load_adapters
     from modeling_patches.served_models import on_load
 
     adapters = read_adapters(paths)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from typer import Argument, Context, Option, echo
 
 from hf_spec.core.checks import nearest
-from hf_spec.model.loading import NATIVE, load_model
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import Command, check_writable, explained_interrupt, require
+from hf_spec.tools.loading import NATIVE, load_model
 
 #: Fewer answers than these are not enough, and what is said then; docs/inside/appendix_choices.md.
 FEW = 500

@@ -13,9 +13,8 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.files import read_json, write_atomically, writing
+from hf_spec.files import is_path, read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method
-from hf_spec.model.loading import is_path
 
 CONFIG, CARD = "adapter_config.json", "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)

@@ -23,12 +23,12 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.core.checks import check_same_settings
 from hf_spec.decoding.auto import LOOKUPS, choose
 from hf_spec.files import read_json, write_atomically, writing
-from hf_spec.model.loading import chosen_device
 from hf_spec.tools.bench.contenders import Contender, ours
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
 from hf_spec.tools.data import Prompt, read
+from hf_spec.tools.loading import chosen_device
 from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
 
 if TYPE_CHECKING:

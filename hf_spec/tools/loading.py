@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_spec.core.checks import explained
+from hf_spec.files import is_path
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +21,6 @@ logger = logging.getLogger(__name__)
 NATIVE = "native"
 #: A model's folder has one of these, the second one if it is an adapter of PEFT.
 CONFIGS = ("config.json", "adapter_config.json")
-#: Operators that say whether oneDNN has products in a dtype on this CPU.
-_SUPPORTED = {
-    "torch.bfloat16": "_is_mkldnn_bf16_supported", "torch.float16": "_is_mkldnn_fp16_supported",
-}  # fmt: skip
 
 
 class NamedAdapter(Protocol):
@@ -120,6 +116,8 @@ def native_dtype(device: str | None) -> str:
     """``bfloat16``; on a CPU without instructions for it ``float32``, as the log then says."""
     import torch
 
+    from hf_spec.model.instructions import has_instructions
+
     on_cpu = chosen_device(device).startswith("cpu")
     if not on_cpu or has_instructions(torch.bfloat16) is not False:
         return "bfloat16"
@@ -129,45 +127,6 @@ def native_dtype(device: str | None) -> str:
         "--dtype bfloat16 forces the other."
     )
     return "float32"
-
-
-def has_instructions(dtype: torch.dtype) -> bool | None:
-    """Whether the CPU multiplies in this 16-bit dtype; None where this PyTorch does not say."""
-    import torch
-
-    supported = getattr(torch.ops.mkldnn, _SUPPORTED[str(dtype)], None)
-    if supported is None or not torch.backends.mkldnn.is_available():
-        return None
-    return bool(supported())
-
-
-def warn_if_slow(model: Any, cache: Any = None) -> None:
-    """Log a warning, once per dtype, if a model computes in one that its CPU has no instructions
-    for.
-
-    Args:
-        cache: what its forward has made. Autocast within the forward shows in its values only.
-    """
-    from modeling_patches.weights import placement
-
-    at = placement(model)
-    if at.device.type != "cpu" or getattr(model, "is_quantized", False):
-        return
-    values = (getattr(layer, "values", None) for layer in getattr(cache, "layers", ()))
-    dtype = next((one.dtype for one in values if one is not None), at.dtype)
-    remedy = "load the model with dtype=torch.float32"
-    if dtype != at.dtype:
-        remedy = "the model is in another, so turn autocast off (Trainer, TRL: bf16=False)"
-    _warn(dtype, remedy)
-
-
-@functools.cache
-def _warn(dtype: torch.dtype, remedy: str) -> None:
-    if str(dtype) in _SUPPORTED and has_instructions(dtype) is False:
-        logger.warning(
-            f"This CPU has no instructions for {str(dtype).removeprefix('torch.')}, in which steps "
-            f"of several tokens take several times as long as in float32: {remedy}."
-        )
 
 
 def load_adapters(model: Any, adapters: Iterable[NamedAdapter]) -> None:
@@ -189,8 +148,3 @@ def load_adapters(model: Any, adapters: Iterable[NamedAdapter]) -> None:
         names.append(adapter.name)
     if names:
         model.set_adapter(names)
-
-
-def is_path(name: str) -> bool:
-    """Whether a model's name cannot be a repository on the Hub, ``name`` or ``owner/name``."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1

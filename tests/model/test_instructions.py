@@ -8,22 +8,23 @@ import pytest
 import torch
 from conftest import prompt
 
-from hf_spec.model import loading
+from hf_spec.model import instructions
+from hf_spec.tools import loading
 
 pytestmark = pytest.mark.instructions
 
 
 @pytest.mark.parametrize(
-    ("device", "instructions", "wanted"),
+    ("device", "supported", "wanted"),
     [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda:1", False, "bfloat16")],
 )
 def test_native_dtype(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str,
-    instructions: bool, wanted: str,
+    supported: bool, wanted: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(
-        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False
     )
     with caplog.at_level(logging.WARNING):
         assert loading.native_dtype(device) == wanted
@@ -36,7 +37,7 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     for known in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, known, lambda: False, raising=False)
-    loading._warn.cache_clear()
+    instructions._warn.cache_clear()
     model = fresh("llama")
 
     def warnings(dtype: torch.dtype) -> list[str]:
@@ -54,9 +55,9 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     (line,) = warnings(torch.float16)
     assert "no instructions for float16" in line
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
-    loading._warn.cache_clear()
+    instructions._warn.cache_clear()
     assert warnings(torch.bfloat16) == []
-    loading._warn.cache_clear()
+    instructions._warn.cache_clear()
 
 
 @pytest.mark.parametrize("way", ["around the call", "in the forward"])
@@ -66,7 +67,7 @@ def test_autocast_without_instructions_is_warned_of(
     """The parameters are float32; accelerate turns it on within the forward."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False, raising=False)
-    loading._warn.cache_clear()
+    instructions._warn.cache_clear()
     model, casts = fresh("llama"), torch.autocast("cpu", torch.bfloat16)
     call = partial(model.generate, prompt(), max_new_tokens=2, assistant_strategy="prompt_lookup")
     call()
@@ -77,4 +78,4 @@ def test_autocast_without_instructions_is_warned_of(
         call = casts(call)
     call()
     assert "no instructions for bfloat16" in caplog.text and "turn autocast off" in caplog.text
-    loading._warn.cache_clear()
+    instructions._warn.cache_clear()
