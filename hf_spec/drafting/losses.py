@@ -29,8 +29,6 @@ Predict = Callable[[Tensor, Head | None], Tensor]
 NEVER = -1
 #: Tokens of each of the base's distributions that are kept for distillation.
 LIKELIEST = 64
-#: Share of total variation in its loss, next to cross-entropy.
-VARIATION = 0.9
 #: Part of a probability that D-PACE sets to 1, its alpha.
 SMOOTHING = 0.5
 
@@ -85,9 +83,7 @@ class Own(NamedTuple):
         return cls(chances.masked_fill(places < 0, 0.0), places.clamp(min=0))
 
 
-def prediction_losses(
-    logits: Tensor, wanted: Tensor, own: Own | None = None, variation: bool = False
-) -> Tensor:
+def prediction_losses(logits: Tensor, wanted: Tensor, own: Own | None = None) -> Tensor:
     """The loss of each prediction, in float32 at least; 0 where nothing is wanted.
 
     Args:
@@ -95,8 +91,6 @@ def prediction_losses(
         wanted: ``(...)`` target tokens; `NEVER` or `IGNORED` where nothing is wanted.
         own: the model's own distributions there: the loss is the KL divergence from them. None for
             cross-entropy.
-        variation: `VARIATION` times the total variation distance from them, the probability that
-            sampling refuses a draft, and cross-entropy for the rest (DSpark), instead.
     """
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     losses = -log_probs.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
@@ -104,11 +98,7 @@ def prediction_losses(
         target = own.probabilities.to(log_probs)
         if own.tokens is not None:
             log_probs = log_probs.gather(-1, own.tokens)
-        if variation:
-            refused = 1 - torch.minimum(target, log_probs.exp()).sum(-1)
-            losses = VARIATION * refused + (1 - VARIATION) * losses
-        else:
-            losses = (torch.xlogy(target, target) - target * log_probs).sum(-1)
+        losses = (torch.xlogy(target, target) - target * log_probs).sum(-1)
     return losses.masked_fill(wanted < 0, 0.0)
 
 
@@ -159,7 +149,6 @@ def future_losses(
     own: Own | None = None,
     predict: Predict | None = None,
     markov_head: ConditionalHead | None = None,
-    variation: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of predictions at anchors, and the predictions that decoding would use.
 
@@ -169,7 +158,7 @@ def future_losses(
     Args:
         weights: the adapter's parameters.
         states: ``(batch, anchors, distances, hidden)``, before the Markov head.
-        own, variation: see :func:`prediction_losses`; at ``ahead.columns``.
+        own: see :func:`prediction_losses`; at ``ahead.columns``.
         predict: logits ``(batch, n, tokens)`` from states ``(batch, n, hidden)``, n being all
             distances of all anchors, and from what replaces the output embeddings, if anything.
             None for :func:`model_logits`.
@@ -189,10 +178,9 @@ def future_losses(
         lambda head: predict(flat, head) if predict else model_logits(model, flat, head=head),
     ).unflatten(1, wanted.shape[1:])
     given = logits if markov_head is None else markov_head.along(logits, ahead.before, states)
-    losses = prediction_losses(given, wanted, own, variation)
+    losses = prediction_losses(given, wanted, own)
     if markov_head is not None and markov_head.plain_share:
-        plain = prediction_losses(logits, wanted, own, variation)
-        losses = losses + markov_head.plain_share * plain
+        losses = losses + markov_head.plain_share * prediction_losses(logits, wanted, own)
     return losses, given, wanted
 
 
@@ -261,7 +249,7 @@ def block_loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, 
     distance d has decay ** d (DFlash, section 3.2)."""
     config, weights = adapter.config, adapter.tensors()
     network = BlockNetwork(model, adapter)
-    likeliest = 0 if config.loss == "hard" else LIKELIEST
+    likeliest = LIKELIEST if config.loss == "distillation" else 0
     features, *kept = token_states(
         model, batch.input_ids, batch.attention_mask, config.layers, likeliest
     )
@@ -272,7 +260,5 @@ def block_loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, 
     if kept:
         vocabulary = DraftVocabulary.of(weights, model)
         own = Own.at(ahead.columns, kept, None if vocabulary is None else vocabulary.tokens)
-    losses = future_losses(
-        model, weights, states, ahead, own, network.logits, network.head, config.loss == "tv"
-    )
+    losses = future_losses(model, weights, states, ahead, own, network.logits, network.head)
     return mean_loss(*losses, config.decay, first=1)

@@ -51,8 +51,8 @@ class ChainConfig(SpecPeftConfig):
     loss: str = setting(
         "kl",
         "kl: KL divergence from the base's distributions. ce: cross-entropy of the answer's "
-        "tokens. tv: 0.9 of the total variation distance from these, 0.1 of cross-entropy.",
-        choice("kl", "ce", "tv"),
+        "tokens.",
+        choice("kl", "ce"),
     )
 
 
@@ -132,7 +132,7 @@ def chain_loss(
         See :func:`mean_loss`; labels are indices in the draft vocabulary.
     """
     steps: int = config.ttt_steps
-    likeliest = 0 if config.loss == "ce" else LIKELIEST
+    likeliest = LIKELIEST if config.loss == "kl" else 0
     states, *kept = token_states(
         model, batch.input_ids, batch.attention_mask, tuple(layers), likeliest
     )
@@ -141,5 +141,5 @@ def chain_loss(
     ahead = Ahead.of(batch, steps, logits.device)
     own = Own.at(ahead.columns, kept, network.token_ids) if kept else None
     wanted = drafted_targets(network.token_ids, ahead.wanted)
-    losses = prediction_losses(logits, wanted, own, config.loss == "tv")
+    losses = prediction_losses(logits, wanted, own)
     return mean_loss(losses, logits, wanted, config.decay)

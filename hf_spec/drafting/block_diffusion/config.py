@@ -86,9 +86,8 @@ class BlockConfig(DecoderConfig):
     loss: str = setting(
         "distillation",
         "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
-        "own distributions. tv: 0.9 of the total variation distance from these, 0.1 of "
-        "cross-entropy.",
-        choice("hard", "distillation", "tv"),
+        "own distributions.",
+        choice("hard", "distillation"),
     )
     decay: float | None = setting(
         None,
