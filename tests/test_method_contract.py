@@ -138,7 +138,7 @@ def test_options_round_trip(name: str, variant: str, tmp_path: Any) -> None:
     given = options(name, variant)
     method = methods()[name]
     full = dataclasses.asdict(method.parse_options(given))
-    used = {key: value for key, value in full.items() if key not in method.drafter.unused}
+    used = {key: value for key, value in full.items() if key in method.option_names}
     for kwargs in (given, used):
         config = hf_spec.SpecConfig(name, kwargs, max_new_tokens=7, temperature=0.5, do_sample=True)
         config.save_pretrained(tmp_path)
@@ -153,7 +153,7 @@ def test_options_round_trip(name: str, variant: str, tmp_path: Any) -> None:
 
 
 #: Fields that may be any text: a pattern of module names, the name of another strategy.
-TEXTS = {"target_modules", "draft_target_modules", "drafter"}
+TEXTS = {"target_modules", "draft_target_modules", "drafter", "adapter"}
 
 
 @pytest.mark.parametrize("name", methods())

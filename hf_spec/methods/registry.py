@@ -93,6 +93,13 @@ class Method:
         package = sys.modules[beside.__module__].__package__ or ""
         return files(package) / f"{self.name}.md"
 
+    @property
+    def option_names(self) -> list[str]:
+        """Names of the options that it has a use for."""
+        names = [item.name for item in dataclasses.fields(self.options)]
+        unused = [*self.drafter.unused, *(["adapter"] if self.adapter_config is None else [])]
+        return [name for name in names if name not in unused]
+
     def parse_options(self, kwargs: dict[str, Any] | DraftOptions | None) -> DraftOptions:
         """Build and validate the options, unless that has been done.
 
@@ -108,10 +115,7 @@ class Method:
                 f"{self.name!r}."
             )
         kwargs = kwargs or {}
-        names = [item.name for item in dataclasses.fields(self.options)]
-        unused = [*self.drafter.unused, *(["adapter"] if self.adapter_config is None else [])]
-        known = [name for name in names if name not in unused]
-        check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, known)
+        check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, self.option_names)
         options = self.options(**kwargs)
         if options.acceptance == "rejection" and not self.drafter.can_sample:
             raise ValueError(

@@ -299,8 +299,7 @@ def test_ernie(tmp_path: Path) -> None:
     positions = torch.arange(final.shape[1])[None]
     seen = (positions <= positions.mT)[None, None]
     found = layers.run(
-        0, model.model.embed_tokens(ids)[None, 1:], final, positions, seen, positions,
-        DynamicCache(),
+        0, model.model.embed_tokens(ids)[None, 1:], final, positions, seen, DynamicCache()
     )  # fmt: skip
     expected = ernie_reference(model, stored, ids)
     # Sums in other orders.
