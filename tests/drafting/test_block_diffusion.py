@@ -8,15 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
 from safetensors.torch import load_file
-from tiny_checkpoint import make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_spec import DFlashConfig
-from hf_spec.adapters.active import find_active
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
@@ -229,33 +224,6 @@ def test_training_runs_the_blocks_of_the_reference(name: str) -> None:
     check(hidden[..., :64], io["train.hidden"][None, :, first:])
     if "dspine" in name:
         check(hidden[..., 64:], io["train.pre_injection"][None, :, first:])
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_a_new_drafter_begins_as_the_base_s_last_layers(architecture: str) -> None:
-    """Norms and matrices that the layers of both have; what it reads begins as the last feature,
-    so that llama's first layer gets from the context what the base's does."""
-    model = make_model(layers=8)
-    for norm in (one for one in model.modules() if isinstance(one, LlamaRMSNorm)):
-        torch.nn.init.uniform_(norm.weight)
-    get_peft_model(model, DFlashConfig(architecture=architecture, draft_vocab_size=40))
-    adapter: Any = find_active(model, "DFLASH")
-    for own, theirs in zip(adapter.layers, model.model.layers[-2:]):
-        state = own.state_dict()
-        new = {name for name in state if name.endswith(("q_norm.weight", "k_norm.weight"))}
-        assert state.keys() - new == theirs.state_dict().keys()
-        for name, tensor in theirs.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
-        for name in new:  # queries and keys of normed inputs have the base's size
-            inputs = theirs.input_layernorm(torch.randn(4096, 32))
-            size = state[name.replace("norm", "proj")] @ inputs.T
-            assert torch.allclose(state[name], size.square().mean().sqrt(), rtol=0.05)
-    assert adapter.config.layers[-1] == 6
-    states = torch.randn(5, 3 * 32)
-    layer = model.model.layers[6]
-    context = adapter.hidden_norm(adapter.fc(states))
-    torch.testing.assert_close(context, layer.input_layernorm(states[:, -32:]))
-    assert torch.equal(adapter.norm.weight, model.model.norm.weight)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -26,7 +26,6 @@ from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import Decoder, DecoderNetwork
 from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.sequences import token_hidden
-from modeling_patches.modules import decoder_layers, decoder_of
 from modeling_patches.weights import placement
 
 
@@ -112,33 +111,6 @@ class BlockAdapter(Decoder):
             width = hidden + rank * (config.confidence_head == "markov")
             for name, tensor in zip(CONFIDENCE, (torch.zeros(1, width), torch.zeros(1))):
                 self._add(name, nn.Buffer(tensor))
-        if not config.inference_mode:  # otherwise the weights are loaded later
-            self._start(model)
-
-    @torch.no_grad()
-    def _start(self, model: Any) -> None:
-        """Begin as the base's last layers and final norm, where names and shapes fit, which read
-        the last of the states, as the first of these layers does.
-
-        Norms of queries and keys that the base has not keep the size that these have there, or
-        attention would be flat.
-        """
-        base, none = decoder_layers(model)[-len(self.layers) :], nn.Identity()
-        norms = (
-            (self.norm, getattr(decoder_of(model), "norm", none)),
-            (self.hidden_norm, getattr(base[0], "input_layernorm", none)),
-        )
-        for part, of_base in (*zip(self.layers, base), *norms):
-            known, own = of_base.state_dict(), dict(part.named_parameters())
-            for name, weight in own.items():
-                if name in known and known[name].shape == weight.shape and not known[name].is_meta:
-                    weight.copy_(known[name])
-            for kind in ("self_attn.q", "self_attn.k"):
-                norm = f"{kind}_norm.weight"
-                if norm in own and norm not in known:
-                    matrix = own[f"{kind}_proj.weight"] * own["input_layernorm.weight"]
-                    own[norm].fill_(matrix.square().sum(1).mean().sqrt())
-        self.fc.weight.zero_()[:, -self.width :].fill_diagonal_(1.0)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor of this name, and the modules that it is in."""
