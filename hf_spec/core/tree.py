@@ -315,7 +315,8 @@ class Tree:
             probes = probes._replace(first=own, counts=probes.counts[:, :1] - own)
         tree = Tree.of_host(host, self.row_sizes, self.parents.device, group, probes)
         if self.host is None:
-            tree = tree.with_tokens(self.tokens, self.q)
+            valid = torch.cat([self.valid, tree.valid[:, nodes:]], dim=1)
+            tree = tree.with_tokens(self.tokens, self.q).changed(valid=valid)
         return tree.changed(whole=self.whole)
 
     # -- for compiled code -------------------------------------------------------------------

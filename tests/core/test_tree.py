@@ -208,6 +208,8 @@ def test_what_must_not_be_accepted(seed: int) -> None:
     assert accepted(left, targets) == wanted
     assert torch.equal(left.valid[:, tree.num_tokens :], tree.valid[:, tree.num_tokens :])
     assert left.valid[:, 0].all()
+    if not tree.num_probes:
+        assert accepted(left.attach_probes(GROUPS["causal"]), targets) == wanted
     assert tree.within([tree.max_depth] * 3) is tree
 
 
