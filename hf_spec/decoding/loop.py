@@ -125,7 +125,7 @@ def _after_prompt(
         model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
         draft_cost=policy.draft_cost, noise=acceptance.noise,
-        lookups=BatchLookup(Limits(), rows, history) if strategy.lookup else None,
+        lookups=BatchLookup(Limits(), sequences.tokens, history) if strategy.lookup else None,
     )  # fmt: skip
     steps = Steps(state, strategy, acceptance, policy, watch, handover, history, earlier)
     # The prompt's hidden states are the drafter's from here on, who may drop them.

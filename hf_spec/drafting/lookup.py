@@ -36,7 +36,7 @@ class History:
         return recall(model, (History, size), lambda: cls(size)) if size else None
 
     def matches(self, tokens: Sequence[int], limits: Limits) -> list[Match]:
-        """Occurrences of the sequence's end; see :meth:`NgramIndex.matches`."""
+        """Occurrences of a sequence's end; see :meth:`NgramIndex.matches`."""
         known, index = self._parts
         sizes = range(min(limits.max_ngram, HISTORY_NGRAM), limits.min_ngram - 1, -1)
         return index.matches(tokens, limits.max_matches, known, sizes)
@@ -54,10 +54,18 @@ class History:
 
 
 class SequenceLookup:
-    """N-gram lookup in one growing sequence that learns how reliable it is."""
+    """N-gram lookup in one growing sequence that learns how reliable it is.
 
-    def __init__(self, limits: Limits, history: History | None = None):
-        self.limits, self.history = limits, history
+    Args:
+        prompt: number of tokens of the sequence that are its prompt.
+        others: what is searched beside the sequence itself.
+    """
+
+    def __init__(
+        self, limits: Limits, prompt: int = 0, others: Sequence[History | SequenceLookup] = ()
+    ):
+        self.limits, self.prompt, self.others = limits, prompt, others
+        self._tokens: list[int] = []
         self.index = NgramIndex(limits.min_ngram, limits.max_ngram)
         self.confidence = Confidence()
         self._longest = 0
@@ -65,11 +73,12 @@ class SequenceLookup:
 
     def lookup(self, tokens: list[int], max_depth: int) -> Row:
         """The tree of continuations of ``tokens``."""
-        limits = self.limits
+        limits, self._tokens = self.limits, tokens
         self.index.update(tokens)
         matches = self.index.matches(tokens, limits.max_matches)
-        if self.history is not None:
-            matches += self.history.matches(tokens, limits)
+        if self.others:
+            for other in self.others:
+                matches += other.matches(tokens, limits)
             matches.sort(key=lambda match: -match.size)
             del matches[limits.max_matches :]
         self._longest = matches[0].size if matches else 0
@@ -78,6 +87,10 @@ class SequenceLookup:
             limits.min_probability,
         )  # fmt: skip
         return self._last
+
+    def matches(self, tokens: Sequence[int], limits: Limits) -> list[Match]:
+        """Occurrences of another sequence's end in this one's answer."""
+        return self.index.matches(tokens, limits.max_matches, self._tokens, since=self.prompt)
 
     def observe(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed the last lookup, once."""
@@ -94,10 +107,24 @@ class SequenceLookup:
 
 
 class BatchLookup:
-    """A :class:`SequenceLookup` for each sequence of a batch."""
+    """A :class:`SequenceLookup` for each sequence of a batch, which also searches the other answers
+    to its prompt.
 
-    def __init__(self, limits: Limits, batch_size: int, history: History | None = None):
-        self.rows = [SequenceLookup(limits, history) for _ in range(batch_size)]
+    Args:
+        prompts: the sequences before their first new token.
+    """
+
+    def __init__(
+        self, limits: Limits, prompts: Sequence[Sequence[int]], history: History | None = None
+    ):
+        self.rows = [SequenceLookup(limits, len(prompt)) for prompt in prompts]
+        answers: dict[tuple[int, ...], list[SequenceLookup]] = {}
+        for row, prompt in zip(self.rows, prompts):
+            answers.setdefault(tuple(prompt), []).append(row)
+        earlier = [] if history is None else [history]
+        for same in answers.values():
+            for row in same:
+                row.others = [*(other for other in same if other is not row), *earlier]
 
     def lookup(
         self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int

@@ -28,8 +28,8 @@ class Match(NamedTuple):
     Attributes:
         end: where it ends: the index of the token that followed.
         size: length of the n-gram.
-        source: the tokens in which it was found, each text ending with `END`; None for the sequence
-            itself.
+        source: the tokens in which it was found, texts between which there is an `END`; None for
+            the sequence itself.
     """
 
     end: int
@@ -61,7 +61,7 @@ class NgramIndex:
 
     def matches(
         self, tokens: Sequence[int], limit: int, source: Sequence[int] | None = None,
-        sizes: range | None = None,
+        sizes: range | None = None, since: int = 0,
     ) -> list[Match]:  # fmt: skip
         """Earlier occurrences of the sequence's end, longest n-gram first.
 
@@ -70,15 +70,16 @@ class NgramIndex:
         Args:
             source: the indexed tokens; None if they are the sequence.
             sizes: of the n-grams, longest first; None for all that are indexed.
+            since: occurrences that end there or before are left out.
         """
         found: list[Match] = []
         here = len(tokens)
-        seen = {here} if source is None else set()
+        seen = {here if source is None else len(source)}  # nothing follows there
         for size in self.sizes if sizes is None else sizes:
             if size > here:
                 continue
             before, end = self._before[size], self._last[size].get(tuple(tokens[here - size :]), 0)
-            while end:
+            while end > since:
                 if end not in seen:
                     seen.add(end)
                     found.append(Match(end, size, source))
@@ -158,7 +159,7 @@ def continuation_tree(
         for depth in range(1, max_depth + 1):
             place = end + depth - 1
             if source is not None:
-                token = source[place]
+                token = source[place] if place < len(source) else END
                 if token == END:
                     break
             else:

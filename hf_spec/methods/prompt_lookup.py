@@ -38,7 +38,7 @@ class PromptLookupDrafter(Drafter):
 
     def start(self, state: DecodeState) -> None:
         history = History.of(state.model, self.options.lookup_history)
-        self.lookups = BatchLookup(self.options, state.batch_size, history)
+        self.lookups = BatchLookup(self.options, state.tokens, history)
 
     def propose(self, state: DecodeState) -> Tree:
         rows = self.lookups.lookup(state.tokens, state.active, state.max_depth)

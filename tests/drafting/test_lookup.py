@@ -13,9 +13,23 @@ TEXTS = [[5, 6, 7, 8, 5], [1, 2, 3]]
 
 
 def with_lookups(tree: Tree, active: tuple[bool, ...] = (True, True)) -> Tree:
-    found = BatchLookup(Limits(), 2).lookup(TEXTS, active, 3)
+    found = BatchLookup(Limits(), TEXTS).lookup(TEXTS, active, 3)
     assert [row.tokens[1:] for row in found] == [[6, 7, 8] * active[0], []]
     return merged(tree, found)
+
+
+
+def test_other_answers_to_the_prompt_are_searched() -> None:
+    """Finished ones, too; not answers to other prompts, and no place that nothing follows."""
+    lookups = BatchLookup(Limits(), [[1, 2], [1, 2], [1, 3]])
+    texts = [[1, 2, 7, 8, 9], [1, 2, 5, 7], [1, 3, 6, 7]]
+    rows = lookups.lookup(texts, [True, True, True], 3)
+    assert [row.tokens for row in rows] == [[9], [7, 8, 9], [7]]
+    lookups.select([1])
+    assert lookups.lookup([[*texts[1], 8]], [True], 3)[0].tokens == [8, 9]
+    equal = BatchLookup(Limits(), [[1, 2]] * 2)
+    for _ in range(2):
+        assert [row.tokens for row in equal.lookup([[1, 2, 7]] * 2, [True] * 2, 3)] == [[7]] * 2
 
 
 def rows_of(tree: Tree) -> list[tuple[list[int], list[int]]]:

@@ -40,7 +40,7 @@ def test_the_longest_and_latest_come_first() -> None:
 def test_a_draft_ends_with_the_answer_that_it_continues() -> None:
     history = History(100)
     history.add([[1, 2, 3], [4, 5]])
-    lookup = SequenceLookup(Limits(), history)
+    lookup = SequenceLookup(Limits(), others=[history])
     assert lookup.lookup([8, 1], 9).tokens == [1, 2, 3]
     assert lookup.lookup([8, 3], 9).tokens == [3]
 
@@ -48,10 +48,10 @@ def test_a_draft_ends_with_the_answer_that_it_continues() -> None:
 def test_the_sequence_itself_comes_before_answers() -> None:
     history = History(100)
     history.add([[5, 7]])
-    row = SequenceLookup(Limits(max_depth=1), history).lookup([5, 6, 5], 9)
+    row = SequenceLookup(Limits(max_depth=1), others=[history]).lookup([5, 6, 5], 9)
     assert row.tokens == [5, 6, 7] and row.probs[1] > row.probs[2]
     history.add([[6, 5, 8]])  # a longer match
-    row = SequenceLookup(Limits(max_depth=1), history).lookup([5, 6, 9, 6, 5], 9)
+    row = SequenceLookup(Limits(max_depth=1), others=[history]).lookup([5, 6, 9, 6, 5], 9)
     assert row.tokens[1] == 8
 
 
