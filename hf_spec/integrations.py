@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CompileConfig, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -59,11 +58,11 @@ class TRLCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._since, place = time.perf_counter(), _place(args, state)
         if self._history is not None and place.is_file():  # the training is resumed
-            self._history.load_state_dict(torch.load(place, weights_only=True))
+            self._history.load(place)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._history is not None:
-            torch.save(self._history.state_dict(), _place(args, state))
+            self._history.save(_place(args, state))
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         stats = last_stats(self._model)
@@ -95,4 +94,4 @@ class TRLCallback(TrainerCallback):
 def _place(args: Any, state: Any) -> Path:
     """The file of a process beside the other states of a checkpoint."""
     folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-    return folder / f"rollout_history_{args.process_index}.pt"
+    return folder / f"rollout_history_{args.process_index}.safetensors"

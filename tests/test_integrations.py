@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from conftest import Tiny, prompt
+from safetensors.torch import load_file
 from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
@@ -80,10 +80,11 @@ def test_answers_are_saved_with_checkpoints(trainer: Any, tmp_path: Path) -> Non
     trainer.train()
     trainer.model.generate(prompt(7), generation_config=trainer.generation_config)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    resumed, loaded = history.state_dict(), RolloutHistory()
-    assert len({*resumed["prompts"]}) == 1, "those of prompt(7) came after the checkpoint"
-    loaded.load_state_dict(torch.load(tmp_path / "checkpoint-2" / "rollout_history_0.pt"))
-    assert loaded.state_dict()["lengths"] == resumed["lengths"] == [6, 6]
+    history.save(tmp_path / "resumed")
+    resumed = load_file(tmp_path / "resumed")
+    assert len(resumed["prompts"].unique(dim=0)) == 1, "prompt(7)'s came after the checkpoint"
+    written = load_file(tmp_path / "checkpoint-2" / "rollout_history_0.safetensors")
+    assert written["lengths"].tolist() == resumed["lengths"].tolist() == [6, 6]
 
 
 def test_recording_is_asked_for(trainer: Any) -> None:

@@ -16,9 +16,12 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_spec.core.checks import check_count, check_range
@@ -27,6 +30,7 @@ from hf_spec.core.limits import MAX_HISTORY
 from hf_spec.core.memory import locked
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.state import DecodeState
+from hf_spec.files import replacing
 from modeling_patches.contents import contents
 
 #: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
@@ -116,26 +120,38 @@ class RolloutHistory:
             self._size -= sum(len(one.tokens) for one in dropped)
 
     @locked
-    def state_dict(self) -> dict[str, Any]:
-        """The answers, for ``torch.save``; :meth:`load_state_dict` takes them."""
+    def save(self, path: str | Path) -> None:
+        """Write the answers to a safetensors file, in one step; :meth:`load` takes them."""
         every = [(key, one) for key, some in self._answers.items() for one in some]
-        tokens = [token for _, one in every for token in one.tokens]
-        return {
-            "prompts": [key for key, _ in every],
-            "seeds": [one.seed for _, one in every],
-            "lengths": [len(one.tokens) for _, one in every],
-            "tokens": torch.tensor(tokens, dtype=torch.int32),
+        tensors = {
+            "prompts": torch.tensor([[*bytes.fromhex(key)] for key, _ in every], dtype=torch.uint8),
+            "seeds": torch.tensor([one.seed for _, one in every], dtype=torch.int64),
+            "lengths": torch.tensor([len(one.tokens) for _, one in every], dtype=torch.int64),
+            "tokens": torch.tensor([x for _, one in every for x in one.tokens], dtype=torch.int32),
         }
+        with replacing(Path(path)) as temporary:
+            save_file(tensors, temporary)
 
     @locked
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the answers of a :meth:`state_dict` in place of those that are there."""
+    def load(self, path: str | Path) -> None:
+        """Take the answers of a file in place of those that are there.
+
+        Raises:
+            ValueError: if it is no file that :meth:`save` has written.
+        """
+        try:
+            state = load_file(path)
+            prompts, seeds, lengths = (state[x].tolist() for x in ("prompts", "seeds", "lengths"))
+            parts = [part.tolist() for part in state["tokens"].split(lengths)] if lengths else []
+        except (OSError, SafetensorError, LookupError, RuntimeError) as error:
+            raise ValueError(
+                f"{str(path)!r} holds no answers as RolloutHistory.save() writes them: {error!r}"
+            ) from error
         self._answers.clear()
-        parts = state["tokens"].split(state["lengths"]) if state["lengths"] else ()
-        for key, seed, tokens in zip(state["prompts"], state["seeds"], parts):
-            answer = _Answer(array("i", tokens.tolist()), seed)
-            self._answers.setdefault(key, []).append(answer)
-        self._size = sum(state["lengths"])
+        for prompt, seed, tokens in zip(prompts, seeds, parts):
+            answer = _Answer(array("i", tokens), seed)
+            self._answers.setdefault(bytes(prompt).hex(), []).append(answer)
+        self._size = sum(lengths)
 
 
 @dataclass

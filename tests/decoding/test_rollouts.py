@@ -1,7 +1,7 @@
 """Rollouts drafted by the answers of earlier ones: the same distribution, fewer steps."""
 
-import copy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from conftest import Tiny, prompt, ragged
 from replay import RECORDED, Replay
 from running import one_of_each_kind
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from test_compiled import adapt, generate, strategy
 
@@ -34,13 +35,21 @@ def rollout(model: Any, history: Any, inputs: Any, name: str = "plain", **settin
     return generate(model, inputs, **{**SAMPLED, **spec, **settings})
 
 
-def seeds_alone(history: Any) -> Any:
+def seeds_alone(history: Any, path: Path) -> Any:
     """A history that makes the same random numbers and drafts nothing."""
-    state = history.state_dict()
-    state["lengths"], state["tokens"] = [0] * len(state["lengths"]), state["tokens"][:0]
+    history.save(path)
+    state = load_file(path)
+    state["lengths"], state["tokens"] = state["lengths"] * 0, state["tokens"][:0]
+    save_file(state, path)
     other = hf_spec.RolloutHistory()
-    other.load_state_dict(state)
+    other.load(path)
     return other
+
+
+def lengths(history: Any, path: Path) -> list[int]:
+    """Those of the answers."""
+    history.save(path)
+    return load_file(path)["lengths"].tolist()
 
 
 def kept(output: Any) -> int:
@@ -51,7 +60,7 @@ def kept(output: Any) -> int:
     ("name", "given"), [*((name, {}) for name in one_of_each_kind()), ("plain", RECORDED)]
 )
 def test_only_the_number_of_steps_depends_on_it(
-    fresh: Tiny, name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    fresh: Tiny, name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     monkeypatch.setattr(rollouts, "SHARE", 0.0)  # rows with and without old tokens
@@ -59,7 +68,9 @@ def test_only_the_number_of_steps_depends_on_it(
     model.requires_grad_(True)
     rollout(model, history, ragged((12, 5, 9)), name, **given)
     change(model, 0.02)
-    alone = rollout(model, seeds_alone(history), ragged((12, 5, 9)), name, **given)
+    alone = rollout(
+        model, seeds_alone(history, tmp_path / "answers"), ragged((12, 5, 9)), name, **given
+    )
     ours = rollout(model, history, ragged((12, 5, 9)), name, **given)
     assert torch.equal(ours.sequences, alone.sequences)
     assert kept(ours) > kept(alone)
@@ -148,7 +159,7 @@ def test_old_tokens_of_few_rows_are_not_verified(fresh: Tiny) -> None:
     assert kept(rollout(model, history, torch.cat([one, prompt(12, 1, seed=7)]))) == 0
 
 
-def test_fresh_rollouts(fresh: Tiny) -> None:
+def test_fresh_rollouts(fresh: Tiny, tmp_path: Path) -> None:
     torch.manual_seed(1)
     history, model = hf_spec.RolloutHistory(fresh=0.5), fresh("llama")
     many = prompt(12, 1).expand(40, -1)
@@ -156,23 +167,39 @@ def test_fresh_rollouts(fresh: Tiny) -> None:
     change(model, 1e-7)
     same = (rollout(model, history, many).sequences == first.sequences).all(1).sum()
     assert 8 < same < 32  # outside once in 30,000 times
-    assert len(history.state_dict()["seeds"]) == 40
+    assert len(lengths(history, tmp_path / "answers")) == 40
 
 
-def test_bounds_and_state(fresh: Tiny) -> None:
+def test_bounds_and_state(fresh: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "answers.safetensors"
     history, model = hf_spec.RolloutHistory(max_tokens=80), fresh("llama")
     one, two = prompt(12), prompt(12, seed=7)
     for inputs in (one, two, one, two):
         rollout(model, history, inputs)
-    assert history.state_dict()["lengths"] == [24, 24], "the older prompt's are dropped"
+    assert lengths(history, path) == [24, 24], "the older prompt's are dropped"
     first = rollout(model, history, one)
+    history.save(path)
     again = hf_spec.RolloutHistory()
-    again.load_state_dict(copy.deepcopy(history.state_dict()))
+    again.load(path)
     loaded = rollout(model, again, one)  # a process that resumes does not know of the weights
     assert torch.equal(loaded.sequences, first.sequences) and kept(loaded) == 21
-    empty = hf_spec.RolloutHistory()
-    empty.load_state_dict(hf_spec.RolloutHistory().state_dict())
-    assert kept(rollout(model, empty, one)) == 0
+    hf_spec.RolloutHistory().save(path)
+    again.load(path)
+    assert kept(rollout(model, again, one)) == 0
+
+
+@pytest.mark.parametrize("content", [None, b"no tensors", {"seeds": torch.ones(1)}])
+def test_a_file_without_answers(content: Any, fresh: Tiny, tmp_path: Path) -> None:
+    """Leaves the answers as they were."""
+    history, model, path = hf_spec.RolloutHistory(), fresh("llama"), tmp_path / "answers"
+    rollout(model, history, prompt(12))
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        save_file(content, path)
+    with pytest.raises(ValueError, match=r"answers' holds no answers as RolloutHistory.save"):
+        history.load(path)
+    assert lengths(history, tmp_path / "others") == [24]
 
 
 def test_bad_input(fresh: Tiny) -> None:

@@ -18,7 +18,6 @@ def with_lookups(tree: Tree, active: tuple[bool, ...] = (True, True)) -> Tree:
     return merged(tree, found)
 
 
-
 def test_other_answers_to_the_prompt_are_searched() -> None:
     """Finished ones, too; not answers to other prompts, and no place that nothing follows."""
     lookups = BatchLookup(Limits(), [[1, 2], [1, 2], [1, 3]])
