@@ -76,6 +76,9 @@ class SamplingNoise:
             self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.
         self._drawn: list[deque[Tensor]] = [deque() for _ in range(batch_size)]
+        #: See :meth:`favor`.
+        self._favored: Sequence[Sequence[int]] = [()] * batch_size
+        self._lenience = 1.0
         self._vocab = 0
         self._states: deque[_States] = deque(maxlen=REMEMBERED)
         self._draws = 0  # from the default generator
@@ -123,15 +126,22 @@ class SamplingNoise:
         own = [[self._of(row, first + place) for place in range(count)] for row in rows]
         return torch.stack([torch.stack(one) for one in own])
 
+    def favor(self, tokens: Sequence[Sequence[int]], lenience: float) -> None:
+        """Until the next call, make these tokens so many times as likely, the first ones of each
+        sequence's next tokens. **Lossy**."""
+        self._favored, self._lenience = tokens, lenience
+
     def advance(self, counts: Sequence[int]) -> None:
         """Go on to the tokens after those that each sequence has emitted."""
         for drawn, count in zip(self._drawn, counts):
             for _ in range(min(count, len(drawn))):
                 drawn.popleft()
+        self._favored = [some[count:] for some, count in zip(self._favored, counts)]
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
         self._drawn = [self._drawn[row] for row in rows]
+        self._favored = [self._favored[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
     def give_back(self, used: int) -> None:
@@ -159,4 +169,8 @@ class SamplingNoise:
                 drawn.append(noise.exponential_())
                 self._states.append(_States(self._draws, before, random_state(self.device)))
             self._draws += 1
-        return drawn[ahead]
+        found = drawn[ahead]
+        if ahead < len(self._favored[row]):
+            found = found.clone()
+            found[self._favored[row][ahead]] /= self._lenience
+        return found

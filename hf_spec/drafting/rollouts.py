@@ -39,6 +39,8 @@ OF_A_ROW, OF_A_BATCH = 16, 512
 #: Least share of the unfinished rows that have old tokens to verify. The others are padded, and
 #: will take as many steps as these rows would.
 SHARE = 3 / 4
+#: Answers of a lenience above are as good as copied.
+MAX_LENIENCE = 1000.0
 
 
 @dataclass(eq=False)
@@ -63,19 +65,28 @@ class RolloutHistory:
         max_tokens: tokens of answers that are kept, of 4 bytes each; those of the prompts that were
             not seen for longest are dropped.
         fresh: share of rollouts that draw new numbers, against this correlation.
+        lenience: how many times as likely a token of the earlier answer is made where it is
+            verified, in rollouts that sample. Above 1 more of it is kept, but the answer is not
+            sampled from the current policy: **lossy** (SPEC-RL, section 3.2, has the idea).
     """
 
-    def __init__(self, max_tokens: int = MAX_HISTORY, fresh: float = 0.0):
+    def __init__(
+        self, max_tokens: int = MAX_HISTORY, fresh: float = 0.0, lenience: float = 1.0
+    ):  # fmt: skip
         check_count("max_tokens", max_tokens)
         check_range("fresh", fresh, 0.0, 1.0)
-        self.max_tokens, self.fresh = max_tokens, fresh
+        check_range("lenience", lenience, 1.0, MAX_LENIENCE)
+        self.max_tokens, self.fresh, self.lenience = max_tokens, fresh, lenience
         #: Answers by prompt, the prompt that was seen last at the end.
         self._answers: OrderedDict[str, list[_Answer]] = OrderedDict()
         self._size = self._round = 0
         self._weights: Hashable = None
 
     def __repr__(self) -> str:
-        return f"RolloutHistory(max_tokens={self.max_tokens}, fresh={self.fresh})"
+        return (
+            f"RolloutHistory(max_tokens={self.max_tokens}, fresh={self.fresh}, "
+            f"lenience={self.lenience})"
+        )
 
     def __deepcopy__(self, memo: Any) -> RolloutHistory:
         return self  # generate() copies its configuration
@@ -183,13 +194,19 @@ class Earlier:
     def rows(self, state: DecodeState) -> list[Row] | None:
         """Chains of the tokens that follow in the earlier answers, as far as these were sampled
         again; None if too few rows have any."""
-        rows, most = [], max(min(OF_A_ROW, OF_A_BATCH // state.batch_size) - 1, 1)
+        rows, following = [], []
+        most = max(min(OF_A_ROW, OF_A_BATCH // state.batch_size) - 1, 1)
         for sequence, tokens, active in zip(state.sequences.rows, state.tokens, state.active):
             emitted = tokens[self.prompts[sequence] :]
             if not active or emitted != [*self._left[sequence][: len(emitted)]]:
                 self._left[sequence] = ()
-            following = self._left[sequence][len(emitted) :][:most]
-            size = len(following) + 1
-            rows.append(Row([*range(-1, size - 1)], [tokens[-1], *following], [1.0] * size))
-        drafted = sum(len(row.tokens) > 1 for row in rows)
-        return rows if drafted >= max(SHARE * sum(state.active), 1) else None
+            following.append(self._left[sequence][len(emitted) :][: most + 1])
+            drafted = following[-1][:most]
+            size = len(drafted) + 1
+            rows.append(Row([*range(-1, size - 1)], [tokens[-1], *drafted], [1.0] * size))
+        verified = sum(len(row.tokens) > 1 for row in rows)
+        enough = verified >= max(SHARE * sum(state.active), 1)
+        if state.noise is not None and self.history.lenience > 1:
+            favored = following if enough else [()] * len(rows)
+            state.noise.favor(favored, self.history.lenience)
+        return rows if enough else None

@@ -131,6 +131,27 @@ def test_the_distribution_is_that_of_the_new_policy(
     assert p_value(before.sequences, new) < 1e-4
 
 
+def test_lenience(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps more of the earlier answers in rollouts that sample, and nothing else."""
+    monkeypatch.setattr(rollouts, "SHARE", 0.0)
+    model, old = fresh("llama"), fresh("llama").state_dict()
+    inputs = prompt(12, 1).expand(40, -1)
+    found = {}
+    for lenience in (1.0, 1.5, 1000.0):
+        model.load_state_dict(old)
+        torch.manual_seed(0)
+        history = hf_spec.RolloutHistory(lenience=lenience)
+        first = rollout(model, history, inputs, top_k=0)
+        change(model, 0.02)
+        found[lenience] = rollout(model, history, inputs, top_k=0)
+        greedy = generate(model, inputs[:1], do_sample=False, max_new_tokens=24)
+        ours = rollout(model, history, inputs[:1], do_sample=False)
+        assert torch.equal(ours.sequences, greedy.sequences)
+    assert kept(found[1.0]) < kept(found[1.5]) < kept(found[1000.0])
+    same = found[1000.0].sequences == first.sequences
+    assert same[:, 13:].all(1)[same[:, 12]].all(), "the first token is the prompt's"
+
+
 def test_when_answers_are_used(fresh: Tiny) -> None:
     """Once, after a change of weights; each generation of a prompt has one of its own."""
     history, model, two = hf_spec.RolloutHistory(), fresh("llama"), prompt(12, 1).expand(2, -1)
@@ -207,6 +228,8 @@ def test_bad_input(fresh: Tiny) -> None:
         hf_spec.RolloutHistory(max_tokens=0)
     with pytest.raises(ValueError, match="fresh=2: must be a number in"):
         hf_spec.RolloutHistory(fresh=2)
+    with pytest.raises(ValueError, match="lenience=0.5: must be a number in"):
+        hf_spec.RolloutHistory(lenience=0.5)
     with pytest.raises(ValueError, match="history='x': give a hf_spec.RolloutHistory"):
         rollout(fresh("llama"), "x", prompt())
     with pytest.raises(ValueError, match="history=.* it belongs to acceptance='match'"):
