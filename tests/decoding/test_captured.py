@@ -90,10 +90,6 @@ def test_typical_acceptance(shallow: Tiny, settings: dict[str, Any]) -> None:
     assert torch.equal(tokens(**RECORDED), tokens()) and made[0] and not made[2]
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt2"])
-def test_windows_and_positions(shallow: Tiny, architecture: str) -> None:
-    model = adapt(shallow(architecture, layers=2), "medusa")
-    check(model, drafting("medusa", num_draft_tokens=3), **ragged(), max_new_tokens=12)
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")

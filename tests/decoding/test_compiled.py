@@ -184,36 +184,6 @@ def test_scores_and_caches_go_in_and_out(shallow: Any) -> None:
         assert torch.equal(again.sequences, longer)
 
 
-def test_fine_tuned_models(shallow: Any) -> None:
-    """Updates of the whole model: merged, taken out, switched and disabled between calls."""
-    model = peft.get_peft_model(shallow(), hf_spec.SpaceConfig(update="lora"), "one")
-    randomise(model, "SPACE", seed=1)
-    model.add_adapter("two", hf_spec.SpaceConfig(update="lora"))
-    model.set_adapter("two")
-    randomise(model, "SPACE", seed=2)
-
-    def tokens() -> torch.Tensor:
-        return check(model, "space", tree="chain").sequences
-
-    second = tokens()
-    for merge, unmerge in (
-        (model.merge_adapter, model.unmerge_adapter),
-        (lambda: hf_spec.merge_adapter(model), lambda: hf_spec.unmerge_adapter(model)),
-    ):
-        merge()
-        merged = check(model, "space", tree="chain")
-        assert torch.equal(merged.sequences, second) and compiled(merged)["made"]  # without hooks
-        assert compiled(check(model, "space", tree="chain"))["made"] == 0
-        unmerge()
-        assert torch.equal(tokens(), second)
-    model.set_adapter("one")
-    assert not torch.equal(tokens(), second)
-    model.merge_adapter()
-    model.set_adapter("two")  # takes it out
-    assert torch.equal(tokens(), second)
-    with model.disable_adapter():
-        assert not torch.equal(check(model).sequences, second)
-    assert torch.equal(check(model).sequences, second)
 
 
 def test_adapters_of_one_name(shallow: Any) -> None:
@@ -227,42 +197,6 @@ def test_adapters_of_one_name(shallow: Any) -> None:
         model.delete_adapter("one")
 
 
-@pytest.mark.environment  # half a minute of a C++ compiler
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_with_a_compiler(shallow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's code gives the same tokens, and is made once, for equal layers as well."""
-    from torch._dynamo.utils import counters
-
-    parts = []
-    inner = torch._inductor.compile
-    monkeypatch.setattr(
-        torch._inductor, "compile", lambda part, *args, **kwargs: (
-            parts.append(part), inner(part, *args, **kwargs)
-        )[1],
-    )  # fmt: skip
-    model = adapt(shallow(layers=3), "space")
-    plain = generate(model, prompt()).sequences
-    # One graph, since each takes its time: nothing says how many tokens are left at the end.
-    ends = StopRowAt(prompt().shape[1], {tuple(prompt()[0].tolist()): NEW})
-    kwargs = {
-        **strategy("space", tree="chain", max_depth=2), "max_new_tokens": 2 * NEW,
-        "stopping_criteria": [ends], "cache_implementation": STATIC,
-        "compile_config": CompileConfig(),
-    }  # fmt: skip
-    first = generate(model, prompt(), **kwargs)
-    assert torch.equal(first.sequences, plain)
-    assert compiled(first)["made"] and not compiled(first)["refused"]
-    before = len(parts)
-    counters.clear()
-    assert 0 < before <= 3 * compiled(first)["made"], before
-    second = generate(model, prompt(), **kwargs)
-    assert torch.equal(second.sequences, plain)
-    assert compiled(second)["made"] == 0 and len(parts) == before and not counters["stats"]
-    freed = weakref.ref(model)
-    parts.clear()
-    del model, first, second
-    gc.collect()
-    assert freed() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
