@@ -8,7 +8,6 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from method_variants import DOMINO, DSPINE, XPRESS
-from replay import RECORDED, Replay
 from running import as_if, drafting, proposals
 from test_shrinking import staggered
 
@@ -18,7 +17,6 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting import draft_cache
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
-from hf_spec.model import captures
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
@@ -127,8 +125,6 @@ def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: s
     assert len(seen) > 5 and {slots for _, slots in seen} == {128}
 
 
-
-
 def test_a_prefix_without_features(fresh: Tiny) -> None:
     """A cache that a plain call has filled: the block's context begins with the new tokens."""
     model = fresh("llama")
@@ -186,10 +182,6 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
     batch = TrainingBatch(ids, ids, anchors)
     found = method.objective(model, find_active(model, name.upper()), batch)
     torch.testing.assert_close(found["logits"], expected)
-
-
-
-
 
 
 @pytest.mark.parametrize(

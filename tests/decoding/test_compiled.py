@@ -8,12 +8,10 @@ import copy
 import gc
 import logging
 import os
-import shutil
 import weakref
 from itertools import product
 from typing import Any
 
-import peft
 import pytest
 import torch
 from adapter_oracle import randomise
@@ -21,7 +19,6 @@ from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
 from replay import RECORDED, Replay
 from running import CAPTURED, drafting, experts_are_captured, family
-from test_shrinking import StopRowAt
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
@@ -135,7 +132,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
     ("name", "sampled"),
-    covering(product(methods(), (False, True)), lambda name, sampled: [(family(name), sampled)]),
+    covering(product(methods(), (False, True)), lambda name, sampled: [family(name), sampled]),
 )
 def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
     layers = 2 if name in ("layer_skip", "propd") else 1  # what they leave out, or look into
@@ -184,8 +181,6 @@ def test_scores_and_caches_go_in_and_out(shallow: Any) -> None:
         assert torch.equal(again.sequences, longer)
 
 
-
-
 def test_adapters_of_one_name(shallow: Any) -> None:
     """One that is deleted and another of its name are not mixed up."""
     model = shallow()
@@ -195,8 +190,6 @@ def test_adapters_of_one_name(shallow: Any) -> None:
         want = generate(model, prompt(), max_new_tokens=12, **spec).spec_stats
         assert check(model, "space").spec_stats.accepted_histogram == want.accepted_histogram
         model.delete_adapter("one")
-
-
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -249,7 +242,7 @@ def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
 
 @pytest.mark.usefixtures("sizes_as_shipped")
 @pytest.mark.parametrize(
-    ("name", "sampled", "sizes"), [("prompt_lookup", False, (2,)), ("medusa", True, (1, 2))]
+    ("name", "sampled", "sizes"), [("prompt_lookup", False, (1, 2)), ("medusa", True, (2,))]
 )
 def test_a_warm_up(shallow: Any, name: str, sampled: bool, sizes: tuple[int, ...]) -> None:
     """Behind it nothing is compiled, whatever the policy chooses."""

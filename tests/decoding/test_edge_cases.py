@@ -248,8 +248,6 @@ def test_soft_capped_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.tolist() == expected.tolist()
 
 
-
-
 def test_flash_is_switched_to_sdpa_for_the_call(
     fresh: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

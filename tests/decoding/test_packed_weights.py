@@ -1,7 +1,6 @@
 """``pack_weights``: the same tokens, copies that follow the weights, and what is refused."""
 
 import copy
-import gc
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -109,8 +108,6 @@ def test_weights_that_change(shallow: Tiny, used: list[int]) -> None:
     used.clear()
     plain = generate(model, inputs).sequences
     assert torch.equal(generate(model, inputs, **calls()[0]).sequences, plain) and not used
-
-
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "stablelm", "gpt2"])
@@ -230,5 +227,3 @@ def test_where_it_pays(shallow: Tiny, used: list[int], monkeypatch: pytest.Monke
         assert not packs()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert not packs()
-
-

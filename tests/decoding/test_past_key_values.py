@@ -373,8 +373,6 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
 # -- copies ----------------------------------------------------------------------------------
 
 
-
-
 def test_a_copy_of_a_compiled_call_does_not_hold_the_model(shallow: Tiny) -> None:
     """Nor slots that are not in use: a pickle is as large as the states."""
     model = shallow()

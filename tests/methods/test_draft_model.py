@@ -29,12 +29,8 @@ def drafts(**options: Any) -> dict[str, Any]:
     return spec
 
 
-
-
 def assistant_of(tiny: Tiny, name: str) -> Any:
     return architectures.build(name) if name in ("qwen3_next", "mamba2") else tiny(name)
-
-
 
 
 @pytest.mark.parametrize(

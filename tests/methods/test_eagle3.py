@@ -16,11 +16,9 @@ from step_by_hand import chain, commit, frontier, started
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from hf_spec.adapters.active import find_active
-from hf_spec.core.verify import HostResult
 from hf_spec.drafting.losses import Own, prediction_losses
 from hf_spec.drafting.training_time_test import unrolled
 from hf_spec.methods.eagle3 import Eagle3Config, Eagle3Network
-from hf_spec.methods.registry import methods
 from hf_spec.tools.hub.transfer import convert
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters" / "eagle3"
@@ -81,10 +79,6 @@ def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
         keys, _ = row_of(drafter.cache, 0, 0)
         torch.testing.assert_close(keys, fixture.io[f"step{step}.cache_keys"][0], **NEAR)
         done = end
-
-
-
-
 
 
 @every_fixture

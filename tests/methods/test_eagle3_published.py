@@ -42,10 +42,6 @@ def same(*_: Any) -> None:
     """Leave a checkpoint as it is."""
 
 
-
-
-
-
 def as_specforge(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Names of its first version of EAGLE 3.1, and layers counted by outputs."""
     inner = config.pop("transformer_layer_config")

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,6 @@ import hf_spec
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult
-from hf_spec.drafting.calibration import AGAIN
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
@@ -57,7 +54,6 @@ def test_what_each_mode_does(mode: str) -> None:
     before = one.gamma
     one.update(0.0)
     assert (one.gamma == before) == (mode in ("threshold", "fixed"))
-
 
 
 # -- drafting ------------------------------------------------------------------------------------
@@ -102,8 +98,6 @@ class Setting:
 
     def verify(self, tree: Tree) -> Tensor:
         return self.state.target(tree).logits
-
-
 
 
 @pytest.fixture
@@ -183,8 +177,6 @@ def test_each_row_stops_after_its_first_unsure_token(
         assert len(set(tree.row_depths)) > 1
 
 
-
-
 @pytest.mark.parametrize("temperature", [0.05, 20.0])
 def test_exits_look_at_what_the_drafting_model_says_itself(
     setting: Callable[..., Setting], temperature: float
@@ -204,8 +196,6 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
 
 
 # -- the policy's exit: trees --------------------------------------------------------------------
-
-
 
 
 def timed(
@@ -279,16 +269,6 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
         wanted = 1 + next((k for k in range(5) if not worth[k] > price), 5)
         drafter.propose(one.state)
         assert one.state.stats.num_draft_forwards == wanted
-
-
-
-
-
-
-
-
-
-
 
 
 def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:

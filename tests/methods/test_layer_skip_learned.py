@@ -129,8 +129,6 @@ def test_merged_weights_draft_what_updated_outputs_draft(tiny: Tiny, architectur
     assert bit_sums(list(model.parameters())) == sums
 
 
-
-
 def test_copies_go_with_the_adapter_or_the_model(tiny: Tiny) -> None:
     # No copy of a model whose states an earlier test read: pickle refuses Transformers' hooks.
     model = type(tiny("llama"))(tiny("llama").config).eval()

@@ -76,8 +76,6 @@ def test_chains_are_those_recorded(name: str) -> None:
         torch.testing.assert_close(drafted, expected, **CLOSE)
 
 
-
-
 @pytest.mark.parametrize("name", [*NAMES, *BUILT])
 @torch.no_grad()
 def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:

@@ -1,20 +1,12 @@
 """``plain``: the tokens of ``generate``, one per step, as it is and by records."""
 
-from typing import Any
-
 import pytest
 import torch
-from conftest import Tiny, prompt, ragged
-from replay import RECORDED, Replay
-from running import drafting
+from conftest import Tiny, prompt
 
 import hf_spec
 from hf_spec.methods.registry import get_method
-from hf_spec.model import captures
 from hf_spec.tools.bench.contenders import contenders, parse_names
-
-
-
 
 
 def test_it_takes_no_options_of_drafting(tiny: Tiny) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import adapter_oracle
 import pytest
 import torch
-from adapter_oracle import batch_of, hooked, randomise, with_updates
+from adapter_oracle import batch_of, randomise, with_updates
 from conftest import Tiny, prompt, ragged
 from peft import get_peft_model
 from running import every_step
@@ -182,8 +182,6 @@ def test_decoding_equals_plain_decoding_of_the_fine_tuned_model(
 
 
 # -- operations of PEFT --------------------------------------------------------------------------
-
-
 
 
 def test_merging_and_other_adapters(tiny: Tiny) -> None:
