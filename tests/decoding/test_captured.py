@@ -71,7 +71,8 @@ SOME = [
 @pytest.mark.parametrize(("name", "variant"), SOME, ids=["-".join(case) for case in SOME])
 def test_every_method(shallow: Tiny, name: str, variant: str) -> None:
     """A ragged batch of the first variant, a row alone of the others; sampled of the second."""
-    model, case = shallow(layers=3 if name == "layer_skip" else 2), (name, variant)
+    layers = {"layer_skip": 3, "propd": 2}  # which they leave out, or look into
+    model, case = shallow(layers=layers.get(name, 1)), (name, variant)
     given = ragged() if case in FIRST and case not in SECOND else {"inputs": prompt()}
     given |= SAMPLED if case in SECOND else {}
     with adapted(model, name, variant):
@@ -98,10 +99,9 @@ def test_typical_acceptance(shallow: Tiny, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")
-@pytest.mark.parametrize(("kind", "way"), [("falcon_h1", RECORDED), ("qwen3_5_text", CAPTURED)])
-def test_recurrent_layers(kind: str, way: Any) -> None:
-    model = with_adapter(recurrent(kind), "medusa", STRATEGIES["medusa"][0])
-    check(model, drafting("medusa", num_draft_tokens=3), way, **ragged(), max_new_tokens=12)
+def test_recurrent_layers() -> None:
+    model = with_adapter(recurrent("falcon_h1"), "medusa", STRATEGIES["medusa"][0])
+    check(model, drafting("medusa", num_draft_tokens=3), **ragged(), max_new_tokens=8)
 
 
 def test_a_lora(shallow: Tiny) -> None:
@@ -176,7 +176,7 @@ def test_calls_of_other_lengths_keep_their_records(
 # -- records of compiled code ------------------------------------------------------------------
 
 #: Strategies whose trees have few sizes, each of which is compiled.
-FEW = {"prompt_lookup": {"max_nodes": 2}, "eagle3": {"num_draft_tokens": 3, "max_depth": 2}}
+FEW = {"prompt_lookup": {"max_nodes": 2}, "medusa": {"num_draft_tokens": 3}}
 
 
 @pytest.fixture
