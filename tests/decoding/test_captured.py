@@ -71,7 +71,7 @@ SOME = [
 @pytest.mark.parametrize(("name", "variant"), SOME, ids=["-".join(case) for case in SOME])
 def test_every_method(shallow: Tiny, name: str, variant: str) -> None:
     """A ragged batch of the first variant, a row alone of the others; sampled of the second."""
-    layers = {"layer_skip": 3, "propd": 2}  # which they leave out, or look into
+    layers = {"layer_skip": 3, "propd": 2, "prompt_lookup": 2}  # that they use, or repeat by
     model, case = shallow(layers=layers.get(name, 1)), (name, variant)
     given = ragged() if case in FIRST and case not in SECOND else {"inputs": prompt()}
     given |= SAMPLED if case in SECOND else {}
