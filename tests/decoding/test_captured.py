@@ -235,7 +235,7 @@ def test_parts_by_a_compiler(
 def test_code_is_kept_for_other_places(shallow: Tiny, cut_into: list[int]) -> None:
     """A record is for places in memory, compiled code for shapes."""
     model = shallow(layers=3)
-    spec = {**strategy("prompt_lookup", **FEW["prompt_lookup"]), **CAPTURED}
+    spec = {**strategy("prompt_lookup", **FEW["prompt_lookup"]), **CAPTURED, "max_new_tokens": 8}
     first, second = (generate(model, prompt(), **spec) for _ in range(2))
     assert compiled(first)["made"] and not compiled(second)["made"]
     before = len(cut_into)
@@ -244,13 +244,13 @@ def test_code_is_kept_for_other_places(shallow: Tiny, cut_into: list[int]) -> No
     gc.collect()
     again = generate(model, prompt(), **spec)
     assert compiled(again)["made"] and len(cut_into) == before
-    assert torch.equal(again.sequences, generate(model, prompt()).sequences)
+    assert torch.equal(again.sequences, generate(model, prompt(), max_new_tokens=8).sequences)
     # With other weights it is made anew.
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.data = weight.data.flip(0).contiguous()
     changed = generate(model, prompt(), **spec)
     assert len(cut_into) > before
-    assert torch.equal(changed.sequences, generate(model, prompt()).sequences)
+    assert torch.equal(changed.sequences, generate(model, prompt(), max_new_tokens=8).sequences)
 
 
 # -- what cannot be recorded -------------------------------------------------------------------

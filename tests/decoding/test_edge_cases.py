@@ -219,6 +219,7 @@ def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
 # -- attention back ends ---------------------------------------------------------------------
 
 
+@pytest.mark.environment  # seconds of a C++ compiler
 def test_flex_attention(tiny: Tiny) -> None:
     """As it is, compiled by Inductor: on a CPU that fails for trees and for padded prompts."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
