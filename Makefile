@@ -1,6 +1,7 @@
 # Every target does its own set-up: the first call makes .venv, later ones see the stamp and are quick.
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
+#   make test-library  those of the library alone; make test-tools: those of the commands
 #   make test-avx2 those that depend on a CPU's instructions, as on one with AVX2 only
 #   make test-all  the same with every combination of parameters instead of every pair, the sweep,
 #                 servers, wheels and programs of others (lm-eval, TRL, DeepSpeed, Gradio, ...),
@@ -20,10 +21,10 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-avx2 test-all test-latest sweep random docs figures dist dist-check quality clean
+.PHONY: help venv demo test test-library test-tools test-avx2 test-all test-latest sweep random docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,15s/^#\( *\)/\1/p' Makefile
+	@sed -n '2,16s/^#\( *\)/\1/p' Makefile
 
 venv: $(STAMP)
 
@@ -48,6 +49,12 @@ PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest 
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
+
+test-library: $(STAMP)
+	$(PYTEST) -m "not tools" $(ARGS)
+
+test-tools: $(STAMP)
+	$(PYTEST) -m tools $(ARGS)
 
 test-avx2: $(STAMP)
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -m instructions $(ARGS)

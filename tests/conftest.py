@@ -118,7 +118,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+#: Folders and files of tests of the tools, which are marked so; all others are the library's.
+TOOLS = (
+    "bench", "demo", "hub", "search", "training", "test_cli", "test_data", "test_docs",
+    "test_doctor", "test_examples", "test_files", "test_messages", "test_other_programs",
+    "test_program_examples", "test_run", "test_serve", "test_tour",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).with_suffix("").parts[0] in TOOLS:
+            item.add_marker(pytest.mark.tools)
     if not config.getoption("--environments"):
         skip = pytest.mark.skip(reason="an environment of its own: --environments, make test-all")
         for item in items:

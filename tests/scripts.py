@@ -45,10 +45,10 @@ def commands_here(script: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[st
     return run
 
 
-def base_answers_and_prompts(folder: Path) -> tuple[Path, Path, Path]:
+def base_answers_and_prompts(folder: Path, layers: int = 1) -> tuple[Path, Path, Path]:
     """A tiny model, a folder with 40 answers, and their prompts."""
     rows = [{"prompt": f"{n} and {n + 1}", "answer": f"{2 * n + 1} is it"} for n in range(40)]
     (folder / "answers").mkdir()
     write_prompts(folder / "answers" / "train.jsonl", rows)
     prompts = write_prompts(folder / "p.jsonl", [{"prompt": row["prompt"]} for row in rows])
-    return save_checkpoint(folder / "base", layers=1), folder / "answers", prompts
+    return save_checkpoint(folder / "base", layers=layers), folder / "answers", prompts

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import prompt
 from peft import get_peft_model
 from scripts import base_answers_and_prompts, commands_here, load_script
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
@@ -90,37 +89,73 @@ def test_every_line_of_the_papers_can_be_made():
     assert len(names) > 5 and names <= set(script.TABLES)
 
 
-def test_all(tmp_path, monkeypatch):
-    script: Any = load_script("all")
-    run = commands_here(script, monkeypatch)
-    rows = [{"category": "sums", "turns": [f"{n} and {n + 1} " * 9]} for n in range(4)]
-    script.main([
-        "--model", str(save_checkpoint(tmp_path / "base", layers=1)),
-        "--prompts", str(write_prompts(tmp_path / "p.jsonl", rows)), "--limit", "2",
-        "--max-new-tokens", "4", "--threads", "1", "--dtype", "float32", "--batch-sizes", "1,2",
-        "--contexts", "100", "--output", str(tmp_path / "out"), "--only", "batches,tasks,contexts",
-    ])  # fmt: skip
-    assert {words[0] for words in run} == {"bench"}
-    page = (tmp_path / "out" / "figures.md").read_text()
-    titles = [line for line in page.splitlines() if line.startswith("## ")]
-    assert "## Batch sizes, greedy" in titles and "## Each task" in titles
-    assert "| `prompt_lookup` |" in page and "tokens/s" in page
-    with pytest.raises(SystemExit):
-        script.main(["--only", "speed"])
+#: Words of a program's command, a file that it writes and what this says.
+RUNS = {
+    "all": (
+        "--model {base} --prompts {prompts} --limit 2 --max-new-tokens 4 --threads 1 "
+        "--dtype float32 --batch-sizes 1,2 --contexts 100 --only batches,tasks,contexts "
+        "--output {out}",
+        "figures.md", "## Batch sizes, greedy.*prompt_lookup.*## Each task",
+    ),
+    "comparison": (
+        "--model {base} --answers {answers} --prompts {prompts} --limit 2 --max-new-tokens 6 "
+        "--threads 1 --methods medusa --output {out}",
+        "comparison.md", "`prompt_lookup`.*`medusa`",
+    ),
+    "spec_bench": (
+        "--model {base} --prompts {few} --dtype float32 --max-new-tokens 8 "
+        "--strategies prompt_lookup,transformers:prompt_lookup --output {out}/answers.jsonl",
+        "answers-transformers_prompt_lookup.jsonl", "question_id.*accept_lengths",
+    ),
+    "threshold": (
+        "--model {base} --adapter {skip} --prompts {prompts} --dtype float32 --stages 30 "
+        "--max-new-tokens 20 --first 0.5 --output {out}/threshold.svg",
+        "threshold.svg", "drafting stages",
+    ),
+    "grow": (
+        "{base} --layers 5 --adapter {heads} --output {out}/deep",
+        "deep/adapters/heads/adapter_config.json", "MEDUSA",
+    ),
+    "train_hybrid_model": ("{base} {out} {answers}/train.jsonl --steps 1", "config.json",
+                           "qwen3_5_text"),
+    "contexts": (
+        "--model {demo}/model --adapter {demo}/adapters/medusa --shape double --contexts 200 "
+        "--contenders transformers,medusa,eagle3 --rounds 1 --new-tokens 12 "
+        "--output {out}/found.json",
+        "found.json", 'transformers.*medusa.*eagle3.*"same": true',
+    ),
+}  # fmt: skip
 
 
-def test_comparison(tmp_path, monkeypatch):
-    script: Any = load_script("comparison")
-    run = commands_here(script, monkeypatch)
-    base, answers, prompts = base_answers_and_prompts(tmp_path)
-    script.main([
-        "--model", str(base), "--answers", str(answers), "--prompts", str(prompts), "--limit", "2",
-        "--max-new-tokens", "6", "--threads", "1", "--output", str(tmp_path / "out"),
-        "--methods", "medusa",
-    ])  # fmt: skip
-    assert [words[0] for words in run] == ["train", "bench", "bench", "bench"]
-    table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
-    assert [line.split("`")[1] for line in table[2:]] == ["prompt_lookup", "medusa"]
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the commands name."""
+    folder = tmp_path_factory.mktemp("scripts")
+    base, answers, prompts = base_answers_and_prompts(folder, layers=4)
+    configs = {
+        "skip": hf_spec.LayerSkipConfig(skip_attention=[1]),
+        "heads": hf_spec.MedusaConfig(num_heads=2),
+    }
+    for name, config in configs.items():
+        model = AutoModelForCausalLM.from_pretrained(base)
+        get_peft_model(model, config).save_pretrained(folder / name)
+    demo = Path(hf_spec.__file__).parent / "tools" / "demo"
+    own = {name: folder / name for name in configs}
+    own["few"] = write_prompts(folder / "few.jsonl", [{"prompt": "abab" * 5, "question_id": 8}])
+    return {"base": base, "answers": answers, "prompts": prompts, "demo": demo, **own}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(tmp_path, monkeypatch, made, name):
+    script: Any = load_script(name)
+    if name in ("all", "comparison"):
+        commands_here(script, monkeypatch)
+    if name == "train_hybrid_model":
+        monkeypatch.setattr(script, "SEQ_LENGTH", 48)
+        monkeypatch.setattr(script, "HELD_OUT", 2)
+    words, file, said = RUNS[name]
+    script.main(shlex.split(words.format(out=tmp_path, **made)))
+    assert re.search(said, (tmp_path / file).read_text(encoding="utf-8"), re.DOTALL)
 
 
 # -- other programs -------------------------------------------------------------------------------
@@ -187,82 +222,14 @@ def test_vllm(tmp_path):
     assert rows["vLLM"]["tokens_per_second"] == pytest.approx(12 / 0.2)
 
 
-def test_spec_bench(tmp_path):
-    """Answer files as Spec-Bench's own ``evaluation/speed.py`` reads them."""
-    rows = [
-        {"question_id": 81, "category": "writing", "turns": ["abab" * 5, "and then"]},
-        {"question_id": 401, "category": "qa", "turns": ["xyz" * 6]},
-    ]
-    load_script("spec_bench").main([
-        "--model", str(save_checkpoint(tmp_path / "m")), "--dtype", "float32",
-        "--prompts", str(write_prompts(tmp_path / "question.jsonl", rows)),
-        "--output", str(tmp_path / "answers.jsonl"),
-        "--strategies", "prompt_lookup,transformers:prompt_lookup", "--max-new-tokens", "20",
-    ])  # fmt: skip
-    for name in ("generate", "prompt_lookup", "transformers_prompt_lookup"):
-        lines = (tmp_path / f"answers-{name}.jsonl").read_text().splitlines()
-        answers = [json.loads(line) for line in lines]
-        found = [(one["question_id"], one["category"]) for one in answers]
-        assert found == [(81, "writing"), (401, "qa")]
-        for answer in answers:
-            (choice,) = answer["choices"]
-            assert choice["new_tokens"] == [sum(choice["accept_lengths"])] == [20]
-            assert choice["decoding_steps"] == [len(choice["accept_lengths"])]
-            assert len(choice["turns"]) == 1 and choice["wall_time"][0] > 0
-
-
-def test_threshold(tmp_path, capsys):
-    adapter = get_peft_model(make_model(), hf_spec.LayerSkipConfig(skip_attention=[1]))
-    adapter.save_pretrained(tmp_path / "skip")
-    load_script("threshold").main([
-        "--model", str(save_checkpoint(tmp_path / "model")), "--adapter", str(tmp_path / "skip"),
-        "--stages", "30", "--output", str(tmp_path / "threshold.svg"), "--dtype", "float32",
-        "--max-new-tokens", "20", "--first", "0.5",
-        "--prompts", str(write_prompts(tmp_path / "one.jsonl", [{"prompt": "ab ab"}] * 9)),
-    ])  # fmt: skip
-    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("one")]
-    values = [float(re.findall(r"[0-9.]+", row)[1]) for row in rows[:-1]]
-    assert values[0] == 0.5 and len({*values}) > 1
-    assert "drafting stages" in (tmp_path / "threshold.svg").read_text(encoding="utf-8")
-
-
-def test_grow(tmp_path):
-    """A deeper model answers as the small one, and its adapters fit it."""
-    small, deep = save_checkpoint(tmp_path / "small"), tmp_path / "deep"
-    peft = get_peft_model(make_model(), hf_spec.MedusaConfig(num_heads=2))
-    peft.save_pretrained(tmp_path / "heads")
-    load_script("grow").main(
-        [str(small), "--layers", "5", "--output", str(deep), "--adapter", str(tmp_path / "heads")]
-    )
-    model, ids = AutoModelForCausalLM.from_pretrained(deep), prompt(9, seed=0)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, make_model()(ids).logits)
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    model.load_adapter(str(deep / "adapters" / "heads"))
-    found = model.generate(ids, **settings, assistant_strategy="medusa")
-    assert found.tolist() == make_model().generate(ids, **settings).tolist()
-
-
-def test_train_hybrid_model(tmp_path, monkeypatch):
-    script: Any = load_script("train_hybrid_model")
-    monkeypatch.setattr(script, "SEQ_LENGTH", 48)
-    monkeypatch.setattr(script, "HELD_OUT", 2)
-    folder = save_checkpoint(tmp_path / "llama", layers=4)
-    rows = [{"question": "a b", "answer": "c"}, {"prompt": "b", "completion": "a c"}] * 30
-    data = write_prompts(tmp_path / "data.jsonl", rows)
-    script.main([str(folder), str(tmp_path / "out"), str(data), "--steps", "1"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.model_type == "qwen3_5_text" and model.dtype == torch.bfloat16
-
-
 def test_long_prompts(tmp_path, monkeypatch, capsys):
     """The same each time, no longer than asked for."""
     folder = str(save_checkpoint(tmp_path / "model"))
-    words = ["long_prompts.py", "--model", folder, "--lengths", "2048", "4096", "--count", "2"]
+    words = ["long_prompts.py", "--model", folder, "--lengths", "2048", "--count", "1"]
     for name in ("one", "two"):
         monkeypatch.setattr("sys.argv", [*words, "-o", str(tmp_path / name)])
         load_script("long_prompts").main()
-    assert "8 prompts" in capsys.readouterr().out
+    assert "2 prompts" in capsys.readouterr().out
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     prompts = read_prompts(tmp_path / "one")
     tokenizer = AutoTokenizer.from_pretrained(folder)

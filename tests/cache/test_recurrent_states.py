@@ -1,8 +1,6 @@
 """Recurrent states of a cache, against those that Transformers computes from the tokens alone."""
 
 import copy
-import io
-import pickle
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +13,7 @@ from recurrent_models import shared_recurrent
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.cache.convert import take_over, unpack_into
+from hf_spec.cache.convert import take_over
 from hf_spec.cache.recurrent import stock_states
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
@@ -170,48 +168,6 @@ def test_rows(after: Row) -> None:
     after.check()
 
 
-def test_copies(after: Row) -> None:
-    after.step([2, 0, 1])
-    for again in (copy.deepcopy(after.cache), pickled(after.cache)):
-        after.check(again)
-        one = copy.copy(after)
-        one.cache, one.tokens = again, [list(row) for row in after.tokens]
-        one.truncate([one.lengths[0] - 1, *one.lengths[1:]])
-        one.check()
-        one.step([2, 2, 0])
-        one.check()
-    after.check()
-
-
-def pickled(cache: TreeCache) -> TreeCache:
-    file = io.BytesIO()
-    pickle.dump(cache, file)
-    file.seek(0)
-    return pickle.load(file)
-
-
-def test_an_interrupted_commit_is_repaired(after: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states were advanced, and the lengths were not."""
-
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    tokens = [list(row) for row in after.tokens]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TreeCache, "set_lengths", interrupted)
-        after.step([2, 1, 3])
-    after.cache.repair()
-    assert after.tokens == tokens
-    after.check()
-    after.step([1, 0, 2])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TreeCache, "set_lengths", interrupted)
-        after.cache.truncate([after.lengths[0], after.lengths[1], after.lengths[2] - 1])
-    after.cache.repair()
-    after.tokens[2].pop()
-    after.check()
-
-
 def test_states_that_a_step_did_not_advance(after: Row) -> None:
     assert after.cache.recurrent is not None
     after.cache.begin(Tree.roots(torch.tensor([3, 4, 5])))
@@ -223,24 +179,3 @@ def test_elsewhere_states_are_refused(after: Row) -> None:
     after.cache.select([0])
     with pytest.raises(ValueError, match="only in another such call. Elsewhere start without"):
         after.model(torch.tensor([[3]]), **{CACHE: after.cache})
-
-
-def test_filling_a_dynamic_cache(after: Row) -> None:
-    """In place, where there are states already, and where there are none."""
-    after.step([2, 2, 2])
-    for target in (DynamicCache(config=after.model.config), used(after.model)):
-        unpack_into(after.cache, target, None)
-        found = dict(stock_states(target.layers))
-        assert after.cache.recurrent is not None
-        for place, state in after.cache.recurrent.states():
-            assert torch.equal(found[place], state)
-
-
-def used(model: Any) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.tensor([[3, 4], [5, 6], [7, 8]]), **{CACHE: cache})
-    for layer in cache.layers:
-        if hasattr(layer, "keys"):
-            layer.keys = layer.values = None
-    return cache

@@ -2,7 +2,6 @@
 
 import copy
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -49,15 +48,6 @@ def test_rows_hold_what_their_next_token_sees(windows: str, lengths: list[int]) 
     assert max(pair.naive.lengths) > 40
 
 
-@every_window
-def test_rows_of_one_length(windows: str) -> None:
-    """They are written as slices, but where a ring comes round."""
-    pair = Pair(SPECS, [30, 30], 1, seed=1, windows=WINDOWS[windows])
-    for _ in range(30):
-        pair.step(same_counts=True)
-        assert pair.cache.is_uniform
-
-
 @pytest.mark.parametrize("lengths", [[30], [30, 30], [2, 37]], ids=str)
 def test_a_block_in_parts_outgrows_a_ring(lengths: list[int]) -> None:
     """What its first nodes wrote moves with the rest."""
@@ -85,26 +75,6 @@ def test_rows_leave_and_copies_go_on(windows: str) -> None:
     pair.cache.batch_select_indices(torch.tensor([0, 0]))
     pair.naive.map_rows(lambda layer: [list(layer[0]), list(layer[0])])
     for _ in range(10):
-        pair.step()
-
-
-@pytest.mark.parametrize("allocate", [True, False])
-def test_other_buffers_hold_the_same(allocate: bool) -> None:
-    """Those of compiled steps, and back; with front slots."""
-    pair = Pair(SPECS, [2, 57], 1, seed=0, windows=WINDOWS["some"])
-    pair.step()
-
-    def new(shape: Any, dtype: Any, device: Any) -> torch.Tensor:
-        return torch.ones(shape, dtype=dtype, device=device)
-
-    for one in (new, None):
-        pair.cache.states.rehouse(one)
-        for _ in range(20):
-            pair.step()
-    states = random_states(SPECS, 1, 3)
-    pair.cache.states.set_front([(keys[0], values[0]) for keys, values in states])
-    pair.check()
-    for _ in range(20):
         pair.step()
 
 
@@ -175,11 +145,3 @@ def test_a_forward_that_failed_behind_some_layers() -> None:
             cache.update(*both, layer)
         cache.count_appended()
         assert cache.host_lengths == [length]
-
-
-def test_gradients_of_what_is_appended() -> None:
-    cache = pack(dynamic(random_states(SPECS, 1, 30), WINDOWS["all"]), None, 1)
-    new = torch.randn(1, 2, 3, 4, requires_grad=True)
-    keys, _ = cache.update(new, new, 0)
-    keys[:, :, -2:].sum().backward()
-    assert new.grad is not None and new.grad.sum(-1).tolist() == [[[0, 4, 4]] * 2]

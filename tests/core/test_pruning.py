@@ -125,16 +125,6 @@ def test_the_accepted_path_is_that_of_the_whole_tree_up_to_what_went(seed: int) 
         assert [int(left.slots[row, node]) for node in part.path[row]] == kept
 
 
-def test_rows_keep_as_many_as_are_likely_on_average() -> None:
-    wanted = torch.zeros(2, len(SHAPE), dtype=torch.bool)
-    wanted[0] = True
-    log_p = path_log_p(Tree.of_shapes([SHAPE] * 2))
-    left = check([SHAPE, SHAPE], wanted, log_p)
-    assert left is not None
-    assert [len(nodes) for nodes in left] == [len(SHAPE) // 2 + 1] * 2  # of 10 and 1 likely ones
-    assert check([SHAPE, SHAPE], torch.ones_like(wanted), log_p) is None
-
-
 def test_rows_with_less_than_others() -> None:
     """A chain, a row that drafts nothing, and one whose candidates are all unlikely."""
     shapes = [SHAPE, TokenTree.chain(2), TokenTree.chain(0), SHAPE]
@@ -145,12 +135,3 @@ def test_rows_with_less_than_others() -> None:
     assert left is not None and [len(nodes) for nodes in left] == [6, 3, 1, 6]
     nothing = check([TokenTree.chain(1)] * 2, torch.zeros_like(wanted[:2, :2]), torch.zeros(2, 2))
     assert nothing == [[0], [0]]
-
-
-@pytest.mark.parametrize("value", [-torch.inf, 0.0])
-def test_impossible_and_certain_tokens_keep_the_tree_connected(value: float) -> None:
-    wanted = torch.ones(2, 5, dtype=torch.bool)
-    wanted[0, 1:] = False
-    log_p = torch.full((2, 5), value)
-    log_p[:, 0] = 0.0
-    assert check([TokenTree.chain(4)] * 2, wanted, log_p) == [[0, 1, 2]] * 2

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_spec.core import verify
 from hf_spec.core.host_tree import Row
-from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 
 
@@ -70,16 +69,6 @@ def test_trees_of_different_shapes_are_padded_at_the_end(seed: int) -> None:
         check_row(tree, row, shape.parents)
 
 
-def test_chains_and_roots() -> None:
-    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    chain, roots = Tree.chain(tokens), Tree.roots(tokens[:, 0])
-    assert chain.is_chain and torch.equal(chain.tokens, tokens)
-    assert roots.tokens.tolist() == [[4], [7]] and roots.max_depth == 0
-    for row in range(2):
-        check_row(chain, row, [-1, 0, 1])
-        check_row(roots, row, [-1])
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
     """Whatever stands on the padding."""
@@ -100,16 +89,6 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
     assert Tree.unpacked(fits).tokens.eq(2**24 - 1).all()
 
 
-def test_numbers_on_the_host_are_not_transferred_again() -> None:
-    parts = torch.tensor([[[-1, 0]], [[0, 1]], [[5, 6]]])
-    packed = Tree.packed(*parts, torch.tensor([[0.0, -0.5]]))
-    numbers = packed.numpy().copy()
-    numbers[0, 5] = 9.0
-    tree = Tree.unpacked(packed, numbers)
-    assert tree.host is not None
-    assert tree.host.tokens.tolist() == tree.tokens.tolist() == [[5, 9]]
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     rng = random.Random(seed)
@@ -124,27 +103,6 @@ def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     n = len(one.parents)
     assert (merged.parents[:n], merged.tokens[:n]) == (one.parents, one.tokens)
     assert all(parent < node for node, parent in enumerate(merged.parents))
-
-
-def test_of_twins_in_a_tree_the_first_takes_what_is_merged() -> None:
-    """Sampled candidates may be equal; acceptance enters the first."""
-    one = Row([-1, 0, 0], [1, 5, 5], [1.0, 0.5, 0.5])
-    merged = one.merge(Row([-1, 0, 1], [1, 5, 7], [1.0, 0.6, 0.3]))
-    assert merged == Row([-1, 0, 0, 1], [1, 5, 5, 7], [1.0, 0.6, 0.5, 0.3])
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
-    rng = random.Random(seed)
-    row = random_row(rng, rng.randint(1, 6)).merge(random_row(rng, rng.randint(1, 6)))
-    gone = rng.randrange(1, len(row.parents)) if len(row.parents) > 1 else None
-    for node in range(1, len(row.parents)):
-        if gone in path_to(row.parents, node):
-            row.probs[node] = 0.0
-    sorted_row = row.likeliest_first()
-    assert sorted_row.probs == sorted(sorted_row.probs, reverse=True)
-    assert paths_of(sorted_row) == {path: p for path, p in paths_of(row).items() if p > 0}
-    assert all(parent < node for node, parent in enumerate(sorted_row.parents))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
@@ -228,18 +186,6 @@ def test_the_likeliest_draft_tokens(seed: int, count: int) -> None:
             assert left.tokens[row, : len(own.tokens)].tolist() == own.tokens
         for row, own in zip(left.host.rows(left.row_sizes), cut):
             assert (row.parents, row.tokens) == (own.parents, own.tokens)
-
-
-def test_with_tokens_keeps_the_shape_and_the_probes() -> None:
-    """Whose ancestors are computed once, however many steps have trees of this shape."""
-    shape = TokenTree((-1, 0, 1, 1, 2, 2, 0))
-    for bare in (Tree.of_shapes([shape]), Tree.of_shapes([shape] * 2)):
-        for tree in (bare.attach_probes(GROUPS["causal"]), bare):
-            tokens = torch.randint(9, bare.tokens.shape)
-            drafted, again = (tree.with_tokens(tokens, q=torch.rand(1)) for _ in range(2))
-            assert torch.equal(drafted.drafted.tokens, tokens) and drafted.q is not None
-            assert torch.equal(drafted.tokens[:, 7:], tree.tokens[:, 7:])
-            assert drafted.ancestors is again.ancestors is tree.ancestors
 
 
 @pytest.mark.parametrize("group", [None, *GROUPS])

@@ -467,21 +467,6 @@ def test_typical_equals_its_definition(seed: int, epsilon: float, delta: float) 
     assert len(set(accepted.counts.tolist())) > 1
 
 
-def test_typical_samples_its_bonus_from_the_target_at_the_last_node() -> None:
-    # One false alarm in a million, as above.
-    p = torch.tensor([[0.2, 0.8], [0.65, 0.35]])
-    tree = Tree.chain(torch.tensor([[9, 1]]).expand(ROWS, 2))
-    torch.manual_seed(3)
-
-    def select(scores: Tensor) -> Tensor:
-        return verify.sample(scores.softmax(-1))
-
-    accepted = verify.typical(tree, p.log().expand(ROWS, 2, 2), select, everyone(tree))
-    assert (accepted.counts == 2).all()
-    law = {(1, 0): 0.65, (1, 1): 0.35}
-    assert chi_square(Counter(emitted_rows(accepted)), law) > FALSE_ALARM
-
-
 # -- probes, and the host ------------------------------------------------------------------------
 
 
@@ -520,15 +505,6 @@ def test_the_result_on_the_host(more: list[list[float]] | None) -> None:
     assert numbers is None if more is None else numbers.tolist() == more
 
 
-@pytest.mark.parametrize("vocab", [2, 50, 5000])
-def test_samples_are_those_of_torch(vocab: int) -> None:
-    p = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    torch.manual_seed(4)
-    expected = torch.multinomial(p, 1)[:, 0]
-    torch.manual_seed(4)
-    assert torch.equal(verify.sample(p), expected)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float) -> None:
     """On the host, with the step's one transfer; what drafters read of it before is a token."""
@@ -554,12 +530,3 @@ def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float)
             with pytest.raises(RuntimeError) as ours:
                 result.to_host()
             assert str(ours.value) == str(plain.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_likeliest_token_is_that_of_argmax(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    logits = torch.randint(0, 5, (3, 4, 50)).to(dtype)  # with ties
-    logits[0, 1, 7] = torch.nan
-    logits[2, 3] = -torch.inf
-    assert verify.likeliest(logits).tolist() == logits.argmax(-1).tolist()

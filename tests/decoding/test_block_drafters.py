@@ -8,7 +8,6 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from method_variants import DOMINO, DSPINE, XPRESS
-from replay import RECORDED, Replay
 from running import as_if, drafting, proposals
 from test_shrinking import staggered
 
@@ -18,7 +17,6 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting import draft_cache
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
-from hf_spec.model import captures
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
@@ -127,23 +125,6 @@ def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: s
     assert len(seen) > 5 and {slots for _, slots in seen} == {128}
 
 
-@pytest.mark.parametrize(("kind", "sampled"), [("dspine", True), ("xpress", False)])
-def test_recorded_batches(
-    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, sampled: bool
-) -> None:
-    """Rows of different lengths, which stop one after the other; or a row that is sampled."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
-    model, given, settings = fresh("llama_tied"), staggered(5), GREEDY
-    if sampled:
-        given, settings = {"inputs": prompt()}, {**GREEDY, "do_sample": True, "temperature": 0.7}
-    name, found = adapt(model, kind), []
-    for way in ({}, drafting(name), {**drafting(name), **RECORDED}):
-        torch.manual_seed(0)
-        found.append(model.generate(**given, **settings, **way).tolist())
-    assert found[0] == found[1] == found[2]
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
-
-
 def test_a_prefix_without_features(fresh: Tiny) -> None:
     """A cache that a plain call has filled: the block's context begins with the new tokens."""
     model = fresh("llama")
@@ -201,52 +182,6 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
     batch = TrainingBatch(ids, ids, anchors)
     found = method.objective(model, find_active(model, name.upper()), batch)
     torch.testing.assert_close(found["logits"], expected)
-
-
-@pytest.mark.parametrize("kind", ["rnn", "causal", "domino", "dspine", "xpress"])
-def test_all_parameters_are_trained(fresh: Tiny, kind: str) -> None:
-    """With gradients that lower the loss; a new head changes nothing at first."""
-    model = fresh("llama")
-    name, fields = CONFIGS[kind]
-    method = methods()[name]
-    model.add_adapter(method.adapter_config(**{**fields, "draft_vocab_size": 0}))
-    active, ids = find_active(model, name.upper()), prompt(9)
-    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
-    network, anchors = BlockNetwork(model, active), batch.anchors
-    if network.head is not None:
-        states = block_sequences(network, ids, None, anchors)
-        logits, before = network.logits(states.flatten(1, 2)), ids[:, [3, 4, 5, 6]]
-        places = min(4, states.shape[2])
-        given = network.head.along(
-            logits.view(*states.shape[:3], -1)[:, :1, :places], before[:, None, :places],
-            states[:, :1, :places],
-        )  # fmt: skip
-        torch.testing.assert_close(given, logits.view(*states.shape[:3], -1)[:, :1, :places])
-    randomise(model, name.upper(), std=0.25)
-    weights = dict(active.named_parameters())
-    before_step = method.objective(model, active, batch)["loss"]
-    before_step.backward()
-    assert all(one.grad is not None and one.grad.any() for one in weights.values())
-    with torch.no_grad():
-        for one in weights.values():
-            one -= 1e-3 * one.grad
-    assert method.objective(model, active, batch)["loss"] < before_step
-
-
-@pytest.mark.parametrize("kind", ["anchor", "rnn", "domino", "dspine", "xpress"])
-def test_parameters_are_trained_in_float32(fresh: Tiny, kind: str) -> None:
-    """On a base of 16 bits, whose adapter's buffers have 16 bits, too."""
-    model = fresh("llama").bfloat16()
-    name, fields = CONFIGS[kind]
-    method = methods()[name]
-    model.add_adapter(method.adapter_config(**fields))
-    active, ids = find_active(model, name.upper()), prompt(9)
-    for one in active.parameters():
-        one.data = one.data.float()
-    batch = TrainingBatch(ids, ids, torch.tensor([[2, 4]]))
-    assert method.objective(model, active, batch)["loss"].isfinite()
-    model.generate(prompt(), **GREEDY, **drafting(name))
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,7 @@ def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
 # -- attention back ends ---------------------------------------------------------------------
 
 
+@pytest.mark.environment  # seconds of a C++ compiler
 def test_flex_attention(tiny: Tiny) -> None:
     """As it is, compiled by Inductor: on a CPU that fails for trees and for padded prompts."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
@@ -246,25 +247,6 @@ def test_soft_capped_scores(monkeypatch: pytest.MonkeyPatch) -> None:
         model.set_attn_implementation("flex_attention")
         ours = model.generate(**settings, **drafting("prompt_lookup"))
     assert ours.tolist() == expected.tolist()
-
-
-@torch.no_grad()
-def test_attention_sinks() -> None:
-    module: Any = architectures.build("gpt_oss").model.layers[0].self_attn
-    kv_heads = 4 // module.num_key_value_groups
-    query = torch.randn(1, 4, 5, 8)
-    key, value = torch.randn(2, 1, kv_heads, 5, 8)
-    mask = torch.zeros(1, 1, 5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
-    sinks = module.sinks.copy_(torch.randn(4))
-    found, _ = attention_masks.grouped_sdpa(
-        module, query, key, value, mask, scaling=0.5, s_aux=sinks, position_ids=None
-    )
-    shared = key.repeat_interleave(4 // kv_heads, 1)
-    scores = torch.cat(
-        [query @ shared.mT * 0.5 + mask, sinks[:, None, None].expand(1, 4, 5, 1)], -1
-    )
-    expected = scores.softmax(-1)[..., :-1] @ value.repeat_interleave(4 // kv_heads, 1)
-    torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def test_flash_is_switched_to_sdpa_for_the_call(

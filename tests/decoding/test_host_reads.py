@@ -104,8 +104,12 @@ def test_reads_of_compiled_steps_with_the_models_keys(monkeypatch: pytest.Monkey
     assert steps > 30 and len(seen) < 2 * steps + 30, (steps, len(seen))
 
 
-@pytest.mark.parametrize("cost", [0.0, 0.8, 2.0])
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "draft_model"])
+@pytest.mark.parametrize(
+    ("name", "cost"),
+    covering(
+        product(["eagle3", "mtp", "draft_model"], [0.0, 0.8, 2.0]), lambda name, cost: [name, cost]
+    ),
+)
 def test_levels_are_chosen_without_reads(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, cost: float
 ) -> None:

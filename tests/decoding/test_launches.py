@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt
+from covering import covering
 from replay import RECORDED, Replay
 from running import as_if, draft_everything, drafting
 from test_compiled import CAPTURED, adapt, generate
@@ -105,10 +106,13 @@ MOST = {
 
 
 WAYS: list[dict[str, Any]] = [{}, CAPTURED, RECORDED]
+CASES = covering(
+    [(*case, way) for case in MOST for way in range(3)],
+    lambda name, setting, way: [way, (name, setting, way == 2), name == "medusa" and way],
+)
 
 
-@pytest.mark.parametrize("way", range(3), ids=["eager", "compiled", "recorded"])
-@pytest.mark.parametrize(("name", "setting"), MOST)
+@pytest.mark.parametrize(("name", "setting", "way"), CASES)
 def test_few_launches(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, setting: str, way: int
 ) -> None:

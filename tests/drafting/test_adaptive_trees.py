@@ -3,14 +3,12 @@
 import heapq
 import math
 from collections.abc import Sequence
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import Embeddings, randomise
-from conftest import VOCAB, Tiny, prompt, ragged
+from conftest import VOCAB, Tiny, ragged
 from torch import Tensor
 
 import hf_spec
@@ -18,14 +16,11 @@ from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.core.tree import Tree
 from hf_spec.drafting import predictions
 from hf_spec.drafting.grow import grow
-from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.heads import head_states
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.predictions import Predictions
-from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.methods.registry import methods
 from hf_spec.model.hidden_states import output_logits
-from hf_spec.policy.plans import best_ends, ends
 
 Path = tuple[int, ...]
 HIDDEN, RANK = 5, 3
@@ -166,95 +161,6 @@ def test_tokens_that_are_impossible() -> None:
     assert tree.valid[0].tolist() == [True] * 7 + [False] * 2
 
 
-@pytest.mark.parametrize("count", [1, 3, 5, 7, 30])
-def test_equal_chances(count: int) -> None:
-    """Of equally likely paths, those further up come first."""
-    tree = grown(predict(torch.zeros(1, 3, 5), count), torch.tensor([2]), count, 3)
-    lengths = sorted(map(len, paths_of(tree, 0)))
-    assert lengths == ([1] * 5 + [2] * 25)[:count]
-
-
-def test_certain_tokens() -> None:
-    """A child is as likely as its parent, and still stands behind it."""
-    logits = torch.zeros(1, 4, 6)
-    logits[0, torch.arange(4), torch.tensor([3, 1, 3, 5])] = 1000.0
-    for count in (1, 2, 4):
-        tree = grown(predict(logits, count), torch.tensor([0]), count, 4)
-        assert tree.tokens[0].tolist() == [0, 3, 1, 3, 5][: count + 1]
-        assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3][: count + 1]
-        assert tree.is_chain and (tree.host.probs == 1).all()
-
-
-def test_numbers_that_have_overflown() -> None:
-    """All tokens alike: any tree, but a tree, of as many candidates."""
-    logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0))
-    logits[0, 0, 4], logits[1, 1] = torch.nan, torch.inf
-    tree = grown(predict(logits, 6), torch.tensor([1, 2, 3]), 6, 2)
-    assert tree.tokens[:, 0].tolist() == [1, 2, 3]
-    assert tree.row_sizes == (6, 6, 6)
-    for row in range(3):
-        paths_of(tree, row)
-    assert paths_of(tree, 2).keys() == naive(logits[2], logits[2], 3, None, 6, 2).keys()
-
-
-# -- where a step ends ---------------------------------------------------------------------------
-
-
-def test_where_a_step_ends() -> None:
-    """A path ends at a node with the node's chance less those of its children."""
-    logits, states, roots, markov_head = example(4, 3, 20, True)
-    tree = grown(predict(logits, 8, (3, 0, 1, 3), markov_head, states), roots, 8, 3)
-    assert tree.host is not None
-    probs, parents = tree.host.probs, tree.host.parents
-    found = ends(probs, parents)
-    for row in range(4):
-        paths = {(): 0.0, **paths_of(tree, row)}
-        for node, (path, log_p) in enumerate(paths.items()):
-            below = sum(
-                math.exp(chance) for one, chance in paths.items() if one[:-1] == path != one
-            )
-            assert float(found[row, node]) == pytest.approx(math.exp(log_p) - below, abs=1e-9)
-        assert not found[row, len(paths) :].any()
-        assert float(found[row].sum()) == pytest.approx(1.0)
-        best = sorted(range(len(paths)), key=lambda node: -found[row, node])
-        for count in (1, 3, 9):
-            chosen = best_ends(probs, parents, count)[row].nonzero()[0]
-            assert chosen.tolist() == sorted(best[:count])
-
-
-@pytest.mark.parametrize("with_markov_head", [False, True])
-def test_trust_moves_all_tokens_of_a_distance(with_markov_head: bool) -> None:
-    """As if the predictions had said so; no token becomes more than certain."""
-    logits, states, roots, markov_head = example(2, 3, 20, with_markov_head)
-    made = predict(logits, 20, None, markov_head, states)
-    trust = [math.log(0.5), 0.0, math.log(0.25)]
-    plain, moved = (grown(made, roots, 60, 3, one) for one in (None, trust))
-    for row in range(2):
-        before, after = paths_of(plain, row), paths_of(moved, row)
-        both = before.keys() & after.keys()
-        assert len(both) > 10 and {len(path) for path in both} >= {1, 2}
-        for path in both:
-            assert after[path] == pytest.approx(before[path] + sum(trust[: len(path)]), abs=1e-5)
-        assert max(map(len, before)) >= max(map(len, after))
-    certain = grown(made, roots, 8, 3, [50.0, 50.0, 50.0])
-    assert certain.host.probs.max() == 1
-
-
-def test_roots_of_rows_that_stopped_short_of_their_bonus_token() -> None:
-    """Trees were grown before that was known; the last token that such a row has may be cached."""
-    logits, _, bonus, _ = example(2, 3, 20, False)
-    last = [7, int(bonus[1])]
-    packed = grow(predict(logits, 8), bonus, 8, 3)
-    state: Any = SimpleNamespace(
-        grown=Grown(packed, packed.numpy()), active=[False, True], timed=True,
-        root=torch.tensor(last), tokens=[[5, last[0]], [6, last[1]]],
-    )  # fmt: skip
-    state.received = partial(DecodeState.received, state)
-    tree = GrowingDrafter.grown(GrowingDrafter.__new__(GrowingDrafter), state, None)  # type: ignore
-    assert tree.host is not None and bonus[0] != 7
-    assert tree.tokens[:, 0].tolist() == tree.host.tokens[:, 0].tolist() == last
-
-
 # -- in decoding ---------------------------------------------------------------------------------
 
 
@@ -294,23 +200,3 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
             assistant_kwargs={"num_draft_tokens": 6, "drafting": "always"},
         )  # fmt: skip
     assert checked.count(6) > 10
-
-
-@pytest.mark.parametrize(("options", "nodes"), [({"num_draft_tokens": 2}, 3), ({}, 9)])
-def test_rows_of_a_step(fresh: Tiny, options: dict[str, Any], nodes: int) -> None:
-    """Three probes under each node."""
-    model = fresh("llama")
-    expected = model.generate(prompt(), max_new_tokens=16, do_sample=False)
-    torch.manual_seed(0)
-    model.add_adapter(hf_spec.BitaConfig())
-    rows: list[int] = []
-    first: Any = model.model.layers[0]
-    handle = first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
-    out = model.generate(
-        prompt(), max_new_tokens=16, do_sample=False, assistant_strategy="bita",
-        assistant_kwargs={**options, "drafting": "always"},
-    )  # fmt: skip
-    handle.remove()
-    assert out.tolist() == expected.tolist()
-    # The prompt, its first token with probes, and a step.
-    assert rows[:3] == [12, 1 + 3, nodes + 3 * nodes]

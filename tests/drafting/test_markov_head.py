@@ -149,18 +149,6 @@ def test_tokens_outside_of_the_shortlist_keep_their_chance_together(
             assert 0 < found[n].exp().sum() < 1 + 1e-9
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [SHORTLIST - 3, SHORTLIST, SHORTLIST + 1, 3 * SHORTLIST])
-def test_chances_sum_to_at_most_one(vocab: int, dtype: torch.dtype) -> None:
-    case = Example(vocab, dtype)
-    for scale in (0.0, 1.0, 30.0):
-        case.logits = case.logits * scale
-        sums = case.predictions(8).given(case.previous.view(BATCH, DISTANCES, 2)).double()
-        sums = sums.exp().sum(-1)
-        # Rounding of some 64 terms, in float32 at least.
-        assert sums.max() <= 1 + 1e-5 and sums.min() > 0
-
-
 TREES = [
     TokenTree.from_paths([[0], [1], [0, 2], [1, 0], [1, 0, 4], [1, 0, 0]]),
     TokenTree.from_paths([[3], [3, 0]]),
@@ -183,18 +171,6 @@ def test_tokens_on_the_nodes_of_trees(trees: list[TokenTree], with_markov_head: 
             order = logits.argsort(descending=True).tolist()
             tokens.append(order[tree.ranks[node]])
         assert found[row, : len(tree)].tolist() == tokens
-
-
-@with_and_without
-def test_the_likeliest_given_what_came(with_markov_head: bool) -> None:
-    case = Example(23)
-    previous = case.previous[:, :DISTANCES]
-    found = case.predictions(23, with_markov_head).likeliest(previous)
-    for row, distance in places():
-        logits = case.logits[row, distance - 1]
-        if with_markov_head:
-            logits = logits + case.bias(row, distance, int(previous[row, distance - 1]))
-        assert found[row, distance - 1].tolist() == logits.argsort(descending=True).tolist()
 
 
 @pytest.mark.parametrize("drafted", ["all", "some", "some, trained"])
@@ -266,23 +242,3 @@ def test_losses_of_single_predictions(
     if drafted == "some, trained":
         losses.sum().backward()
         assert case.base.out.weight.grad.any()
-
-
-def test_gradients_reach_the_markov_head() -> None:
-    case = Example(9)
-    for weight in case.weights.values():
-        weight.requires_grad_(True)
-    wanted = torch.tensor([[[2, 3, IGNORED]], [[4, IGNORED, IGNORED]]])
-    ids, anchors = torch.arange(16).view(2, 8) % 9, torch.tensor([[1], [2]])
-    states = case.states[:, None]
-    ahead = Ahead.of(TrainingBatch(ids, ids, anchors), DISTANCES, ids.device)
-    losses, *_ = future_losses(
-        case.base, case.weights, states, ahead._replace(wanted=wanted),
-        predict=lambda states, _: case.base.out(states),
-    )  # fmt: skip
-    losses.sum().backward()
-    for weight in case.weights.values():
-        assert weight.grad is not None
-        # Nothing is wanted at the last distance.
-        assert weight.grad.flatten(1).any(1).tolist() == [True, True, True, False]
-    assert case.base.into.weight.grad is None  # the base's embeddings are as they are

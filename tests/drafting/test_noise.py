@@ -1,6 +1,5 @@
 """The random numbers of sampling, against ``torch.multinomial`` and plain ``generate``."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -85,29 +84,6 @@ def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
     assert len({tuple(tokens) for tokens in one.values()}) == 3  # rows differ
 
 
-def test_what_is_drawn_follows_the_distribution() -> None:
-    """Each of the eight frequencies fails by chance with probability 6e-7: five standard errors."""
-    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    torch.manual_seed(0)
-    noise, counts, draws = SamplingNoise(2, CPU), [Counter(), Counter()], 10_000
-    for _ in range(draws):
-        for row, token in enumerate(noise.choose(p.log().expand(2, -1), 0).tolist()):
-            counts[row][token] += 1
-        noise.ahead(2)
-        noise.advance([1, 1])
-    for found in counts:
-        for token, chance in enumerate(p[0].tolist()):
-            error = (chance * (1 - chance) / draws) ** 0.5
-            assert abs(found[token] / draws - chance) < 5 * error
-
-
-def test_some_sequences_take_a_token() -> None:
-    torch.manual_seed(2)
-    noise, given = SamplingNoise(3, CPU), scores(3)
-    everyone = noise.choose(given, 1).tolist()
-    assert noise.choose(given, 1, rows=[2, 0]).tolist() == [everyone[0], 0, everyone[2]]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_probabilities_that_are_not_finite(value: float) -> None:
     given = scores(2)
@@ -115,18 +91,6 @@ def test_probabilities_that_are_not_finite(value: float) -> None:
     first, second = SamplingNoise(2, CPU).choose(given, 0).tolist()
     assert first >= 0 and second == -1
     assert SamplingNoise(2, CPU).choose(given, 0, rows=[0]).tolist()[1] == 0
-
-
-def test_noise_of_some_tokens_and_after_some() -> None:
-    noise, some = SamplingNoise(3, CPU), torch.tensor([4, 40, 7])
-    noise.choose(scores(3), 0)
-    whole = noise.ahead(8)
-    assert torch.equal(noise.ahead(8, some), whole[:, :, some])
-    assert torch.equal(noise.ahead(2, first=3), whole[:, 3:5])
-    counts = [2, 0, 4]
-    noise.advance(counts)
-    for row, count in enumerate(counts):
-        assert torch.equal(noise.ahead(3)[row], whole[row, count : count + 3])
 
 
 def drawn_ahead(used: int) -> SamplingNoise:

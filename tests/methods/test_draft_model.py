@@ -29,39 +29,8 @@ def drafts(**options: Any) -> dict[str, Any]:
     return spec
 
 
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "always": (drafts(), {}),
-    "chain": (drafts(tree="chain", lookup=True), {}),
-    "exactly": (drafts(num_draft_tokens=5, width=2, max_depth=2), {}),
-    "auto": ({"assistant_strategy": "draft_model"}, {}),
-    "sampled": (drafts(), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
-}
-#: Of the tests' models, and random ones with recurrent states or tables of positions.
-ASSISTANTS = ["llama", "gpt2", "gemma3", "qwen3_next", "mamba2"]
-
-
 def assistant_of(tiny: Tiny, name: str) -> Any:
     return architectures.build(name) if name in ("qwen3_next", "mamba2") else tiny(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "setting", "given"),
-    covering(
-        [(name, setting, given) for name in ASSISTANTS for setting in SETTINGS for given in GIVEN
-         if (setting, given) != ("sampled", "batch")],  # which draws in another order
-        # Chains and trees of each assistant are compared with itself below.
-        lambda name, setting, given: [(name, given), (setting, given)],
-    ),
-)  # fmt: skip
-def test_output_is_that_of_plain_generation(
-    tiny: Tiny, name: str, setting: str, given: str
-) -> None:
-    model, assistant = tiny("llama_tied"), assistant_of(tiny, name)
-    spec, settings = SETTINGS[setting]
-    settings = {**GREEDY, **settings}
-    check_same(model, {**spec, "assistant_model": assistant}, **GIVEN[given], **settings)
-    if setting != "auto":
-        assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,13 @@ from step_by_hand import chain, commit, frontier, started
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from hf_spec.adapters.active import find_active
-from hf_spec.core.verify import HostResult
 from hf_spec.drafting.losses import Own, prediction_losses
 from hf_spec.drafting.training_time_test import unrolled
 from hf_spec.methods.eagle3 import Eagle3Config, Eagle3Network
-from hf_spec.methods.registry import methods
 from hf_spec.tools.hub.transfer import convert
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters" / "eagle3"
 NAMES = ["tiny-llama", "tiny-llama-original", "tiny-llama-before-fc", "tiny-qwen3-31"]
-METHOD = methods()["eagle3"]
 #: Between implementations in float32; values are of the size of 1.
 NEAR: dict[str, Any] = {"atol": 1e-5, "rtol": 0.0}
 
@@ -82,35 +79,6 @@ def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
         keys, _ = row_of(drafter.cache, 0, 0)
         torch.testing.assert_close(keys, fixture.io[f"step{step}.cache_keys"][0], **NEAR)
         done = end
-
-
-@every_fixture
-def test_steps_without_drafting_and_rows_of_several_lengths(fixture: Any, name: str) -> None:
-    """Row 1 is a step ahead of row 0, and steps commit without drafting."""
-    drafter = started("eagle3", fixture.model, 2)
-    ends = [entry["committed"] - 1 for entry in fixture.log]
-    fixture.commit(drafter, (0, ends[0]), (0, ends[1]))
-    chain(drafter, 2)
-    fixture.commit(drafter, (ends[0], ends[1]), (ends[1], ends[2]))
-    fixture.commit(drafter, (ends[1], ends[2]), (ends[2], ends[3]))
-    tokens, logits = chain(drafter, 2)
-    for row, step in ((0, 2), (1, 3)):
-        assert tokens[row].tolist() == fixture.io[f"step{step}.chain_tokens"][0].tolist()
-        expected = fixture.io[f"step{step}.chain_logits"][0]
-        torch.testing.assert_close(logits[row], expected, **NEAR)
-    drafter.select([1])
-    tokens, _ = chain(drafter)
-    assert tokens.tolist() == fixture.io["step3.chain_tokens"].tolist()
-
-
-@every_fixture
-def test_what_the_host_cuts_off_is_not_run(fixture: Any, name: str) -> None:
-    """A stop string ends a step before its last accepted token."""
-    drafter, end = started("eagle3", fixture.model), fixture.log[0]["committed"] - 1
-    host = HostResult([list(range(end))], [fixture.ids[0, 1 : end + 1].tolist()], [0])
-    fixture.commit(drafter, (0, end + 3), host=host)
-    tokens, _ = chain(drafter)
-    assert tokens.tolist() == fixture.io["step0.chain_tokens"].tolist()
 
 
 @every_fixture

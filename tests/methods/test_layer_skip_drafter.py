@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,6 @@ import hf_spec
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult
-from hf_spec.drafting.calibration import AGAIN
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
@@ -57,14 +54,6 @@ def test_what_each_mode_does(mode: str) -> None:
     before = one.gamma
     one.update(0.0)
     assert (one.gamma == before) == (mode in ("threshold", "fixed"))
-
-
-# -- options -------------------------------------------------------------------------------------
-
-
-def test_without_layers_to_skip_the_error_says_where_to_get_them(tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match=r"skip_attention.*load a LAYER_SKIP adapter.*hf-spec se"):
-        LayerSkipDrafter(tiny(), LayerSkipOptions())
 
 
 # -- drafting ------------------------------------------------------------------------------------
@@ -109,11 +98,6 @@ class Setting:
 
     def verify(self, tree: Tree) -> Tensor:
         return self.state.target(tree).logits
-
-
-def chains(*counts: int) -> HostResult:
-    """The result of a step that accepts so many nodes of each row's chain."""
-    return HostResult([[*range(n)] for n in counts], [[7] * n for n in counts], [0] * len(counts))
 
 
 @pytest.fixture
@@ -193,20 +177,6 @@ def test_each_row_stops_after_its_first_unsure_token(
         assert len(set(tree.row_depths)) > 1
 
 
-def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting]) -> None:
-    one = setting([4, 5, 6, 7])
-    forget(one.model)
-    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="adaptive"))
-    drafter.start(one.state)
-    drafter._lengths = [4, 4, 4, 0]
-    # All accepted, a quarter, a finished row, nothing drafted but something looked up.
-    drafter.observe(one.state, Tree.roots(one.state.root), chains(5, 2, 0, 3))
-    assert drafter.exit.acceptance == 5 / 8
-    assert drafter.details() == {"threshold": 0.601}
-    drafter.observe(one.state, Tree.roots(one.state.root), chains(1, 1, 1, 1))  # a plain step
-    assert drafter.exit.acceptance == 5 / 8
-
-
 @pytest.mark.parametrize("temperature", [0.05, 20.0])
 def test_exits_look_at_what_the_drafting_model_says_itself(
     setting: Callable[..., Setting], temperature: float
@@ -226,14 +196,6 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
 
 
 # -- the policy's exit: trees --------------------------------------------------------------------
-
-
-def test_steps_in_which_no_draft_pays_look_again_seldom(setting: Callable[..., Setting]) -> None:
-    one, drafter = timed(setting, [6], 1.01)
-    for _ in range(2 * AGAIN):
-        tree = drafter.propose(one.state)
-        drafter.observe(one.state, tree, chains(1))
-    assert one.state.stats.num_draft_forwards == 2
 
 
 def timed(
@@ -307,79 +269,6 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
         wanted = 1 + next((k for k in range(5) if not worth[k] > price), 5)
         drafter.propose(one.state)
         assert one.state.stats.num_draft_forwards == wanted
-
-
-def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
-    one, drafter = timed(setting, [5, 6], threshold=0.0)
-    rows = one.state.sequences
-    rows.active, rows.remaining = [False, True], [1, 3]
-    tree = drafter.propose(one.state)
-    assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
-    one.state.timed = False
-    assert drafter.propose(one.state).row_depths == (0, 2)  # of chains
-    one.state.timed, rows.remaining = True, [1, 1]
-    tree = drafter.propose(one.state)
-    assert tree.num_nodes == 1 and tree.host is not None
-    assert tree.host.probs.tolist() == [[1.0], [1.0]]
-
-
-def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting]) -> None:
-    one, drafter = timed(setting, [5])
-    allowed = [7, 9]
-
-    def process(logits: Tensor, suffixes: Any, active: Any, drafting: bool) -> Tensor:
-        scores = torch.full_like(logits.float(), -torch.inf)
-        scores[:, allowed] = logits.float()[:, allowed]
-        return scores
-
-    one.state.process = process
-    tree = drafter.propose(one.state)
-    assert tree.row_sizes == (8,)
-    assert {token for path in nodes_of(tree, 0) for token in path} == set(allowed)
-
-
-def test_calibration_learns_from_chains_and_alternatives(setting: Callable[..., Setting]) -> None:
-    one, drafter = timed(setting, [6], max_draft=3)
-    tree = drafter.propose(one.state)
-    found, calibration = nodes_of(tree, 0), drafter.exit.calibration
-    chain = next(path for path in found if len(path) == 3 and path[:2] in found)
-    beside = next(path for path in found if len(path) == 2 and path[1] != chain[1])
-    came, tries = calibration.hits.copy(), calibration.trials.copy()
-    promised = calibration.expected.copy()
-    path = [0, 1 + list(found).index(beside[:1]), 1 + list(found).index(beside)]
-    # The chain's first token, then another one than its second.
-    drafter.observe(one.state, tree, HostResult([path], [[*beside, 0]], [0]))
-    keep = 1 - 1 / 256
-    assert calibration.hits == pytest.approx([keep * came[0] + 1, keep * came[1] + 1, came[2]])
-    assert calibration.trials == pytest.approx([keep * tries[0] + 1, keep * tries[1] + 1, tries[2]])
-    first = sum(chance for path, chance in found.items() if len(path) == 1)
-    second = sum(chance for path, chance in found.items() if len(path) == 2) / found[chain[:1]]
-    wanted = [keep * promised[0] + first, keep * promised[1] + second, promised[2]]
-    assert calibration.expected == pytest.approx(wanted, rel=1e-4)
-    gamma = drafter.exit.gamma
-    roots = Tree.roots(one.state.root)
-    drafter.observe(one.state, roots, chains(1))  # a plain step: nothing was proposed
-    assert calibration.trials[0] == keep * tries[0] + 1 and drafter.exit.gamma == gamma
-
-
-def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
-    setting: Callable[..., Setting],
-) -> None:
-    one, drafter = timed(setting, [6])
-    one.state.timed = False
-    tree = drafter.propose(one.state)
-    assert tree.host is None and tree.is_chain
-    drafter.observe(one.state, tree, chains(tree.num_nodes))
-    assert drafter.exit.acceptance == 1.0
-
-
-def test_drafts_are_sampled_for_rejection_alone(setting: Callable[..., Setting]) -> None:
-    for do_sample, acceptance in product((False, True), ("match", "rejection")):
-        one, drafter = timed(setting, [4], acceptance=acceptance)
-        one.state.do_sample = do_sample
-        tree = drafter.propose(one.state)
-        sampled = do_sample and acceptance == "rejection"
-        assert (tree.q is not None) == (tree.host is None) == sampled
 
 
 def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:

@@ -76,28 +76,6 @@ def test_chains_are_those_recorded(name: str) -> None:
         torch.testing.assert_close(drafted, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mellum", "glm4_moe_2"])
-@torch.no_grad()
-def test_rows_of_a_batch_are_as_alone(name: str) -> None:
-    """One is a step behind the other; then the first one leaves."""
-    ids, hidden, committed, found = recorded(name)
-    drafter = started("mtp", model_of(name), 2)
-    ends = [0, *(known - 1 for known in committed)]
-    behind = [0, 3, *ends[1:]]
-    for step in range(len(committed)):
-        commit(drafter, ids, hidden, [tuple(ends[step:][:2]), tuple(behind[step:][:2])])
-        expected = chain_of(found, step)
-        _, drafted = chain(drafter, 2, expected.shape[1])
-        torch.testing.assert_close(drafted[:1], expected, **CLOSE)
-        if step:
-            torch.testing.assert_close(drafted[1:], chain_of(found, step - 1), **CLOSE)
-    drafter.select([1])
-    commit(drafter, ids, hidden, [(ends[-2], ends[-1])])
-    expected = chain_of(found, len(committed) - 1)
-    _, drafted = chain(drafter, depth=expected.shape[1])
-    torch.testing.assert_close(drafted, expected, **CLOSE)
-
-
 @pytest.mark.parametrize("name", [*NAMES, *BUILT])
 @torch.no_grad()
 def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:

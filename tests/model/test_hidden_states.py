@@ -8,7 +8,6 @@ from running import added, fingerprint
 
 from hf_spec.model.hidden_states import captured, model_logits, output_logits, shapes_logits
 from modeling_patches.modules import decoder_of
-from modeling_patches.per_call import Changes
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -69,23 +68,6 @@ def test_what_was_there_still_runs_and_gradients_flow(fresh: Tiny) -> None:
     with pytest.raises(RuntimeError, match="a patched module ran"):
         model(prompt())
     assert model_logits(model, hidden).shape == (1, 2, 61)
-
-
-def test_a_forward_may_ask_on_its_way(tiny: Tiny) -> None:
-    """What the forward runs with does not see the logits being made."""
-    model, changes, asked = tiny("llama"), Changes(), []
-
-    def ask(args: tuple, kwargs: dict) -> None:
-        rows = args[0][:, :2]
-        asked.append((rows, model_logits(model, rows)))
-
-    seen = captured(model, changes, wanted=lambda hidden: hidden[:, :1])
-    changes.before(model.model.layers[1], ask)
-    with torch.no_grad():
-        logits = changes.run(model, prompt(5)).logits
-    assert logits.shape[1] == 1 and seen[0].shape[1] == 5
-    [(rows, found)] = asked
-    assert torch.equal(found, model_logits(model, rows)) and found.shape[1] == 2
 
 
 def test_who_shapes_its_logits(fresh: Tiny) -> None:

@@ -19,7 +19,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
-from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
 from hf_spec.model.target import Target
@@ -107,81 +106,6 @@ def test_inputs_of_every_layer(architecture: str) -> None:
         alone = decoded(model, ids[0, : anchor + 1], inputs)
         for run in runs:
             torch.testing.assert_close(run.probe_hidden[0, column], alone, **CLOSE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", range(3))
-def test_slots_a_kind_does_not_see_do_not_matter(tiny: Tiny, kind: int) -> None:
-    own = torch.eye(3).bool()
-    model, group = tiny("llama"), ProbeGroup((1, 2, 3), tuple(map(tuple, own.tolist())))
-    seen = own.repeat_interleave(2, dim=1)  # two slots of each kind's own
-    inputs = replace(learned(model, 6), front_seen=seen)
-    for keys, values in inputs.front:
-        keys[:, 2 * kind : 2 * kind + 2] += 3
-        values[:, 2 * kind : 2 * kind + 2] += 3
-    ids, anchors = prompt(9), torch.tensor([[5]])
-    before, after = (
-        probe_sequences(model, ids, None, anchors, group, given).probe_hidden[0, 0]
-        for given in (replace(learned(model, 6), front_seen=seen), inputs)
-    )
-    changed = [not torch.equal(one, other) for one, other in zip(before, after)]
-    assert changed == [place == kind for place in range(3)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("slots", [0, 5])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
-def test_against_a_stock_cache(tiny: Tiny, architecture: str, slots: int) -> None:
-    """Probes behind a prefix are a causal continuation of it, with the learned states in front."""
-    model = tiny(architecture)
-    inputs = learned(model, slots)
-    ids = prompt(9)
-    hidden = probe_sequences(model, ids, None, torch.tensor([[5]]), GROUP, inputs).probe_hidden
-    seen = DynamicCache()
-    model(input_ids=ids[:, :6], **{CACHE: seen}, use_cache=True)
-    cache = DynamicCache()
-    for index, layer in enumerate(seen.layers):
-        states = [layer.keys, layer.values]
-        if slots:
-            states = [torch.cat(pair, dim=2) for pair in zip(
-                [part[None] for part in inputs.front[index]], states
-            )]  # fmt: skip
-        cache.update(*states, index)
-    mask = torch.ones(3, slots + 9).tril(slots + 6)
-    additive = torch.zeros_like(mask).masked_fill(mask == 0, torch.finfo(torch.float32).min)
-    out = model(
-        inputs_embeds=inputs.embeddings[None], **{CACHE: cache},
-        position_ids=torch.tensor([[6, 7, 8]]), attention_mask=additive[None, None],
-    )  # fmt: skip
-    torch.testing.assert_close(output_logits(model, hidden[:, 0]), out.logits, **CLOSE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("exits", [1, 3])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
-def test_together_equals_apart(tiny: Tiny, architecture: str, exits: int) -> None:
-    """The differentiable single forward and the two of a frozen base."""
-    model = tiny(architecture)
-    ids, anchors = prompt(12, 2), torch.tensor([[4, 8], [1, 10]])
-    inputs = replace(learned(model, 0), exits=exits)
-    apart = probe_sequences(model, ids, None, anchors, GROUP, inputs)
-    together = probe_sequences(model, ids, None, anchors, GROUP, inputs, frozen=False)
-    torch.testing.assert_close(apart.probe_hidden, together.probe_hidden, **CLOSE)
-    torch.testing.assert_close(apart.token_hidden, together.token_hidden, **CLOSE)
-
-
-def test_gradients_reach_what_is_learned_and_nothing_else(fresh: Tiny) -> None:
-    model = fresh("llama").requires_grad_(False)
-    inputs = learned(model, 4)
-    leaves = [inputs.embeddings, *(part for pair in inputs.front for part in pair)]
-    for leaf in leaves:
-        leaf.requires_grad_(True)
-    model.train()
-    hidden = probe_sequences(model, prompt(12, 2), None, torch.tensor([[4], [8]]), GROUP, inputs)
-    assert model.training
-    hidden.probe_hidden.square().sum().backward()
-    assert all(leaf.grad is not None and leaf.grad.abs().sum() > 0 for leaf in leaves)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

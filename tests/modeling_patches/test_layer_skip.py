@@ -156,31 +156,6 @@ def test_hooks_of_skipped_modules_do_not_run():
     assert not torch.allclose(plain, expected)
 
 
-@torch.inference_mode()
-def test_compiled_models():
-    """Calls with changes run what is not compiled, whatever is compiled."""
-    model, skip = build("llama"), ([1, 2], [2])
-    expected = reference(model, *skip)(tokens()).logits
-    for compiled in (torch.compile(model, backend="eager"), model):
-        logits = LayerSkipper(compiled, *skip).changes.run(model, tokens()).logits
-        torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
-        decoder_layers(model)[2].compile(backend="eager")
-
-
-@torch.inference_mode()
-def test_peft_model_and_hidden_states():
-    peft = pytest.importorskip("peft")
-    model = build("llama")
-    expected = reference(model, [1, 2], [2])(tokens(), output_hidden_states=True)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "down_proj"]))
-    with running(LayerSkipper(wrapped, [1, 2], [2]).changes):
-        wrapped(tokens())
-        output = wrapped(tokens(), output_hidden_states=True)
-    assert len(output.hidden_states) == LAYERS + 1
-    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
-
-
 def no_attention(model):
     decoder_layers(model)[2].self_attn = None
 
@@ -244,24 +219,3 @@ def test_layers_without_one_of_the_two():
                              ("zamba2", ([1], []), "attention")):  # fmt: skip
         with pytest.raises(ValueError, match=f"has no {what} submodule to skip"):
             LayerSkipper(recurrent(kind), *skip)
-
-
-@torch.inference_mode()
-def test_more_than_attention_and_mlp_is_no_identity():
-    """Cross-attention stays when both other sublayers go."""
-    model = build("gpt2", add_cross_attention=True)
-    encoded = torch.randn(2, 5, 32)
-    with running(LayerSkipper(model, range(LAYERS), range(LAYERS)).changes):
-        model(tokens(), encoder_hidden_states=encoded)
-        logits = model(tokens(), encoder_hidden_states=encoded).logits
-        other = model(tokens(), encoder_hidden_states=2 * encoded).logits
-    assert not torch.allclose(logits, other)
-
-
-@torch.inference_mode()
-def test_an_empty_layer_runs_once():
-    model, seen = build("llama"), []
-    decoder_layers(model)[1].input_layernorm.register_forward_hook(lambda *_: seen.append(1))
-    changes = LayerSkipper(model, [1, 2], [1]).changes
-    first, second = (changes.run(model, tokens()).logits for _ in range(2))
-    assert len(seen) == 1 and torch.equal(first, second)

@@ -4,8 +4,6 @@ The oracle is a copy of the model whose weights are W + scale * B A, made here w
 """
 
 import copy
-import pickle
-from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,19 +72,6 @@ def test_equals_dense_updates(tiny: Tiny, architecture: str) -> None:
     assert torch.equal(logits(model), plain)
 
 
-def test_factors_more_precise_than_the_model() -> None:
-    """fp32 factors of a bf16 module: the sum is rounded once, to the module's type."""
-    module = nn.Linear(32, 48, dtype=torch.bfloat16)
-    factors = random_factors({"": module})
-    inputs = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with added(LowRank.add_to, LowRank({"": module}, factors.get)):
-        output = module(inputs)
-    down, up, scale = factors[""]
-    expected = module(inputs).float() + scale * (inputs.float() @ down.T) @ up.T
-    # One unit in the last of bfloat16's 8 bits: fp32 sums come in another order.
-    torch.testing.assert_close(output, expected.bfloat16(), rtol=2**-7, atol=1e-6)
-
-
 def test_only_input_and_output_of_a_module_are_used() -> None:
     """A stand-in for a quantized linear module: no weight that could be read."""
 
@@ -108,30 +93,6 @@ def test_only_input_and_output_of_a_module_are_used() -> None:
         torch.testing.assert_close(module(x), plain + scale * x @ down.T @ up.T)
     with pytest.raises(ValueError, match=r"cannot merge into .* is a Packed.*unmerged"):
         update.merge(module)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients(tiny: Tiny, checkpointing: bool) -> None:
-    """Gradients of the factors are those of the dense model's weights, by the chain rule."""
-    model = copy.deepcopy(tiny("llama", dtype=torch.float64))
-    modules = linear_modules(model)
-    factors = random_factors(modules, torch.float64)
-    oracle = dense(model, factors)
-    model.requires_grad_(False)
-    for down, up, _ in factors.values():
-        down.requires_grad_(True), up.requires_grad_(True)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    ids = prompt(9)
-    LowRank(modules, factors.get).attach()
-    for each in (model, oracle):
-        each(ids, labels=ids, use_cache=False).loss.backward()
-    for name, (down, up, scale) in factors.items():
-        grad = oracle.get_submodule(name).weight.grad  # (out, in)
-        torch.testing.assert_close(down.grad, scale * up.detach().T @ grad)
-        torch.testing.assert_close(up.grad, scale * grad @ down.detach().T)
-    assert all(p.grad is None for p in model.parameters())
 
 
 # -- on and off ----------------------------------------------------------------------------------
@@ -162,33 +123,6 @@ def test_switching_leaves_no_trace(tiny: Tiny) -> None:
         assert torch.equal(logits(model), plain)
         left.append(fingerprint(model))
     assert left[0] == left[1]
-
-
-class Updated(nn.Linear):
-    """Its update's factors live in the model, as an adapter's do."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 6)
-        found = random_factors({"": self})[""]
-        self.down, self.up = nn.Parameter(found.down), nn.Parameter(found.up)
-        self.update = LowRank({"": self}, self.factors)
-        self.update.attach()
-
-    def factors(self, name: str) -> Factors:
-        return Factors(self.down, self.up, SCALE)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copied_model_has_updates_of_its_own(duplicate: Callable[..., Any]) -> None:
-    model, x = Updated(), torch.randn(3, 4)
-    expected = model(x)
-    other = duplicate(model)
-    assert torch.equal(other(x), expected)
-    other.up.data.fill_(1.0)
-    assert not torch.equal(other(x), expected)
-    other.update.detach()
-    assert torch.equal(other(x), nn.functional.linear(x, model.weight, model.bias))
-    assert torch.equal(model(x), expected)
 
 
 # -- merging -------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -106,19 +105,6 @@ def test_a_function_instead_of_a_method() -> None:
     assert plain(model.second, "factor")() == 2
 
 
-def test_update_adds_behind() -> None:
-    model = Model()
-    one, two = adding(model, 3), Changes()
-    two.after(model.first, lambda args, kwargs, output: output * 10)
-    two.before(model.first, lambda args, kwargs: ((args[0] + 1,), kwargs))
-    two.instead(model.second, "factor", lambda: 1)
-    both = Changes().update(one).update(two)
-    assert value(model, both) == (2 * 2 + 3) * 10
-    assert value(model, Changes().update(two).update(one)) == 2 * 2 * 10 + 3
-    both.after(model.first, lambda args, kwargs, output: output * 0)
-    assert [value(model, changes) for changes in (one, two, both)] == [10, 40, 0]
-
-
 # -- for how long --------------------------------------------------------------------------------
 
 
@@ -181,29 +167,6 @@ def test_other_threads_see_nothing() -> None:
     changes.after(model.second, other)
     assert value(model, changes) == 27 and seen == [4, 4]
     assert value(Model(), changes) == 4, "nor do other models"
-
-
-def test_threads_put_dispatchers_on_one_after_the_other() -> None:
-    meeting, results = threading.Barrier(2), {}
-
-    class Meeting(Block):
-        def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-            with suppress(threading.BrokenBarrierError):  # where nobody else gets here meanwhile
-                meeting.wait(0.2)
-            return super().register_forward_hook(*args, **kwargs)
-
-    model = Model()
-    model.first = Meeting()
-
-    def work(number: int) -> None:
-        results[number] = value(model, adding(model, number)), value(model)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {0: (4, 4), 1: (6, 4)} and len(model.first._forward_hooks) == 1
 
 
 # -- what stays on the model ---------------------------------------------------------------------

@@ -42,38 +42,6 @@ from hf_spec.policy.step_times import StepTimes
 Seconds = Callable[[int], float]
 HERE = (1, 8, "cpu")
 
-# -- what drafting costs -----------------------------------------------------------------------
-
-
-def test_the_price_of_a_drafting_forward() -> None:
-    """What its time, and that of another candidate, would bring at the current rate."""
-    stats, known = SpecStats(), Learned()
-    policy = StepPolicy(stats, known, HERE)
-    assert policy.draft_cost() is None  # nothing is known
-    for forwards in (1, 3, 1, 3, 3, 1):
-        nodes = forwards + 1
-        tree = Tree.of_rows([Row([*range(-1, forwards)], [0] * nodes, [1.0] * nodes)], "cpu")
-        policy.setting.tries.clear()
-        policy.setting.tries.append(forwards)
-        policy.drafts()
-        stats.draft_seconds += 0.25 * forwards
-        stats.num_draft_forwards += forwards
-        tree = policy.choose(tree, Probing(), [True], [forwards])
-        seconds = 0.25 * forwards + 0.9 + 0.1 * tree.num_nodes
-        policy.observe(tree, [tree.num_nodes], seconds)
-    times, rate = policy.setting.times, policy.setting.rate.value
-    assert times.drafted_seconds == pytest.approx(0.25) and rate is not None
-    assert policy.draft_cost() == pytest.approx(rate * (0.25 + 0.1), rel=1e-3)
-    assert policy.details()["policy"]["drafted_seconds"] == times.drafted_seconds
-    # Of steps that look up alone, and of plain ones, nothing is learned.
-    policy.drafts()
-    stats.draft_seconds += 1.0
-    policy.observe(PLAIN, [1], 2.0)
-    assert times.drafted_seconds == pytest.approx(0.25, rel=0.5)
-    assert StepPolicy(stats, known, HERE, enabled=False).draft_cost() is None
-    # Another setting starts from there.
-    assert known.setting((2, 8, "cpu")).times.drafted_seconds == pytest.approx(0.25, rel=0.5)
-
 
 # -- planted probabilities ---------------------------------------------------------------------
 
@@ -297,55 +265,6 @@ def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
     assert tokens / spent > 0.88 * best_speed(CHANCES, line(later))
 
 
-# -- single steps ------------------------------------------------------------------------------
-
-#: What a plain step forwards.
-PLAIN = Tree.roots(torch.zeros(1, dtype=torch.long))
-
-
-def test_finished_rows_and_limits_count_for_nothing() -> None:
-    """A candidate that no row can use is not forwarded."""
-    rows = [found(CHANCES), found(0.9 * CHANCES)]
-    for active, limits, alone in (
-        ([True, False], [9, 9], rows[0]),
-        ([False, True], [0, 9], rows[1]),
-    ):
-        sizes = []
-        for one, on, most in ((rows, active, limits), ([alone], [True], [9])):
-            policy = StepPolicy(SpecStats(), knowing(line(0.05), 1.5), HERE)
-            tree = policy.choose(Tree.of_rows(one, "cpu"), Probing(), on, most)
-            sizes.append(tree.num_nodes)
-        assert sizes[0] == sizes[1] > 2
-    policy = StepPolicy(SpecStats(), knowing(line(0.0001), 1.5), HERE)
-    tree = policy.choose(Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [1])
-    used = tree.depths[0] == 1
-    assert used[-1] and used.sum() == 10 == len(CHANCES[0])
-
-
-@pytest.mark.parametrize(
-    ("active", "emitted", "seconds", "cost"),
-    [
-        ([True, False, True], [3, 0, 1], 1.5, 1.5),  # tokens are counted per unfinished row
-        # A step that takes longer than expected counts as costlier, and as much cheaper if it takes
-        # less time, within bounds: noise costs nothing.
-        *(
-            ([True], [1], seconds, min(max(seconds, 0.5), 2.0))
-            for seconds in (1, 1.5, 0.75, 9, 0.1)
-        ),
-    ],
-)
-def test_what_a_step_costs(
-    active: list[bool], emitted: list[int], seconds: float, cost: float
-) -> None:
-    learned = knowing(line(0.0))
-    policy = StepPolicy(SpecStats(), learned, HERE)
-    whole = Tree.of_rows([found(CHANCES)] * len(active), "cpu")
-    assert policy.drafts()
-    tree = policy.choose(whole, Probing(), active, [9] * len(active))
-    policy.observe(tree, emitted, seconds)
-    assert learned.budget.lost == pytest.approx(cost - sum(emitted) / sum(active))
-
-
 # -- memory ------------------------------------------------------------------------------------
 
 
@@ -356,19 +275,6 @@ def test_a_later_call_starts_from_what_was_learned() -> None:
     assert after.setting is before.setting
     assert 2 not in again[:5] and again.count(0) <= 1 and sum(again) > 20 * np.median(sizes) / 2
     assert after.stats.num_fallback_steps <= 1
-
-
-def test_another_batch_size_starts_from_the_nearest() -> None:
-    learned = Learned()
-    for batch, seconds in ((2, line(0.01)), (8, line(0.04))):
-        simulate(learned, CHANCES, seconds, 150, batch=batch)
-    lent = learned.setting((6, 8, "cpu"))
-    near = learned.settings[8, 8, "cpu"]
-    assert not lent.tries
-    assert lent.times.seconds(8) == pytest.approx(near.times.seconds(6))
-    elsewhere = learned.setting((6, 8, "gpu"))  # nothing is known of it
-    assert list(elsewhere.tries) == [3, 1] * WARM_UP
-    assert learned.setting((6, 8, "cpu")) is lent
 
 
 def test_threads_wait_for_each_other() -> None:
@@ -388,22 +294,6 @@ def test_threads_wait_for_each_other() -> None:
         assert not wait([two], 0.1).done and not order
         leave.set()
     assert order == ["first", 2 * WARM_UP]
-
-
-def test_many_threads_share_what_is_learned() -> None:
-    learned = Learned()
-
-    def calls(seed: int) -> None:
-        for n in range(3):
-            setting = (1, 8 + (seed + n) % 3, "cpu")
-            simulate(learned, CHANCES, line(0.03), 40, seed=seed, setting=setting)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(calls, range(8)))
-    assert len(learned.settings) == 3
-    counts = [one.count for of in learned.settings.values() for one in of.times.sizes.values()]
-    assert 0 < 8 * 3 * 40 - sum(counts) < 50  # the first step of a size is not counted
-    json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
 
 
 # -- the loop ----------------------------------------------------------------------------------
@@ -521,28 +411,6 @@ def test_drafting_resumes(
     pause = re.search("p{15,}", kinds)
     assert pause and "d" in kinds[: pause.start()]
     assert kinds[pause.end() :].count("d") > 3
-
-
-@pytest.mark.parametrize("name", ["layer_skip", "medusa"])
-def test_greedy_and_sampled_calls_learn_apart(
-    timed: Callable[[float], tuple[Any, Timed]], name: str
-) -> None:
-    """A greedy call drafts as if it were the first one, whatever sampled ones have learned."""
-    greedy = {**GREEDY, "max_new_tokens": 50}
-    sampled = {**greedy, "do_sample": True, "temperature": 2.0}
-    found = []
-    for earlier in ({}, sampled, greedy):
-        model, _ = timed(30.0)
-        if get_method(name).needs_adapter:
-            torch.manual_seed(2)
-            model.add_adapter(get_method(name).adapter_config())
-        call = {"input_ids": prompt(), **as_it_pays(name)}
-        if earlier:
-            model.generate(**call, **earlier)
-        stats = model.generate(**call, **greedy).spec_stats
-        found.append((stats.num_fallback_steps, stats.num_drafted_tokens, stats.num_draft_forwards))
-    first, after_sampled, after_greedy = found
-    assert first == after_sampled != after_greedy
 
 
 def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]]) -> None:
