@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import takes
-from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
 
@@ -28,6 +27,11 @@ LAYERS = frozenset(
      "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
      "LinearAttentionAndSlidingWindowAttentionLayer"}
 )  # fmt: skip
+
+#: By model type, what goes by the slots of the cache.
+_COUNTS_SLOTS = {
+    "falcon": "ALiBi", "gpt_neo": "local attention", "inkling_text": "relative attention",
+}  # fmt: skip
 
 _OTHER_ADAPTERS = (
     "Choose an adapter without it: prompt_depth='none' for BITA, num_prefix_tokens=0 for PPD, or "
@@ -100,9 +104,9 @@ def _obstacles(model: Any) -> Iterator[str]:
     if not takes(model, CACHE):
         yield f".forward takes no {CACHE}: it has no KV cache"
     attends = any(hasattr(layer, "keys") for layer in layers)
-    if attends and not takes(model, "position_ids") and not needs_positions(model):
+    if attends and not takes(model, "position_ids"):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
-    slots = {"falcon": "ALiBi", "gpt_neo": "local attention"}.get(text.model_type)
+    slots = _COUNTS_SLOTS.get(text.model_type)
     if slots and getattr(text, "alibi", True):
         yield f": its {slots} counts slots of the cache, which siblings in a tree cannot share"
 
@@ -124,13 +128,24 @@ def check_length(model: Any, length: int) -> None:
     Raises:
         ValueError: it cannot; the message names the limit.
     """
-    keep = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
+    name, text = type(model).__name__, model.config.get_text_config(decoder=True)
+    keep = getattr(text, "keep_window_size", None)
     if keep is not None and length > keep:
         raise ValueError(
-            f"{type(model).__name__} keeps keep_window_size={keep} keys, and which of equal ones "
-            "depends on how many there are, draft tokens included: prompt and max_new_tokens make "
+            f"{name} keeps keep_window_size={keep} keys, and which of equal ones depends on how "
+            "many there are, draft tokens included: prompt and max_new_tokens make "
             f"{length} tokens. Lower max_new_tokens, or generate without assistant_strategy."
         )
+    # Beyond, Llama 4 scales queries by their slots of the cache. Static caches have twice as many
+    # slots as tokens at most, and draft tokens are in the last ones.
+    if text.model_type == "llama4_text" and text.attn_temperature_tuning:
+        most = text.floor_scale // 2 - 64
+        if length > most:
+            raise ValueError(
+                f"{name} with attn_temperature_tuning: its scale of queries counts slots of the "
+                f"cache, so that strategies go up to {most} tokens, and prompt and max_new_tokens "
+                f"make {length}. Lower max_new_tokens, or generate without assistant_strategy."
+            )
 
 
 def checkpoints(model: Any) -> bool:

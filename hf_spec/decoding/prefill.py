@@ -19,7 +19,7 @@ from hf_spec.cache.convert import check_packable
 from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
-from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens, padding_before
+from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
@@ -75,9 +75,7 @@ def prefill(
     prompt = _Prompt(model, input_ids, config, model_kwargs, handover, probes, reads, graphs)
     continued = isinstance(handover.given, TreeCache)
     found = prompt.run_as_trees() if continued else prompt.run_by_transformers()
-    cache, mask = found.target.cache, prompt.mask
-    handover.begin(cache)
-    cache.padding = padding_before(0 if mask is None else mask.shape[1], cache.host_lengths)
+    handover.begin(found.target.cache)
     begin_rope(found.target, handover)
     return found
 
@@ -155,11 +153,9 @@ class _Prompt:
             shift = cache.shift = lengths.new_zeros(later.axes, len(lengths))
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(self.budget - 2, 0)
-        mask = self.mask
-        padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
         make = Target if self.graphs is None else partial(CompiledTarget, graphs=self.graphs)
         return make(
-            self.model, cache, limit, shift, padding, later.others, later.per_token,
+            self.model, cache, limit, shift, later.others, later.per_token,
             self.probe_inputs, self.reads,
         )  # fmt: skip
 

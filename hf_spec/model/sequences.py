@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.stateful import sequence_cache, states_before
@@ -169,10 +168,6 @@ class _Run:
             kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
             learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
             seen = {local: torch.cat([learned, mask], dim=3) for local, mask in seen.items()}
-            key_positions = pad(key_positions, (front, 0))
-        if self.attention.positions is not None:
-            keys = dict.fromkeys(self.attention.locals, key_positions)
-            self.attention.positions.set(query_positions, keys)
         by_layers = {kind: seen[local] for kind, local in self.attention.locals.items()}
         return self.attention.convert(by_layers, self.dtype)
 

@@ -376,10 +376,8 @@ def test_an_index_follows_its_keys() -> None:
         cache.commit([3, 1, 2], torch.tensor([[0, 2, 3], [0, 0, 0], [0, 2, 2]]))
         check(cache)
     check(pickle.loads(pickle.dumps(cache)))
-    cache.padding = [2, 0, 1]
     cache.select([2, 1])
     check(cache)
-    assert cache.padding == [1, 0]
     cache.batch_select_indices(torch.tensor([0, 0, 1]))
     check(cache)
     target.layers[0] = DynamicIndexedLayer()

@@ -25,7 +25,6 @@ LOOKUP = drafting("prompt_lookup")
 MODELS = {
     **{name: lambda name=name: shared(name) for name in ("gemma3", "mistral")},
     "llama4_text": lambda: build("llama4_text"),  # chunks
-    "inkling_text": lambda: build("inkling_text"),  # biases by positions of keys
     "zaya": lambda: shared_recurrent("zaya"),  # states, too
 }
 WAYS = {"eager": {}, "captured": CAPTURED, "recorded": RECORDED}
