@@ -174,7 +174,7 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
 #: Kinds of layers with a recurrent state and no attention, as configs name them.
 RECURRENT = ("linear_attention", "conv", "mamba")
 #: Attention beside a recurrent state, and what some models call its masks.
-BESIDE_STATES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+BESIDE_STATES = {"hybrid": "full_attention"}
 
 
 class Local(NamedTuple):

@@ -24,8 +24,7 @@ VERIFIED = frozenset(
 #: Kinds of cache layers that a tree runs through.
 LAYERS = frozenset(
     {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer",
-     "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
-     "LinearAttentionAndSlidingWindowAttentionLayer"}
+     "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
 )  # fmt: skip
 
 #: By model type, what goes by the slots of the cache.
@@ -81,7 +80,8 @@ def _obstacles(model: Any) -> Iterator[str]:
         yield f": {error}"
     else:
         stateful = getattr(model, "_is_stateful", False)
-        if states - known or (not known and (stateful or not takes_any_cache(model))):
+        own_cache = not model._supports_default_dynamic_cache()
+        if states - known or (not known and (stateful or own_cache)):
             yield " keeps a recurrent state in a way that is not written for trees"
     kinds = [type(layer).__name__ for layer in layers]
     for kind in kinds:
@@ -174,24 +174,17 @@ def check_cache_stays(model: Any) -> None:
         )
 
 
-def takes_any_cache(model: Any) -> bool:
-    """Whether a model takes caches of any class. Others (MiniMax) make one of a class of their own,
-    and check for it unless ``use_cache`` is False; a given cache serves all the same."""
-    return bool(model._supports_default_dynamic_cache())
-
-
-def empty_cache(model: Any) -> DynamicCache | None:
-    """What ``generate`` gives to the first forward; None if the model makes its cache itself."""
-    text = model.config.get_text_config(decoder=True)
-    return DynamicCache(config=text) if takes_any_cache(model) else None
+def empty_cache(model: Any) -> DynamicCache:
+    """What ``generate`` gives to the first forward."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def one_token(model: Any) -> DynamicCache:
     """The cache after a token has run."""
     cache = empty_cache(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=placement(model).device)
-    output = model(input_ids=token, use_cache=True, **{CACHE: cache})
-    return output.get(CACHE) if cache is None else cache
+    model(input_ids=token, use_cache=True, **{CACHE: cache})
+    return cache
 
 
 @torch.no_grad()

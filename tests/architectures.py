@@ -152,8 +152,8 @@ _ALL = " ".join(methods())
 #: Strategies that are refused, in transformers 5.24.
 REFUSED: dict[str, str] = {
     # Recurrent states by code of their own, or outside the cache.
-    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "qwen4_exp",
-            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"),
+    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "minimax", "qwen4_exp",
+            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm", "zaya"),
     # Positions that are counted in slots of the cache.
     **_same(_ALL, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "gpt_neo",
             "inkling_text", "marian", "mbart", "moss_transcribe_diarize", "mpt", "mvp", "pegasus",
@@ -175,7 +175,7 @@ REFUSED: dict[str, str] = {
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified",
             "gemma4_unified_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_linear",
-            "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "minimax",
+            "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3",
             "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
             "qwen3_next", "sarvam_mla", "youtu"),
     # Layers that share keys, and several streams of states.
@@ -184,7 +184,6 @@ REFUSED: dict[str, str] = {
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     "mllama": f"{_KEYS} propd",  # layers that wait for an image
     **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
-    "zaya": "mtp propd",  # a router's states pass from layer to layer
 }  # fmt: skip
 
 #: ``mtp`` has no use for their decoder layers, which have norms elsewhere, are not given rotations,

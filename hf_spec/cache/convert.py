@@ -136,11 +136,6 @@ def check_packable(cache: Cache) -> None:
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
         raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
-    if hasattr(cache, "linear_cache"):
-        raise ValueError(
-            f"the given cache is a {type(cache).__name__}, which takes the length of its first "
-            f"layer, a recurrent one perhaps, for that of the sequence. {remedy}"
-        )
     for layer in cache.layers:
         # Subclasses of the dynamic layer not named there quantize or compress.
         name = type(layer).__name__

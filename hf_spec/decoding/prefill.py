@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.cache.convert import check_packable
-from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
 from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens
@@ -132,7 +131,7 @@ class _Prompt:
             chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
             run = partial(changes.run, run)
         outputs = run(self.input_ids, self.config, self.model_kwargs, is_first_iteration=True)
-        source = with_layers(outputs.get(CACHE))
+        source = outputs.get(CACHE)
         warn_if_slow(model, source)
         check_packable(source)
         logits = outputs.logits[:, -1]

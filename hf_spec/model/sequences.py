@@ -30,7 +30,7 @@ from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
-from modeling_patches.support import checkpoints, takes_any_cache
+from modeling_patches.support import checkpoints
 from modeling_patches.weights import output_features, placement
 
 #: Keeps what a model says of sequences that recur. From what computes it of ids and mask, these
@@ -180,7 +180,7 @@ class _Run:
             changes.run(
                 self.model,
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
-                use_cache=takes_any_cache(self.model), **{CACHE: cache},
+                use_cache=True, **{CACHE: cache},
                 **self._given(self.positions),
             )  # fmt: skip
         token_hidden, front, ranks = seen[0], self.inputs.num_front, Ranks(self.model)
@@ -206,7 +206,7 @@ class _Run:
             self.model,
             **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
             attention_mask=self._mask(visible, self.probe_positions, front),
-            use_cache=takes_any_cache(self.model), **{CACHE: full},
+            use_cache=True, **{CACHE: full},
             **self._given(self.probe_positions),
         )  # fmt: skip
         return self._split(seen[0], token_hidden)
@@ -229,7 +229,7 @@ class _Run:
         changes.run(
             self.model, **embedded(self.model, embeddings, self.input_ids),
             attention_mask=self._mask(visible, positions, 0),
-            use_cache=bool(held) and takes_any_cache(self.model), **held, **self._given(positions),
+            use_cache=bool(held), **held, **self._given(positions),
         )  # fmt: skip
         return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
 

@@ -32,7 +32,6 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
-from modeling_patches.support import takes_any_cache
 from modeling_patches.weights import placement
 
 
@@ -241,7 +240,7 @@ class Target:
             },
             "attention_mask": None if no_keys else self._mask(block, keys, positions),
             CACHE: self.cache,
-            "use_cache": takes_any_cache(self.model),
+            "use_cache": True,
             "return_dict": True,
         }
         if self.takes_positions:

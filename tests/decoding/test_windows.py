@@ -25,7 +25,7 @@ LOOKUP = drafting("prompt_lookup")
 MODELS = {
     **{name: lambda name=name: shared(name) for name in ("gemma3", "mistral")},
     "llama4_text": lambda: build("llama4_text"),  # chunks
-    "zaya": lambda: shared_recurrent("zaya"),  # states, too
+    "lfm3": lambda: shared_recurrent("lfm3"),  # states, too
 }
 WAYS = {"eager": {}, "captured": CAPTURED, "recorded": RECORDED}
 #: By itself, with the model as its own assistant, in parts, with probes and a front.
