@@ -38,24 +38,6 @@ _OTHER_ADAPTERS = (
 )
 
 
-def context_ends(model: Any) -> list[int]:
-    """Positions after which a model may compute differently: context lengths in its config, but for
-    ends of tables of positions, which no token can follow."""
-
-    def lengths(config: dict[Any, Any]) -> Iterator[int]:
-        for key, value in config.items():
-            if isinstance(value, dict):
-                yield from lengths(value)
-            elif str(key).endswith("max_position_embeddings") and isinstance(value, int):
-                yield value
-
-    ends = set(lengths(model.config.get_text_config(decoder=True).to_dict()))
-    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    sizes |= {size for buffer in model.buffers() for size in buffer.shape}
-    # Some tables have a few entries before the first position.
-    return sorted(end for end in ends if sizes.isdisjoint(range(end, end + 8)))
-
-
 def check_model(model: Any) -> None:
     """Check that a model is a decoder whose cache can be rolled back token by token.
 
