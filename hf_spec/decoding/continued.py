@@ -152,13 +152,6 @@ def begin_rope(target: Target, handover: Handover) -> None:
             )
         # Plain generation uses the width of the ids; if all are padded, frequencies change later.
         rope.recomputes = longest == sequences.width
-    if rope.room(2) == 0 and len(target.cache.host_lengths) > 1 and handover.filled is not None:
-        raise ValueError(
-            f"a DynamicCache as {CACHE} with several rows, of which the longest has {longest} "
-            f"tokens and may get more than {rope.end}, where the rotary frequencies of {name} "
-            "change: what plain generation adds to rows that end early depends on the others. "
-            f"Leave {CACHE} out, or lower max_new_tokens."
-        )
 
 
 def advance_rope(state: DecodeState) -> None:

@@ -124,6 +124,8 @@ class _Prompt:
         model, handover, reads = self.model, self.handover, self.reads
         if handover.given is not None:
             check_packable(handover.given)
+            if handover.filled is not None:
+                _check_alone(self.input_ids, self.real)
             _check_state_stays(model, handover.given, self.input_ids, self.config, self.mask)
         run, chunks = model._prefill, []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
@@ -162,6 +164,19 @@ class _Prompt:
 def _last(hidden: Tensor) -> Tensor:
     # Transformers cuts it out: PyTorch's product of a part copies the whole weight in 16 bits.
     return hidden[:, -1:]
+
+
+def _check_alone(input_ids: Tensor, real: Tensor | None) -> None:
+    """Refuse to fill a caller's ``DynamicCache`` where rows differ in length: one cache for all has
+    the longest row's, and what plain generation runs to fill it up."""
+    rows, padded = len(input_ids), real is not None and not bool(real.all())
+    if rows > 1 or padded:
+        what = f"{rows} rows" if rows > 1 else "padding in attention_mask"
+        raise ValueError(
+            f"a DynamicCache as {CACHE} with {what}: strategies go on with one of a single row "
+            "without padding. Leave it out, and give the TreeCache that a call with "
+            f"return_dict_in_generate=True returns as {CACHE} of the next."
+        )
 
 
 def _check_state_stays(

@@ -227,9 +227,11 @@ def test_elsewhere_states_are_refused(after: Row) -> None:
 
 def test_filling_a_dynamic_cache(after: Row) -> None:
     """In place, where there are states already, and where there are none."""
-    after.step([2, 2, 2])
+    after.cache.select([0])
+    after.select([0])
+    after.step([2])
     for target in (DynamicCache(config=after.model.config), used(after.model)):
-        unpack_into(after.cache, target, None)
+        unpack_into(after.cache, target)
         found = dict(stock_states(target.layers))
         assert after.cache.recurrent is not None
         for place, state in after.cache.recurrent.states():
@@ -239,7 +241,7 @@ def test_filling_a_dynamic_cache(after: Row) -> None:
 def used(model: Any) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.tensor([[3, 4], [5, 6], [7, 8]]), **{CACHE: cache})
+        model(torch.tensor([[3, 4]]), **{CACHE: cache})
     for layer in cache.layers:
         if hasattr(layer, "keys"):
             layer.keys = layer.values = None

@@ -101,8 +101,9 @@ def test_conversations(kind: str) -> None:
             whole = {"input_ids": ids, "attention_mask": mask}
             plain = model.generate(**whole, **RETURNED, **{CACHE: plain_cache})
             plain_cache = plain[CACHE]
-            ours = model.generate(**whole, **RETURNED, **LOOKUP, **{CACHE: filled})
-            assert ours.sequences.tolist() == plain.sequences.tolist()
+            if len(lengths) == 1:
+                ours = model.generate(**whole, **RETURNED, **LOOKUP, **{CACHE: filled})
+                assert ours.sequences.tolist() == plain.sequences.tolist()
             own = {} if turn == 2 and len(lengths) == 1 else LOOKUP  # a stock call continues ours
             ours = model.generate(**whole, **RETURNED, **own, **{CACHE: cache})
             assert ours.sequences.tolist() == plain.sequences.tolist()
