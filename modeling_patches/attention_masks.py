@@ -22,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches.fingerprint import is_users_attention
 from modeling_patches.per_call import Changes, Replaceable, step_aside
-from modeling_patches.positions import tree_positions
 from modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
@@ -53,8 +52,7 @@ def grouped_sdpa(
         )
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
-    biased = kwargs.get("position_bias") is not None
-    if attention_mask is None or attention_mask.shape[1] != 1 or heads == kv_heads or biased:
+    if attention_mask is None or attention_mask.shape[1] != 1 or heads == kv_heads:
         stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return getattr(stock, "plain", stock)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -120,8 +118,8 @@ def packed_attention(
 AttentionInterface.register(TREE_ATTENTION, packed_attention)
 AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
 
-#: Arguments of attention functions that the kernel has not: biases of scores, chosen keys.
-_NOT_IN_KERNEL = ("position_bias", "indices", "block_indices", "sinks")
+#: Arguments of attention functions that the kernel has not: chosen keys.
+_NOT_IN_KERNEL = ("indices", "block_indices", "sinks")
 
 
 def unpacked(mask: Tensor, slots: int) -> Tensor:
@@ -176,7 +174,7 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
 #: Kinds of layers with a recurrent state and no attention, as configs name them.
 RECURRENT = ("linear_attention", "conv", "mamba")
 #: Attention beside a recurrent state, and what some models call its masks.
-BESIDE_STATES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+BESIDE_STATES = {"hybrid": "full_attention"}
 
 
 class Local(NamedTuple):
@@ -205,11 +203,10 @@ class TreeAttention:
         locals: what each kind of layer sees (None = all), keyed as the model's forward wants its
             masks; a single entry "" where it wants one mask.
         packs: whether masks of trees are packed, see :func:`unpacked`.
-        positions: to be set before each forward; None where the model needs none.
         changes: the changes that forwards run with.
 
     Raises:
-        ValueError: if the model needs changes that are ruled out, or its attention is
+        ValueError: if the model's attention needs changes that are ruled out, or is
             ``tree_attention`` and there is no such kernel for it.
     """
 
@@ -225,15 +222,12 @@ class TreeAttention:
         check_attention(model)
         if beside is not None and runs_kernel(beside) and current == "sdpa":
             self.packs = _no_kernel(model) is None
-        self.positions = tree_positions(model, self.changes)
         if checkpointing:
-            takes_masks = users or current in ("eager", "sdpa", TREE_ATTENTION)
-            if self.positions is not None or not takes_masks:
+            if not users and current not in ("eager", "sdpa", TREE_ATTENTION):
                 raise ValueError(
-                    f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
-                    "takes tree masks only with changes of ours, and activations are computed "
-                    "again without them. Train without checkpointing, or with "
-                    "attn_implementation='sdpa' if it is the attention."
+                    f"gradient_checkpointing with attention {current!r}, which takes tree masks "
+                    "only with changes of ours: activations are computed again without them. Train "
+                    "without checkpointing, or with attn_implementation='sdpa'."
                 )
         elif not users and current not in ("eager", TREE_ATTENTION):
             self._take_over(model, current)

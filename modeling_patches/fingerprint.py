@@ -7,8 +7,7 @@ it. What is as Transformers and PEFT have made it is known; anything else must b
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -57,45 +56,51 @@ def fingerprint(model: Any) -> Fingerprint:
     attention = (
         _registered(text._attn_implementation), torch.nn.functional.scaled_dot_product_attention
     )  # fmt: skip
-    stock, training = all(map(_is_stock_attention, attention)), False
-    kinds: list[Any] = []
-    hooks: list[tuple[int, Any]] = []
-    adapters: list[Hashable] = []
-    forwards: list[Hashable] = []
-    for index, module in enumerate(model.modules()):
-        kind: Any = type(module)
-        kinds.append((kind, kind.forward))
-        stock = stock and _is_stock_type(kind, kind.forward)
-        training = training or module.training
-        hooks += [(index, hook) for hook in module._forward_pre_hooks.values()]
-        hooks += [(index, hook) for hook in module._forward_hooks.values()]
-        forward = own_function(module, "forward")
-        if forward is not None:
-            forwards.append((index, _identity(forward)))
-            stock = stock and _is_stock_wrapper(forward) and _origin(kind).startswith(_STOCK)
-        if isinstance(module, BaseTunerLayer):
-            adapters.append((
-                tuple(module.active_adapters), module.disable_adapters,
-                tuple(module.merged_adapters), repr(getattr(module, "scaling", None)),
-            ))  # fmt: skip
-    for table in (of_all_modules._global_forward_pre_hooks, of_all_modules._global_forward_hooks):
-        hooks += [(-1, hook) for hook in table.values()]
-    hooks = [(index, hook) for index, hook in hooks if not _origin(hook).startswith(_IDLE_HOOKS)]
+    modules: list[Any] = list(model.modules())
+    kinds = [(type(module), type(module).forward) for module in modules]
+    own = ((index, own_function(module, "forward")) for index, module in enumerate(modules))
+    forwards = [(index, forward) for index, forward in own if forward is not None]
+    hooks = _hooks(modules)
     origins = {_origin(hook) for _, hook in hooks}
-    # PEFT's choose an adapter for all tokens of a row.
-    stock = stock and all(origin.startswith((*_STOCK_HOOKS, "peft.")) for origin in origins)
     device, dtype = placement(model)
     casts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    state = (
-        hash(tuple(kinds)),
-        tuple((index, _identity(hook), _settings(hook)) for index, hook in hooks),
-        tuple(forwards), tuple(adapters), text._attn_implementation,
-        tuple(map(_identity, attention)), model.training and training, device.type, dtype, casts,
-        torch.is_inference_mode_enabled(),
+    return Fingerprint(
+        stock=all(map(_is_stock_attention, attention))
+        and all(_is_stock_type(*kind) for kind in kinds)
+        and all(_is_stock_wrapper(forward) for _, forward in forwards)
+        # PEFT's choose an adapter for all tokens of a row.
+        and all(origin.startswith((*_STOCK_HOOKS, "peft.")) for origin in origins),
+        hooks=frozenset(getattr(hook, "__name__", type(hook).__name__) for _, hook in hooks),
+        rows_stay=not all(origin.startswith(_STOCK_HOOKS) for origin in origins),
+        state=(
+            hash(tuple(kinds)),
+            tuple((index, _identity(hook), _settings(hook)) for index, hook in hooks),
+            tuple((index, _identity(forward)) for index, forward in forwards),
+            _adapters(modules), text._attn_implementation, tuple(map(_identity, attention)),
+            model.training, device.type, dtype, casts, torch.is_inference_mode_enabled(),
+        ),
     )  # fmt: skip
-    names = {getattr(hook, "__name__", type(hook).__name__) for _, hook in hooks}
-    stays = not all(origin.startswith(_STOCK_HOOKS) for origin in origins)
-    return Fingerprint(stock, frozenset(names), stays, state)
+
+
+def _hooks(modules: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The hooks that are not idle, each with the index of its module, -1 for all modules."""
+    tables = [(-1, of_all_modules._global_forward_pre_hooks)]
+    tables += [(-1, of_all_modules._global_forward_hooks)]
+    for index, module in enumerate(modules):
+        tables += [(index, module._forward_pre_hooks), (index, module._forward_hooks)]
+    every = ((index, hook) for index, table in tables for hook in table.values())
+    return [(index, hook) for index, hook in every if not _origin(hook).startswith(_IDLE_HOOKS)]
+
+
+def _adapters(modules: Sequence[Any]) -> Hashable:
+    """Which of PEFT's adapters are active, and how strong they are."""
+    return tuple(
+        (
+            tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
+            repr(getattr(layer, "scaling", None)),
+        )
+        for layer in modules if isinstance(layer, BaseTunerLayer)
+    )  # fmt: skip
 
 
 def is_users_attention(name: str) -> bool:
@@ -174,25 +179,28 @@ def _settings(thing: Any, depth: int = 3) -> Hashable:
     return tuple(_settings(one, depth - 1) for one in held)
 
 
-# -- identities of objects that outlive neither the object nor its address -----------------------
+class _Same(ref[Any]):
+    """A key of an object, which it does not keep alive, that no later object gets."""
 
-_identities: dict[int, tuple[Callable[[], Any], int]] = {}
-_numbers = itertools.count()
+    def __init__(self, thing: Any):
+        super().__init__(thing)
+        self._hash = id(thing)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        thing = self()
+        return thing is not None and isinstance(other, _Same) and other() is thing
 
 
 def _identity(thing: Any) -> Hashable:
-    """A key of an object that no later one gets; for a bound method, of object and function."""
+    """A key of an object; for a bound method, of object and function."""
     if hasattr(thing, "__func__"):
         return _identity(thing.__self__), _identity(thing.__func__)
-    known = _identities.get(id(thing))
-    if known is None or known[0]() is not thing:
-        try:
-            held: Callable[[], Any] = ref(thing, functools.partial(_forget, id(thing)))
-        except TypeError:  # it cannot be referenced weakly
-            held = functools.partial(lambda kept: kept, thing)
-        known = _identities[id(thing)] = held, next(_numbers)
-    return known[1]
-
-
-def _forget(address: int, _: Any) -> None:
-    _identities.pop(address, None)
+    try:
+        return _Same(thing)
+    except TypeError:  # it cannot be referenced weakly
+        return id(thing)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling_patches.linear_attention import returns_pair
+from modeling_patches.linear_attention import keeps_states
 from modeling_patches.modules import (
     INLINE_MLP,
     MIXER_NAMES,
@@ -31,7 +31,7 @@ from modeling_patches.modules import (
 from modeling_patches.per_call import Changes, step_aside
 
 #: MLPs that return (hidden states, something) where others return hidden states.
-_PAIR_RETURNING_MLPS = {"GptOssMLP", "ZayaSparseMoeBlock"}
+_PAIR_RETURNING_MLPS = {"GptOssMLP"}
 
 
 class LayerSkipper:
@@ -91,7 +91,9 @@ def _attention(layer: nn.Module, index: int) -> dict[tuple[nn.Module, str], Call
     found = mixers(layer)
     if not found:
         raise _missing(layer, index, "attention", MIXER_NAMES)
-    return {(module, "forward"): _nothing(module, pair=returns_pair(module)) for module in found}
+    return {
+        (module, "forward"): _nothing(module, pair=not keeps_states(module)) for module in found
+    }
 
 
 def _mlp(layer: nn.Module, index: int) -> dict[tuple[nn.Module, str], Callable[..., Any]]:

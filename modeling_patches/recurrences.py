@@ -187,33 +187,6 @@ def conv_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Ten
     return entries(rows.transpose(1, 2), places, 2)
 
 
-def windows(
-    state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor, width: int
-) -> tuple[Tensor, Kept]:
-    """What convolutions of modules see of each token ``(batch, n, width, channels)``: its last
-    ``width`` inputs, oldest first, its own included.
-
-    Args:
-        x: ``(batch, n, channels)``
-        state: ``(batch, channels, at least width - 1)`` the last inputs before the step.
-    """
-    inputs = joined(earlier, "x", x, 1)
-    rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1)
-    taps = step.taps(width, state.shape[2])
-    seen = rows.flatten(0, 1)[taps].unflatten(1, (len(x), step.new))
-    return seen.movedim(0, 2), {"x": inputs}
-
-
-def delay_run(state: Tensor, step: Step, earlier: Kept | None, /, x: Tensor) -> tuple[Tensor, Kept]:
-    """The previous token's input, of ``x`` (batch, n, channels) and ``state`` (batch, channels)."""
-    seen, kept = windows(state[..., None], step, earlier, x, 2)
-    return seen[:, :, 0], kept
-
-
-def delay_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
-    return conv_advance(state[..., None], kept, path, counts)[..., 0]
-
-
 # -- gated delta rule, one decay per head (Yang et al., 2024) or per channel (KDA) -----------------
 
 
@@ -317,35 +290,7 @@ def kda_run(
     return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
 
 
-# -- lightning attention (MiniMax) ----------------------------------------------------------------
-
-
-def lightning_run(
-    state: Tensor, step: Step, earlier: Kept | None, /, q: Tensor, k: Tensor, v: Tensor,
-    slope: Tensor,
-) -> tuple[Tensor, Kept]:  # fmt: skip
-    """S_t = exp(-s) S_p + k_t v_t', a constant decay per head.
-
-    Args:
-        q, k, v: ``(batch, heads, n, d)``
-        slope: ``(heads, 1, 1)``
-        state: ``(batch, heads, d, d)``
-    """
-    logs = path_logs(-slope)[None, :, :, 0].expand(len(q), -1, q.shape[2])
-    logs = joined(earlier, "g", logs, 2)
-    own = step.sums(logs)
-    cum = joined(earlier, "c", own, 2)
-    keys, values = joined(earlier, "k", finite(k), 2), joined(earlier, "u", finite(v), 2)
-    out = (q.float() * own.exp2()[..., None]) @ state.float()
-    out = out + (q.float() @ keys.transpose(-1, -2) * step.pairs(own, cum)) @ values
-    return out.to(v.dtype), {"g": logs, "c": cum, "k": keys, "u": values}
-
-
 _DECAYED = "g", "c", "k", "u"
 CONV = Rule(conv_run, conv_advance, 3, ("x",), "conv")
-#: A convolution of a module's own code.
-WINDOWS = CONV._replace(run=windows)
-DELAY = Rule(delay_run, delay_advance, 2, ("x",))
 DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
 KDA = Rule(kda_run, delta_advance, 4, _DECAYED)
-LIGHTNING = Rule(lightning_run, delta_advance, 4, _DECAYED)

@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import takes
-from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
 
@@ -25,32 +24,18 @@ VERIFIED = frozenset(
 #: Kinds of cache layers that a tree runs through.
 LAYERS = frozenset(
     {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer",
-     "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
-     "LinearAttentionAndSlidingWindowAttentionLayer"}
+     "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
 )  # fmt: skip
+
+#: By model type, what goes by the slots of the cache.
+_COUNTS_SLOTS = {
+    "falcon": "ALiBi", "gpt_neo": "local attention", "inkling_text": "relative attention",
+}  # fmt: skip
 
 _OTHER_ADAPTERS = (
     "Choose an adapter without it: prompt_depth='none' for BITA, num_prefix_tokens=0 for PPD, or "
     "another type."
 )
-
-
-def context_ends(model: Any) -> list[int]:
-    """Positions after which a model may compute differently: context lengths in its config, but for
-    ends of tables of positions, which no token can follow."""
-
-    def lengths(config: dict[Any, Any]) -> Iterator[int]:
-        for key, value in config.items():
-            if isinstance(value, dict):
-                yield from lengths(value)
-            elif str(key).endswith("max_position_embeddings") and isinstance(value, int):
-                yield value
-
-    ends = set(lengths(model.config.get_text_config(decoder=True).to_dict()))
-    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    sizes |= {size for buffer in model.buffers() for size in buffer.shape}
-    # Some tables have a few entries before the first position.
-    return sorted(end for end in ends if sizes.isdisjoint(range(end, end + 8)))
 
 
 def check_model(model: Any) -> None:
@@ -77,7 +62,8 @@ def _obstacles(model: Any) -> Iterator[str]:
         yield f": {error}"
     else:
         stateful = getattr(model, "_is_stateful", False)
-        if states - known or (not known and (stateful or not takes_any_cache(model))):
+        own_cache = not model._supports_default_dynamic_cache()
+        if states - known or (not known and (stateful or own_cache)):
             yield " keeps a recurrent state in a way that is not written for trees"
     kinds = [type(layer).__name__ for layer in layers]
     for kind in kinds:
@@ -100,9 +86,9 @@ def _obstacles(model: Any) -> Iterator[str]:
     if not takes(model, CACHE):
         yield f".forward takes no {CACHE}: it has no KV cache"
     attends = any(hasattr(layer, "keys") for layer in layers)
-    if attends and not takes(model, "position_ids") and not needs_positions(model):
+    if attends and not takes(model, "position_ids"):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
-    slots = {"falcon": "ALiBi", "gpt_neo": "local attention"}.get(text.model_type)
+    slots = _COUNTS_SLOTS.get(text.model_type)
     if slots and getattr(text, "alibi", True):
         yield f": its {slots} counts slots of the cache, which siblings in a tree cannot share"
 
@@ -124,13 +110,24 @@ def check_length(model: Any, length: int) -> None:
     Raises:
         ValueError: it cannot; the message names the limit.
     """
-    keep = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
+    name, text = type(model).__name__, model.config.get_text_config(decoder=True)
+    keep = getattr(text, "keep_window_size", None)
     if keep is not None and length > keep:
         raise ValueError(
-            f"{type(model).__name__} keeps keep_window_size={keep} keys, and which of equal ones "
-            "depends on how many there are, draft tokens included: prompt and max_new_tokens make "
+            f"{name} keeps keep_window_size={keep} keys, and which of equal ones depends on how "
+            "many there are, draft tokens included: prompt and max_new_tokens make "
             f"{length} tokens. Lower max_new_tokens, or generate without assistant_strategy."
         )
+    # Beyond, Llama 4 scales queries by their slots of the cache. Static caches have twice as many
+    # slots as tokens at most, and draft tokens are in the last ones.
+    if text.model_type == "llama4_text" and text.attn_temperature_tuning:
+        most = text.floor_scale // 2 - 64
+        if length > most:
+            raise ValueError(
+                f"{name} with attn_temperature_tuning: its scale of queries counts slots of the "
+                f"cache, so that strategies go up to {most} tokens, and prompt and max_new_tokens "
+                f"make {length}. Lower max_new_tokens, or generate without assistant_strategy."
+            )
 
 
 def checkpoints(model: Any) -> bool:
@@ -159,24 +156,17 @@ def check_cache_stays(model: Any) -> None:
         )
 
 
-def takes_any_cache(model: Any) -> bool:
-    """Whether a model takes caches of any class. Others (MiniMax) make one of a class of their own,
-    and check for it unless ``use_cache`` is False; a given cache serves all the same."""
-    return bool(model._supports_default_dynamic_cache())
-
-
-def empty_cache(model: Any) -> DynamicCache | None:
-    """What ``generate`` gives to the first forward; None if the model makes its cache itself."""
-    text = model.config.get_text_config(decoder=True)
-    return DynamicCache(config=text) if takes_any_cache(model) else None
+def empty_cache(model: Any) -> DynamicCache:
+    """What ``generate`` gives to the first forward."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def one_token(model: Any) -> DynamicCache:
     """The cache after a token has run."""
     cache = empty_cache(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=placement(model).device)
-    output = model(input_ids=token, use_cache=True, **{CACHE: cache})
-    return output.get(CACHE) if cache is None else cache
+    model(input_ids=token, use_cache=True, **{CACHE: cache})
+    return cache
 
 
 @torch.no_grad()

@@ -74,9 +74,9 @@ _DOTS3 = {
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
             "indexer_budget": 4, "indexer_compress_ratio": 2, "hc_lowrank": 8}  # fmt: skip
 
-#: Short chunks, and a temperature that changes.
+#: Short chunks.
 _LLAMA4 = {
-    "attention_chunk_size": 5, "floor_scale": 6, "attn_scale": 2.0, "no_rope_layers": [1, 0] * 2,
+    "attention_chunk_size": 5, "no_rope_layers": [1, 0] * 2,
     "layer_types": ["chunked_attention", "full_attention"] * 2,
 }  # fmt: skip
 _INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
@@ -104,8 +104,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
-    "inkling_text": {**_INKLING, "log_scaling_n_floor": 6, "log_scaling_alpha": 2.0,
-                     "rel_extent": 8},
+    "inkling_text": _INKLING,
     "inkling2_text": _INKLING,
     "inkling2_loop_text": _INKLING,
     "dory": {
@@ -153,11 +152,12 @@ _ALL = " ".join(methods())
 #: Strategies that are refused, in transformers 5.24.
 REFUSED: dict[str, str] = {
     # Recurrent states by code of their own, or outside the cache.
-    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "qwen4_exp",
-            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"),
+    **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "minimax", "qwen4_exp",
+            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm", "zaya"),
     # Positions that are counted in slots of the cache.
     **_same(_ALL, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "gpt_neo",
-            "marian", "mbart", "mpt", "mvp", "pegasus", "plbart", "roformer", "trocr"),
+            "inkling_text", "marian", "mbart", "moss_transcribe_diarize", "mpt", "mvp", "pegasus",
+            "plbart", "roformer", "trocr", "whisper"),
     # Blocks of slots in the cache; positions that are made in several places; no cache of keys; a
     # mask that is wrong where a batch is padded.
     **_same(_ALL, "minimax_m3_vl_text", "cpmant", "prophetnet", "openai-gpt", "xlm", "git"),
@@ -175,7 +175,7 @@ REFUSED: dict[str, str] = {
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified",
             "gemma4_unified_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_linear",
-            "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "minimax",
+            "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3",
             "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
             "qwen3_next", "sarvam_mla", "youtu"),
     # Layers that share keys, and several streams of states.
@@ -184,7 +184,6 @@ REFUSED: dict[str, str] = {
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     "mllama": f"{_KEYS} propd",  # layers that wait for an image
     **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
-    "zaya": "mtp propd",  # a router's states pass from layer to layer
 }  # fmt: skip
 
 #: ``mtp`` has no use for their decoder layers, which have norms elsewhere, are not given rotations,
@@ -194,10 +193,10 @@ apertus apertus1p5_text axk2 bailing_hybrid bamba beam bert bert-generation big_
 biogpt camembert codegen ctrl data2vec-text
 dbrx dory dots3_note_text electra ernie exaone4 falcon falcon_h1 falcon_mamba flex_olmo
 gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt-sw3 gpt2 gpt_bigcode
-gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear lfm2
+gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 jamba kimi_linear lfm2
 lfm2_moe lfm3 mamba mamba2 megatron-bert mllama modernbert-decoder moshi
 nanochat olmo olmo2 olmo3 olmo_hybrid opt phi4_multimodal rembert roberta
-roberta-prelayernorm roc_bert whisper xglm xlm-roberta xlm-roberta-xl xmod zamba
+roberta-prelayernorm roc_bert xglm xlm-roberta xlm-roberta-xl xmod zamba
 zamba2
 """
 for _kind in NO_MTP.split():

@@ -46,7 +46,7 @@ from modeling_patches.modules import linear_modules
 CALLS = 6
 DTYPES = (torch.float32,) * 3 + (torch.float64,)
 #: Models that continue no DynamicCache: it tells no length, or the model has a cache of its own.
-NO_DYNAMIC = ("mamba", "mamba2", "falcon_mamba", "minimax")
+NO_DYNAMIC = ("mamba", "mamba2", "falcon_mamba")
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Player:
         size = rng.choice((1, 1, 2, 2, 3, 4))
         seed = rng.randrange(10**6)
         kind = rng.choice(("tree", "tree", "dynamic", "dynamic", None))
-        if kind == "dynamic" and self.name in NO_DYNAMIC:
+        if kind == "dynamic" and (self.name in NO_DYNAMIC or size > 1):
             kind = "tree"
         if self.kind == "images":
             rows = [(rng.randint(1, 2), rng.randint(4, 10)) for _ in range(size)]

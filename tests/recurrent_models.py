@@ -81,14 +81,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mamba": {"state_size": 8, "expand": 2},
     "falcon_mamba": {"state_size": 8, "expand": 2},
-    "minimax": {
-        **_EXPERTS, "head_dim": 8, "block_size": 4,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
-    },
-    "zaya": {
-        **_EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "cca_time0": 3, "sliding_window": 9,
-        "layer_types": ["hybrid", "hybrid_sliding", "hybrid", "hybrid"], "router_hidden_size": 16,
-    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 16},
     "lfm3": {
         "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
@@ -101,9 +93,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 #: One for each rule; layers with keys and states both; none with keys; windows.
-KINDS = (
-    "qwen3_5_text", "kimi_linear", "falcon_h1", "jamba", "mamba", "lfm3", "minimax", "zaya",
-)  # fmt: skip
+KINDS = ("qwen3_5_text", "kimi_linear", "falcon_h1", "jamba", "mamba", "lfm3")
 
 
 def recurrent(kind: str, **fields: Any) -> PreTrainedModel:
@@ -122,8 +112,6 @@ def recurrent(kind: str, **fields: Any) -> PreTrainedModel:
                 parameter.normal_(0, 1)
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, 1.5)
-            elif name.endswith(".temp"):  # Zaya's scale of keys, which starts at 0
-                parameter.fill_(0.7)
             elif name.endswith(".D"):  # the way around the state
                 parameter.fill_(0.1)
             elif convolves:

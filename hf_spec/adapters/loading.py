@@ -8,7 +8,7 @@ every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks the
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,16 @@ def load_into(
 ) -> Any:
     """`PeftModel.load_adapter`, of a new adapter or into one that is attached."""
     origin = _origin(model_id, kwargs)
-    if not _is_ours(origin, self.peft_config.get(adapter_name)):
+    config = _ours(origin, self.peft_config.get(adapter_name))
+    if config is None:
         return original(self, model_id, adapter_name, *args, **kwargs)
+    if config.peft_type != self.peft_type:
+        own = getattr(self.peft_type, "value", self.peft_type)
+        raise ValueError(
+            f"a PeftModel of type {own} loads no adapter of type {config.type_name}: load it onto "
+            f"the base model, which may have both: model.get_base_model().load_adapter("
+            f"{str(model_id)!r}, adapter_name={adapter_name!r})."
+        )
     with unchanged_on_error(unwrapped(self)), readable(origin.weights()):
         result = original(self, model_id, adapter_name, *args, **kwargs)
     _note(self, adapter_name, origin)
@@ -62,27 +70,13 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    load_config = given["load_config"]
-    download = {
-        **(getattr(load_config, "download_kwargs", None) or {}),
-        **given["kwargs"],
-        **(given["adapter_kwargs"] or {}),
-    }
-    if given["local_files_only"]:
-        download["local_files_only"] = True
-    place = given["peft_model_id"] or getattr(load_config, "pretrained_model_name_or_path", None)
-    if place is not None:
-        _check_there(f"load_adapter({str(place)!r})", place)
-    origin = None if place is None else _origin(place, download)
-    config, name = given["peft_config"], given["adapter_name"] or "default"
-    refused = name in getattr(self, "peft_config", {}) or given["hotswap"] is True
-    if refused or not _is_ours(origin, config):
+    origin, name = _asked(given), given["adapter_name"] or "default"
+    config: Any = _ours(origin, given["peft_config"])
+    if config is None or name in getattr(self, "peft_config", {}) or given["hotswap"] is True:
         return original(self, *args, **kwargs)
     weights = given["adapter_state_dict"]
     if weights is None and origin is not None:
         weights = read_weights(origin.weights())
-    if config is None:
-        config = _read_config(origin)
     config.inference_mode = not given["is_trainable"]
     with unchanged_on_error(self):
         inject_adapter_in_model(config, self, name)
@@ -182,16 +176,33 @@ def _origin(place: Any, kwargs: dict[str, Any]) -> Origin:
     return Origin(str(place), PeftConfig._split_kwargs(dict(kwargs))[0])
 
 
+def _asked(given: Mapping[str, Any]) -> Origin | None:
+    """Where the arguments of `PreTrainedModel.load_adapter` say that an adapter is."""
+    load_config = given["load_config"]
+    download = {
+        **(getattr(load_config, "download_kwargs", None) or {}), **given["kwargs"],
+        **(given["adapter_kwargs"] or {}),
+    }  # fmt: skip
+    if given["local_files_only"]:
+        download["local_files_only"] = True
+    place = given["peft_model_id"] or getattr(load_config, "pretrained_model_name_or_path", None)
+    if place is None:
+        return None
+    _check_there(f"load_adapter({str(place)!r})", place)
+    return _origin(place, download)
+
+
 def _read_config(origin: Any) -> Any:
     return PeftConfig.from_pretrained(origin.place, **origin.download)
 
 
-def _is_ours(origin: Origin | None, config: Any) -> bool:
-    """Whether an adapter is one of hf_spec; where it cannot be read, the original says why."""
+def _ours(origin: Origin | None, config: Any) -> SpecPeftConfig | None:
+    """The config of an adapter of hf_spec; None for others, and where it cannot be read: then the
+    original says why."""
     if config is None and origin is not None:
         with suppress(ValueError, OSError, TypeError, KeyError):
             config = _read_config(origin)
-    return isinstance(config, SpecPeftConfig)
+    return config if isinstance(config, SpecPeftConfig) else None
 
 
 def _note(model: Any, name: str, origin: Origin) -> None:

@@ -18,7 +18,7 @@ from modeling_patches.support import LAYERS
 
 def take_over(
     cache: TreeCache, source: DynamicCache, mask: Tensor | None = None, more: int | None = None,
-    front: int = 0, seq: int | None = None, whole: bool = False,
+    front: int = 0, seq: int | None = None,
 ) -> None:  # fmt: skip
     """Take over the states of a prefill, which is emptied layer by layer: never are both whole.
 
@@ -30,8 +30,6 @@ def take_over(
         more: most tokens that may follow in a row; None if that is not known.
         front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
         seq: tokens in each row, padding included, if no layer of ``source`` has keys.
-        whole: keep what follows whole in sliding-window layers, too, so that rows can be cut to
-            any length since.
     """
     held = {
         (index, name): tensor
@@ -48,7 +46,7 @@ def take_over(
     windowed = any(tensor.shape[2] < count for tensor in held.values())
     cache.set_lengths(lengths, lengths if windowed else None)
     states, layers = cache.states, source.layers
-    states.windows = {} if whole else _windows(layers)
+    states.windows = _windows(layers)
     states.front, states.limit = aligned(front), None if more is None else cache.max_length + more
     states.reserve(states.ahead(cache.max_length))
     left = Counter(index for index, _ in held)
@@ -81,19 +79,17 @@ def _columns(cache: TreeCache, slots: int, order: Tensor | None, count: int) -> 
     return columns if order is None else order.gather(1, columns.clamp(max=order.shape[1] - 1))
 
 
-def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
+def unpack_into(cache: TreeCache, target: DynamicCache) -> None:
     """Fill a user's ``DynamicCache`` in place, as plain generation would have left it.
 
     Layers that already hold states are left alone: they were never taken over, or are filled.
 
     Args:
-        cache: holds the states, which it loses layer by layer unless compiled code of other calls
-            will use its buffers.
+        cache: holds the states of rows of one length, which it loses layer by layer unless compiled
+            code of other calls will use its buffers.
         target: the cache to fill; sliding layers keep only their window.
-        mask: ``(batch, seq)`` bool over the slots to write, True where a slot holds the row's
-            next accepted token; None if all do. Other slots are zero.
     """
-    cache.count_appended()
+    seq = cache.uniform_length()
     if cache.recurrent is not None:
         for (kind, place, number), state in cache.recurrent.states():
             stock = target.layers[place]
@@ -102,28 +98,19 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
                 stock.update_conv_state(state, number)
             else:
                 stock.update_recurrent_state(state, number)
-    seq = cache.max_length if mask is None else mask.shape[1]
     cache.states.leave_to_layers()
     for own, layer in zip(cache.layers, target.layers):
         if not own.is_initialized or not (layer.keys is None or layer.values is None):
             continue
-        keep = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else seq
-        first, states = max(seq - keep, 0), {}
-        for name in own.with_front:
-            if mask is None:
-                states[name] = own.held(name, first, seq)
-            else:
-                tensor = getattr(own, name)
-                held = mask.to(tensor.device)[:, None, :, None]
-                where = (held.long().cumsum(2) - 1).clamp(min=0) % tensor.shape[2]
-                found = tensor.take_along_dim(where[:, :, first:], 2)
-                states[name] = found * held[:, :, first:]
+        slides = getattr(layer, "is_sliding", False)
+        first = max(seq - layer.sliding_window + 1, 0) if slides else 0
+        states = {name: own.held(name, first, seq) for name in own.with_front}
         if not layer.is_initialized:
             layer.lazy_initialization(states["keys"], states["values"])
         if (index_keys := states.pop("indexer_keys", None)) is not None:
             layer.lazy_initialization_indexer(index_keys)
             layer.indexer_keys = index_keys[:, 0]
-        if getattr(layer, "is_sliding", False):
+        if slides:
             layer.cumulative_length = seq
         layer.keys, layer.values = states["keys"], states["values"]
         if cache.states.is_empty:
@@ -136,11 +123,6 @@ def check_packable(cache: Cache) -> None:
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
         raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
-    if hasattr(cache, "linear_cache"):
-        raise ValueError(
-            f"the given cache is a {type(cache).__name__}, which takes the length of its first "
-            f"layer, a recurrent one perhaps, for that of the sequence. {remedy}"
-        )
     for layer in cache.layers:
         # Subclasses of the dynamic layer not named there quantize or compress.
         name = type(layer).__name__

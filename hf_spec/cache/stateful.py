@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.core.tree import Tree
@@ -55,14 +55,6 @@ class StatefulCache(Cache):
             states.replace(layer_idx, state_idx, recurrent_states)
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """MiniMax's name of :meth:`get_recurrent_state`."""
-        return self.get_recurrent_state(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """MiniMax's name of :meth:`update_recurrent_state`."""
-        self.update_recurrent_state(linear_cache, layer_idx)
-
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
@@ -102,28 +94,8 @@ def states_before(model: Any, batch_size: int) -> RecurrentStates | None:
         return None
     states = RecurrentStates(rules, 1)
     # The model's own code makes states of its shapes.
-    states.take_over(with_layers(one_token(model)).layers, [0])
+    states.take_over(one_token(model).layers, [0])
     for tensor in states.version.tensors:
         tensor.zero_()
     states.select([0] * batch_size)
     return states
-
-
-def with_layers(cache: Any) -> Any:
-    """A prompt's cache that holds each recurrent state in a layer.
-
-    MiniMax's own class holds them beside its layers, of which those of recurrences are empty, and
-    the last ones missing.
-    """
-    states = getattr(cache, "linear_cache", None)
-    if states is None:
-        return cache
-    found = DynamicCache()
-    for index in range(len(cache)):
-        state = states[index] if index < len(states) else None
-        if isinstance(state, Tensor):
-            found.layers.append(LinearAttentionLayer())
-            found.layers[-1].update_recurrent_state(state)
-        else:
-            found.layers.append(cache.layers[index])
-    return found

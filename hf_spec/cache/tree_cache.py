@@ -49,8 +49,6 @@ class TreeCache(StatefulCache):
             computed again from their tokens.
         generated: of further inputs with a value per token, that of generated tokens, by name,
             where it is not that of the prompt's last one.
-        padding: columns before each row's first token, which some models count as positions; None
-            if they are not known.
 
     Args:
         allocate: see :meth:`AttentionStates.allocate_by`.
@@ -71,7 +69,6 @@ class TreeCache(StatefulCache):
         self.shift: Tensor | None = None
         self.inputs: list[str] = []
         self.generated: dict[str, float] = {}
-        self.padding: list[int] | None = None
         self.block: OpenBlock | None = None
         self.recurrent = RecurrentStates(rules, batch_size) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states,
@@ -288,7 +285,6 @@ class TreeCache(StatefulCache):
         tokens, floor = self.tokens, [self._floor[row] for row in rows]
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
-        self.padding = None if self.padding is None else [self.padding[row] for row in rows]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows in this order; they may repeat."""

@@ -5,7 +5,7 @@ They run in chunks through the tree forward; their number may differ between row
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,6 @@ from modeling_patches.attention_masks import local_attention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import recompute_end
 from modeling_patches.linear_attention import recurrent_rules
-from modeling_patches.positions import counts_columns, needs_positions
 
 
 def new_tokens(
@@ -35,12 +34,17 @@ def new_tokens(
         getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
     )
     if seen not in (-1, width):  # the new tokens alone
-        _check_alone(cache, rows, seen, model)
+        if 0 in cache.host_lengths:
+            raise ValueError(
+                f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, "
+                "a sliding window had dropped what comes before. Give the whole conversation as "
+                "input_ids."
+            )
         handover.cache = cache
         if cache.tokens is not None and list(map(len, cache.tokens)) == cache.host_lengths:
             handover.history = cache.tokens
         return [list(row) for row in rows]
-    _keep_what_fits(cache, rows, width, model)
+    _keep_what_fits(cache, rows, model)
     handover.cache, handover.history = cache, [[] for _ in rows]
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
@@ -66,27 +70,7 @@ def _check_continued(
         )
 
 
-def _check_alone(cache: TreeCache, rows: Sequence[Sequence[int]], seen: int, model: Any) -> None:
-    """Raise a ValueError if a mask of ``seen`` columns does not fit rows of new tokens alone."""
-    have = [length + len(row) for row, length in zip(rows, cache.host_lengths)]
-    if needs_positions(model) and cache.padding != padding_before(seen, have):
-        raise ValueError(
-            f"attention_mask has {seen} columns for rows of {have} tokens, and the states in "
-            f"{CACHE} count {cache.padding} columns of padding as positions, as "
-            f"{type(model).__name__} does. Give the mask of the cached prompt, continued by "
-            "ones, or the whole conversation as input_ids."
-        )
-    if 0 in cache.host_lengths:
-        raise ValueError(
-            f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, "
-            "a sliding window had dropped what comes before. Give the whole conversation as "
-            "input_ids."
-        )
-
-
-def _keep_what_fits(
-    cache: TreeCache, rows: Sequence[Sequence[int]], width: int, model: Any
-) -> None:
+def _keep_what_fits(cache: TreeCache, rows: Sequence[Sequence[int]], model: Any) -> None:
     """Cut the cache to the tokens that whole prompts begin with, and whose states are right."""
     if cache.tokens is not None:
         # Behind them, plain generation may have appended padding to rows that ended before others.
@@ -103,10 +87,6 @@ def _keep_what_fits(
             f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
             "than the cache."
         )
-    if needs_positions(model):
-        known = cache.padding or [-1] * len(rows)
-        same = [one == other for one, other in zip(padding_before(width, map(len, rows)), known)]
-        cache.truncate([length * kept for length, kept in zip(cache.host_lengths, same)])
     end = recompute_end(model)
     if end is not None and cache.max_length <= end < max(map(len, rows)):
         cache.truncate([0] * len(rows))  # plain generation computes all of it anew
@@ -127,14 +107,10 @@ def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -
         return []
     sizes = [local.size for local in local_attention(model).values() if local is not None]
     recurrent, why = bool(recurrent_rules(model)), None
-    if counts_columns(model):
-        why = "counts them in distances between tokens"
-    elif any(size < columns for size in sizes):
+    if any(size < columns for size in sizes):
         why = f"counts them in its window of {min(sizes)} columns"
     elif continued and recurrent:
         why = "runs them through its recurrent states"
-    elif continued and needs_positions(model):
-        why = "counts them as positions"
     if why is not None:
         rows = gaps.any(-1).nonzero()[:, 0].tolist()
         raise ValueError(
@@ -142,7 +118,7 @@ def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -
             f"tokens of rows {rows}: {type(model).__name__} {why}, and strategies leave them out. "
             "Give each row's tokens side by side, with all padding before them."
         )
-    return ["attention_mask"] if recurrent or needs_positions(model) else []
+    return ["attention_mask"] if recurrent else []
 
 
 def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:
@@ -153,11 +129,6 @@ def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:
     pairs = enumerate(zip(row[:-1], known))
     shared = next((i for i, (a, b) in pairs if a != b), min(len(row) - 1, len(known)))
     return length if shared == len(known) and length < len(row) else shared
-
-
-def padding_before(columns: int, lengths: Iterable[int]) -> list[int]:
-    """Columns of padding before rows of these lengths."""
-    return [max(columns - length, 0) for length in lengths]
 
 
 def begin_rope(target: Target, handover: Handover) -> None:
@@ -181,13 +152,6 @@ def begin_rope(target: Target, handover: Handover) -> None:
             )
         # Plain generation uses the width of the ids; if all are padded, frequencies change later.
         rope.recomputes = longest == sequences.width
-    if rope.room(2) == 0 and len(target.cache.host_lengths) > 1 and handover.filled is not None:
-        raise ValueError(
-            f"a DynamicCache as {CACHE} with several rows, of which the longest has {longest} "
-            f"tokens and may get more than {rope.end}, where the rotary frequencies of {name} "
-            "change: what plain generation adds to rows that end early depends on the others. "
-            f"Leave {CACHE} out, or lower max_new_tokens."
-        )
 
 
 def advance_rope(state: DecodeState) -> None:

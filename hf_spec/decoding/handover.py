@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -40,7 +39,8 @@ class Handover:
         history: tokens of each row that the cache holds before those of ``sequences``; None if they
             are unknown.
         start: lengths of the rows after the prompt; None while it runs.
-        filled: the caller's own ``DynamicCache``, if there is one, to which states are returned.
+        filled: the caller's own ``DynamicCache`` of a single row, if there is one, to which states
+            are returned.
         wanted: whether the cache is returned, so that finished rows must stay in it.
     """
 
@@ -61,8 +61,6 @@ class Handover:
         self.wanted = returned or callers or isinstance(given, TreeCache)
         #: The layers, and what brings each back to where it was before the prompt.
         self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
-        self._mask: Tensor | None = None
-        self._padded = False  # whether finished rows may hold padding behind their tokens
         self._done = False
 
     def take_over(
@@ -77,12 +75,10 @@ class Handover:
         """
         cache = TreeCache(len(source.layers), len(logits), logits.device, self.allocate, self.rules)
         # The call's before it takes over anything, as this empties what may be the caller's.
-        self.cache, self._mask, self._before = cache, mask, None
+        self.cache, self._before = cache, None
         if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
-        # Where rows of one cache for all get ahead of each other, an interrupt cuts them.
-        whole = self.filled is not None and cache.batch_size > 1
-        take_over(cache, source, mask, more, front, self.sequences.width, whole)
+        take_over(cache, source, mask, more, front, self.sequences.width)
         if self.filled is None:  # nobody needs what is left, such as recurrent states
             source.layers.clear()
         return cache
@@ -92,23 +88,6 @@ class Handover:
         if cache.recurrent is not None and self.wanted:
             cache.recurrent.remember()
         self.start = cache.host_lengths
-
-    def missing(self) -> list[list[int]]:
-        """Once all rows are finished: the tokens of each that the cache still needs.
-
-        Plain generation forwards rows that end before others to the common end, their last token
-        and then padding, and so fills a caller's ``DynamicCache``. In a ``TreeCache``, rows are
-        independent.
-        """
-        if self.filled is None or self.cache is None or self.start is None:
-            return []
-        rows = [tokens[:-1] for tokens in self.sequences.padded()]
-        if not self._padded:  # criteria may have cut off what is cached already
-            own = map(min, self.sequences.emitted, map(len, rows))
-            self.cache.truncate([begin + count for begin, count in zip(self.start, own)])
-            self._padded = True
-        held = zip(rows, self.cache.host_lengths, self.start)
-        return [row[have - begin :] for row, have, begin in held]
 
     def give_back(self) -> TreeCache | DynamicCache | None:
         """Return the cache for the caller; the caller's ``DynamicCache`` is filled in place.
@@ -142,16 +121,11 @@ class Handover:
         start = self.start or cache.host_lengths
         emitted, active = self.sequences.emitted, self.sequences.active
         most = [max(count - 1, 0) for count in emitted]  # the last token is not cached
-        if self._padded:
-            most = [max(most)] * len(most)
         cached = [
             min(have - begin, end) for have, begin, end in zip(cache.host_lengths, start, most)
         ]
         own = [begin + have for begin, have in zip(start, cached)]
-        unfinished = [
-            have for have, end, on in zip(cached, most, active)
-            if on or have < end or self.filled is not None  # all whose rows are equally long
-        ]  # fmt: skip
+        unfinished = [have for have, end, on in zip(cached, most, active) if on or have < end]
         least = min(unfinished, default=max(cached))
         together = [begin + min(have, least) for begin, have in zip(start, cached)]
         # A recurrent state in the middle of the tokens is not known: give back the prompt. Nor is
@@ -168,9 +142,7 @@ class Handover:
         if self.filled is None:
             cache.states.allocate_by(None)
         else:
-            more, mask = lengths[0] - start[0], self._mask
-            mask = None if mask is None else pad(mask, (0, more), value=True)
-            unpack_into(cache, self.filled, mask)
+            unpack_into(cache, self.filled)
 
 
 def _state_of(layer: Any) -> dict[str, Any] | int:

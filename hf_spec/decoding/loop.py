@@ -143,11 +143,9 @@ def _take_all(steps: Steps, synced: bool) -> None:
         isinstance(one, (list, tuple, dict)) and one for one in state.target.model_kwargs.values()
     )
     shrinks = not (strategy.rows_stay or handover.wanted or nested)
-    while model._has_unfinished_sequences(
-        not any(state.active) and not any(handover.missing()), synced, model.device
-    ):
+    while model._has_unfinished_sequences(not any(state.active), synced, model.device):
         if not any(state.active):
-            strategy.run(steps.complete)
+            strategy.run(steps.join)
             continue
         rows = _remaining_rows(state.active, powers_of_two) if shrinks else None
         if rows is not None:

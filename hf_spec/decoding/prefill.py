@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.cache.convert import check_packable
-from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
-from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens, padding_before
+from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
@@ -75,9 +74,7 @@ def prefill(
     prompt = _Prompt(model, input_ids, config, model_kwargs, handover, probes, reads, graphs)
     continued = isinstance(handover.given, TreeCache)
     found = prompt.run_as_trees() if continued else prompt.run_by_transformers()
-    cache, mask = found.target.cache, prompt.mask
-    handover.begin(cache)
-    cache.padding = padding_before(0 if mask is None else mask.shape[1], cache.host_lengths)
+    handover.begin(found.target.cache)
     begin_rope(found.target, handover)
     return found
 
@@ -127,6 +124,8 @@ class _Prompt:
         model, handover, reads = self.model, self.handover, self.reads
         if handover.given is not None:
             check_packable(handover.given)
+            if handover.filled is not None:
+                _check_alone(self.input_ids, self.real)
             _check_state_stays(model, handover.given, self.input_ids, self.config, self.mask)
         run, chunks = model._prefill, []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
@@ -134,7 +133,7 @@ class _Prompt:
             chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
             run = partial(changes.run, run)
         outputs = run(self.input_ids, self.config, self.model_kwargs, is_first_iteration=True)
-        source = with_layers(outputs.get(CACHE))
+        source = outputs.get(CACHE)
         warn_if_slow(model, source)
         check_packable(source)
         logits = outputs.logits[:, -1]
@@ -155,11 +154,9 @@ class _Prompt:
             shift = cache.shift = lengths.new_zeros(later.axes, len(lengths))
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift[0] + max(self.budget - 2, 0)
-        mask = self.mask
-        padding = torch.zeros_like(lengths) if mask is None else mask.shape[1] - lengths
         make = Target if self.graphs is None else partial(CompiledTarget, graphs=self.graphs)
         return make(
-            self.model, cache, limit, shift, padding, later.others, later.per_token,
+            self.model, cache, limit, shift, later.others, later.per_token,
             self.probe_inputs, self.reads,
         )  # fmt: skip
 
@@ -167,6 +164,19 @@ class _Prompt:
 def _last(hidden: Tensor) -> Tensor:
     # Transformers cuts it out: PyTorch's product of a part copies the whole weight in 16 bits.
     return hidden[:, -1:]
+
+
+def _check_alone(input_ids: Tensor, real: Tensor | None) -> None:
+    """Refuse to fill a caller's ``DynamicCache`` where rows differ in length: one cache for all has
+    the longest row's, and what plain generation runs to fill it up."""
+    rows, padded = len(input_ids), real is not None and not bool(real.all())
+    if rows > 1 or padded:
+        what = f"{rows} rows" if rows > 1 else "padding in attention_mask"
+        raise ValueError(
+            f"a DynamicCache as {CACHE} with {what}: strategies go on with one of a single row "
+            "without padding. Leave it out, and give the TreeCache that a call with "
+            f"return_dict_in_generate=True returns as {CACHE} of the next."
+        )
 
 
 def _check_state_stays(

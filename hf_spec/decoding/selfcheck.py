@@ -35,12 +35,11 @@ from hf_spec.model.hidden_states import Reads, output_logits, taken
 from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import rope_ends
 from modeling_patches.fingerprint import Fingerprint, fingerprint
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import decoder_of
 from modeling_patches.per_call import Changes
-from modeling_patches.support import VERIFIED, context_ends, empty_cache
+from modeling_patches.support import VERIFIED, empty_cache
 from modeling_patches.weights import placement
 
 #: The root with two children, of which the second has a child; the same in another order; and the
@@ -97,13 +96,8 @@ def check_tree_forward(
     checked: dict[Hashable, None] = memory(model).setdefault("self-checks", {})
     if key in checked:
         return
-    if not checked and not rope_ends(model):
-        # Trials that cross the end of a context, where rotary frequencies may change unseen.
-        for end in context_ends(model):
-            if end > _PROMPT:
-                _try(Trial(model, False, end - _PROMPT - 1, rows), name, None, False, running)
     reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
-    _try(Trial(model, padded, rows=rows), name, drafter, reads, running)
+    _try(Trial(model, padded, rows), name, drafter, reads, running)
     checked[key] = None
     for old in [*checked][:-KEPT]:
         checked.pop(old, None)
@@ -133,7 +127,7 @@ def _try(
         problem = f"is in training mode, in which dropout may differ, or {problem}"
     raise ValueError(
         f"{what}: it {problem} (relative error {error:.2g} in a trial"
-        f"{' with padding' * trial.padded} at position {trial.start})."
+        f"{' with padding' * trial.padded})."
         f"{' Call model.eval() first.' * model.training}"
     )
 
@@ -151,14 +145,14 @@ class _Pruning:
 
 
 class Trial:
-    """Random prompts from a given position, the last one perhaps padded, and a tree after each.
+    """Random prompts, the last one perhaps padded, and a tree after each.
 
     Attributes:
         dtypes: what was computed in; known after :meth:`run`.
     """
 
-    def __init__(self, model: Any, padded: bool = False, start: int = 0, rows: int = 2):
-        self.model, self.padded, self.start, self.dtypes = model, padded, start, {model.dtype}
+    def __init__(self, model: Any, padded: bool = False, rows: int = 2):
+        self.model, self.padded, self.dtypes = model, padded, {model.dtype}
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
         # A separate generator, so that the caller's seeded generator is not advanced.
@@ -170,7 +164,7 @@ class Trial:
         self.mask[-1, : _PADDING * padded] = 0
 
     def _inputs(self) -> dict[str, Any]:
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         return {
             "attention_mask": self.mask, CACHE: empty_cache(self.model), "use_cache": True,
             **taken(self.model, position_ids=positions, logits_to_keep=1),

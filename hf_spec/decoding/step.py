@@ -22,7 +22,7 @@ from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import History, merged
 from hf_spec.drafting.rollouts import Earlier
 from hf_spec.drafting.state import DecodeState, Grown
-from hf_spec.model.appending import Prefilled, append, chunk_size
+from hf_spec.model.appending import Prefilled
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.programs import DraftProgram
 from hf_spec.model.target import Output
@@ -163,17 +163,11 @@ class Steps:
         tree = self.strategy.drafter.propose(state)
         return merged(tree, lookups) if lookups else tree
 
-    def complete(self) -> None:
-        """Cache more of what finished rows miss, or run a forward for other ranks."""
-        state = self.state
-        rows = self.handover.missing()
-        if any(rows):
-            size = chunk_size(state.cache)
-            append(state.target, [row[:size] for row in rows])
-        else:
-            tree = Tree.roots(state.root)
-            state.target(tree, verify=self.acceptance.program(tree))
-            state.cache.rollback()
+    def join(self) -> None:
+        """Once all rows are finished: run a forward for other ranks."""
+        state, tree = self.state, Tree.roots(self.state.root)
+        state.target(tree, verify=self.acceptance.program(tree))
+        state.cache.rollback()
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order."""

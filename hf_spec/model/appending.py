@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import HostResult, StepResult
@@ -46,11 +45,6 @@ class Prefilled:
         return StepResult(path, counts, tokens, probes, counts - 1, result.bonus, host)
 
 
-def chunk_size(cache: TreeCache) -> int:
-    """Most new tokens of a row in one forward."""
-    return CHUNK if cache.recurrent is None else RECURRENT_CHUNK
-
-
 def append(target: Target, rows: list[list[int]]) -> Prefilled:
     """Forward and keep new tokens after each row; their number may differ between rows.
 
@@ -58,7 +52,7 @@ def append(target: Target, rows: list[list[int]]) -> Prefilled:
         The outputs at the last tokens of the rows that have new tokens.
     """
     cache, device, reads = target.cache, target.cache.lengths.device, target.reads
-    at_once = chunk_size(cache)
+    at_once = CHUNK if cache.recurrent is None else RECURRENT_CHUNK
     logits: dict[int, Tensor] = {}
     hidden: dict[int, Tensor] = {}
     chunks: list[Tensor] = []

@@ -24,7 +24,7 @@ from modeling_patches.per_call import Changes
 
 #: Attributes of a target that differ between calls: tensors, or values by name.
 _VARIABLES = (
-    "position_shift", "last_position", "padding", "axes", "probe_embeddings", "front_seen",
+    "position_shift", "last_position", "axes", "probe_embeddings", "front_seen",
     "model_kwargs", "per_token",
 )  # fmt: skip
 #: Least number of nodes, padding included, of a tree that is forwarded in parts.

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.stateful import sequence_cache, states_before
@@ -31,7 +30,7 @@ from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes, changing
 from modeling_patches.ranks import Ranks
-from modeling_patches.support import checkpoints, takes_any_cache
+from modeling_patches.support import checkpoints
 from modeling_patches.weights import output_features, placement
 
 #: Keeps what a model says of sequences that recur. From what computes it of ids and mask, these
@@ -169,10 +168,6 @@ class _Run:
             kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
             learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
             seen = {local: torch.cat([learned, mask], dim=3) for local, mask in seen.items()}
-            key_positions = pad(key_positions, (front, 0))
-        if self.attention.positions is not None:
-            keys = dict.fromkeys(self.attention.locals, key_positions)
-            self.attention.positions.set(query_positions, keys)
         by_layers = {kind: seen[local] for kind, local in self.attention.locals.items()}
         return self.attention.convert(by_layers, self.dtype)
 
@@ -185,7 +180,7 @@ class _Run:
             changes.run(
                 self.model,
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
-                use_cache=takes_any_cache(self.model), **{CACHE: cache},
+                use_cache=True, **{CACHE: cache},
                 **self._given(self.positions),
             )  # fmt: skip
         token_hidden, front, ranks = seen[0], self.inputs.num_front, Ranks(self.model)
@@ -211,7 +206,7 @@ class _Run:
             self.model,
             **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
             attention_mask=self._mask(visible, self.probe_positions, front),
-            use_cache=takes_any_cache(self.model), **{CACHE: full},
+            use_cache=True, **{CACHE: full},
             **self._given(self.probe_positions),
         )  # fmt: skip
         return self._split(seen[0], token_hidden)
@@ -234,7 +229,7 @@ class _Run:
         changes.run(
             self.model, **embedded(self.model, embeddings, self.input_ids),
             attention_mask=self._mask(visible, positions, 0),
-            use_cache=bool(held) and takes_any_cache(self.model), **held, **self._given(positions),
+            use_cache=bool(held), **held, **self._given(positions),
         )  # fmt: skip
         return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
 

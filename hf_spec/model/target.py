@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_spec.cache.buffers import bounded
 from hf_spec.cache.tree_cache import TreeCache
@@ -20,7 +19,7 @@ from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
-from hf_spec.model.block import Block, Slots, first_near, slot_positions
+from hf_spec.model.block import Block, Slots, first_near
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -33,7 +32,6 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import Running, tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
-from modeling_patches.support import takes_any_cache
 from modeling_patches.weights import placement
 
 
@@ -99,8 +97,6 @@ class Target:
             it; None for 0, the value unless the caller passed position ids. One axis, but for a
             model that rotates by several positions per token, which differ after an image; the
             first one counts for windows.
-        padding: ``(batch,)`` columns of padding before a row's first token, which some models count
-            as positions; None for 0.
         model_kwargs: further arguments for the model's forward.
         per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
         probe_inputs: embeddings and states of the method's probes, if it has any.
@@ -117,7 +113,6 @@ class Target:
         cache: TreeCache,
         last_position: Tensor,
         position_shift: Tensor | None = None,
-        padding: Tensor | None = None,
         model_kwargs: dict[str, Any] | None = None,
         per_token: dict[str, Tensor] | None = None,
         probe_inputs: ProbeInputs | None = None,
@@ -136,7 +131,6 @@ class Target:
         self.position_shift = shift[0]
         #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
         self.axes = shift - shift[0] if len(shift) > 1 else None
-        self.padding = none if padding is None else padding[:, None]
         self.model_kwargs, self.per_token = model_kwargs or {}, per_token or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
         self.device, self.dtype = placement(model)
@@ -246,7 +240,7 @@ class Target:
             },
             "attention_mask": None if no_keys else self._mask(block, keys, positions),
             CACHE: self.cache,
-            "use_cache": takes_any_cache(self.model),
+            "use_cache": True,
             "return_dict": True,
         }
         if self.takes_positions:
@@ -276,9 +270,8 @@ class Target:
             learned = seen.new_zeros((*positions.shape, front))
             learned[:, -block.tree.num_probes :, front - self.num_front :] = seen
         made: dict[Local | None, Tensor] = {}
-        at_keys: dict[Local | None, Tensor] = {}
         at_queries = at_nodes = positions
-        if attention.positions is not None or any(kinds.values()):
+        if any(kinds.values()):
             # Counted from each row's first token, whatever positions the caller gave.
             at_queries = positions - self.position_shift
             last = self.last_position - self.position_shift
@@ -288,12 +281,6 @@ class Target:
             slots = Slots.of(cache.states, lengths, visible.shape[2], keys, window)
             begin = None if local is None else first_near(local, at_queries)
             made[local] = slots.mask(visible, lengths, attention.packs, begin, at_nodes, learned)
-            if attention.positions is not None:
-                at_keys[local] = slot_positions(lengths, at_nodes, slots.held)
-        if attention.positions is not None:
-            # Front slots stand where the sequence begins, as in prefix tuning.
-            by_kind = {kind: pad(at_keys[local], (front, 0)) for kind, local in kinds.items()}
-            attention.positions.set(at_queries, by_kind, self.padding)
         return attention.convert({kind: made[one] for kind, one in kinds.items()}, self.dtype)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -310,7 +297,6 @@ class Target:
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
-        self.padding = own(self.padding)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
         self.per_token = {name: own(value) for name, value in self.per_token.items()}
         if self.axes is not None:

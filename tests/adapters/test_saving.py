@@ -175,7 +175,8 @@ def test_a_lora_is_trained_beside_a_drafter(
     else:
         model.add_adapter(lora)
     if first == "lora":
-        model.load_adapter(adapter, adapter_name="ours")
+        base = model.get_base_model() if way == "PeftModel" else model
+        base.load_adapter(adapter, adapter_name="ours")
     if way == "model":
         model.set_adapter(["default", "ours"])
     training = trainer(model, tmp_path / "run")

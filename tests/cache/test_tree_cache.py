@@ -2,13 +2,11 @@
 
 import copy
 import pickle
-from itertools import product
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from covering import covering
 from naive_cache import (
     SPECS,
     NaiveCache,
@@ -148,52 +146,36 @@ def test_a_layer_without_keys_stays_without_and_others_keep_their_dtype() -> Non
             cache.update(*states[0], 1)
 
 
-@pytest.mark.parametrize(
-    ("windows", "padding", "accepted"),
-    covering(
-        product(
-            [(None, None), (None, 4), (3, None), (4, 50)],
-            ["no padding", "left", "middle"],
-            [(0, 0), (1, 1), (5, 5), (4, 2), (0, 3)],
-        )
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("windows", [(None, None), (None, 4), (3, None), (4, 50)], ids=str)
+@pytest.mark.parametrize("accepted", [0, 1, 5])
 def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
-    windows: tuple[int | None, ...], padding: str, accepted: tuple[int, ...]
+    windows: tuple[int | None, ...], accepted: int
 ) -> None:
     specs = [(2, 4, 4), (1, 6, 4)]
     prompt, new = random_states(specs, 2, 6), random_states(specs, 2, 5)
-    mask: Any = torch.tensor(MASKS[padding])
-    longest = max(accepted)
-
-    # Plain generation appends token by token; rows that are done get padding.
     plain = dynamic(prompt, windows)
-    for token in range(longest):
+    for token in range(accepted):  # plain generation appends token by token
         for layer, states in enumerate(new):
             plain.update(*(s[:, :, token : token + 1] for s in states), layer)
 
     ours = dynamic(prompt, windows)
     layers = list(ours.layers)
-    cache = pack(ours, None if mask.all() else mask, 32)
+    cache = pack(ours, None, 32)
     cache.begin(chain(cache, 5))
     for layer, states in enumerate(new):
         cache.update(*states, layer)
-    cache.commit(accepted)
-    tail = torch.arange(longest) < torch.tensor(accepted)[:, None]
-    mask = torch.cat([mask.bool(), tail], dim=1)
-    full = bool(mask.all())
-    unpack_into(cache, ours, None if full else mask)
+    cache.commit([accepted, accepted])
+    unpack_into(cache, ours)
 
     assert list(ours.layers) == layers  # filled in place
     for mine, theirs in zip(ours.layers, plain.layers):
         assert mine.get_seq_length() == theirs.get_seq_length()
         assert mine.get_mask_sizes(1) == theirs.get_mask_sizes(1)
         for own, wanted in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-            assert torch.equal(own, wanted * mask[:, None, -wanted.shape[2] :, None])
+            assert torch.equal(own, wanted)
     for layer, states in enumerate(random_states(specs, 2, 1)):
         for own, wanted in zip(ours.update(*states, layer), plain.update(*states, layer)):
-            assert own.shape == wanted.shape and (not full or torch.equal(own, wanted))
+            assert torch.equal(own, wanted)
 
 
 def test_unpacking_fills_no_layer_twice_and_frees_each() -> None:
@@ -209,10 +191,10 @@ def test_unpacking_fills_no_layer_twice_and_frees_each() -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(target.layers[2], "lazy_initialization", interrupted)
-        unpack_into(pair.cache, target, None)
+        unpack_into(pair.cache, target)
     first = target.layers[0].keys
     target.layers[1].values = None  # as where an interrupt came between the two
-    unpack_into(pair.cache, target, None)
+    unpack_into(pair.cache, target)
     assert target.layers[0].keys is first and not any(view() for view in views)
     for index, layer in enumerate(target.layers):
         for row in range(2):
@@ -376,15 +358,13 @@ def test_an_index_follows_its_keys() -> None:
         cache.commit([3, 1, 2], torch.tensor([[0, 2, 3], [0, 0, 0], [0, 2, 2]]))
         check(cache)
     check(pickle.loads(pickle.dumps(cache)))
-    cache.padding = [2, 0, 1]
     cache.select([2, 1])
     check(cache)
-    assert cache.padding == [1, 0]
     cache.batch_select_indices(torch.tensor([0, 0, 1]))
     check(cache)
     target.layers[0] = DynamicIndexedLayer()
     cache.truncate([6, 6, 6])
-    unpack_into(cache, target, None)
+    unpack_into(cache, target)
     layer = target.layers[0]
     assert layer.indexer_keys.shape == (3, 6, 3)
     assert torch.equal(layer.indexer_keys, 2 * layer.keys[:, 0, :, :3])

@@ -50,7 +50,8 @@ def stops(ids: Tensor) -> StoppingCriteriaList:
 
 
 class Turn:
-    """A prompt of three rows that end at different times, and the caller's cache before it.
+    """A prompt of three rows that end at different times, or of the first one for a
+    ``DynamicCache``; and the caller's cache before it.
 
     Args:
         model: the model.
@@ -61,7 +62,8 @@ class Turn:
 
     def __init__(self, model: Any, kind: str, spec: dict[str, Any] = LOOKUP):
         self.model, self.spec = model, spec
-        given = ragged(LENGTHS)
+        rows = 3 if kind.startswith("tree") else 1
+        given = ragged(LENGTHS[:rows])
         ids, mask = given["input_ids"], given["attention_mask"]
         self.before: Any = DynamicCache(config=model.config)
         layers = self.before.layers
@@ -72,13 +74,13 @@ class Turn:
             own = {} if kind.startswith("tree") else {CACHE: self.before}
             out = model.generate(**given, **GREEDY, **own, **spec, return_dict_in_generate=True)
             self.before = out[CACHE]
-            ids = torch.cat([out.sequences, prompt(5, 3, seed=50)], 1)
-            mask = torch.cat([mask, torch.ones(3, ids.shape[1] - mask.shape[1]).long()], 1)
+            ids = torch.cat([out.sequences, prompt(5, rows, seed=50)], 1)
+            mask = torch.cat([mask, torch.ones(rows, ids.shape[1] - mask.shape[1]).long()], 1)
         self.width, self.cached = ids.shape[1], self.before.get_seq_length()
         self.whole = {"input_ids": ids, "attention_mask": mask}
         new = ids[:, self.cached :] if "new" in kind else ids
         self.given = {**self.whole, "input_ids": new, "stopping_criteria": stops(new)}
-        tail = torch.arange(14) < torch.tensor(ENDS)[:, None]
+        tail = torch.arange(14) < torch.tensor(ENDS[:rows])[:, None]
         self.sequences = plainly(model, **self.whole, **GREEDY)
         self.sequences[:, -14:][~tail] = PAD
         #: Real tokens of the conversation; per row these tokens, and their states in each layer.
@@ -134,8 +136,8 @@ class Turn:
                 check_same(self.model, {**self.spec, CACHE: copy.deepcopy(cache)}, **again)
             return
         known = max(cache.get_seq_length(), self.width)
-        ids = torch.cat([self.sequences[:, :known], prompt(4, 3, seed=60)], 1)
-        mask = torch.cat([self.real[:, :known], torch.ones(3, 4).bool()], 1).long()
+        ids = torch.cat([self.sequences[:, :known], prompt(4, len(self.rows), seed=60)], 1)
+        mask = torch.cat([self.real[:, :known], torch.ones(len(ids), 4).bool()], 1).long()
         after = {"input_ids": ids, "attention_mask": mask, **GREEDY}
         wanted = plainly(self.model, **after).tolist()
         if min(self.windows) < ids.shape[1] and bool((mask.diff(dim=1) < 0).any()):

@@ -15,7 +15,6 @@ from processors import ByRow
 from tiny_checkpoint import make_model, make_tokenizer
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     StoppingCriteria,
@@ -32,7 +31,6 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
-from modeling_patches.cache_name import CACHE
 
 Spec = dict[str, Any]
 
@@ -206,11 +204,10 @@ def test_a_criterion_that_looks_at_the_whole_batch(tiny: Tiny, spec: Spec, eos: 
             criterion = StopsAll(number, len(inputs["input_ids"]))
             out = model.generate(
                 **inputs, **GREEDY, **strategy, eos_token_id=eos, return_dict_in_generate=True,
-                output_scores=True, **{CACHE: (cache := DynamicCache())},
+                output_scores=True,
                 stopping_criteria=StoppingCriteriaList([criterion, StopAt(23)]),
             )  # fmt: skip
             found.append((out.sequences.tolist(), criterion.shown, len(out.scores)))
-            found[-1] += (cache.get_seq_length(),)
         assert found[1] == found[0]
         ends.add(found[0][2])
     assert len(ends) > 1 and min(ends) < 16  # it did stop them

@@ -11,8 +11,7 @@ import torch
 from architectures import OVERRIDES, build
 from conftest import _LLAMA, STRATEGIES, prompt, ragged
 from covering import covering
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from modeling_patches.cache_name import CACHE
 
@@ -111,15 +110,6 @@ def test_where_steps_are_plain(kind: str, lengths: tuple[int, ...], new: int, pl
     assert plain + 1 <= ours.spec_stats.num_steps <= new
 
 
-def test_a_callers_cache_for_rows_that_pass_the_end_together() -> None:
-    model = fresh("longrope")
-    given = {**ragged((20, 9)), **GREEDY, **STRATEGIES["prompt_lookup"]}
-    cache: Any = DynamicCache(config=model.config)
-    with pytest.raises(ValueError, match="DynamicCache.*20 tokens.*more than 32.*Leave"):
-        model.generate(**given, **{CACHE: cache}, max_new_tokens=24)
-    model.generate(**given, **{CACHE: cache}, max_new_tokens=12)
-
-
 @pytest.mark.parametrize("kind", ["longrope", "phi3"])
 def test_a_chat_that_crosses_the_end(kind: str, spec: dict[str, Any]) -> None:
     """In the second answer, in the second prompt, or before."""
@@ -143,34 +133,6 @@ def test_positions_of_the_callers_own() -> None:
     given["position_ids"] = torch.arange(3, 15)[None]
     with pytest.raises(ValueError, match="position_ids.*Phi3ForCausalLM.*position 32.*Leave them"):
         fresh("phi3").generate(**given, max_new_tokens=2)
-
-
-class Scaled(LlamaRotaryEmbedding):
-    """Longer than ever before, frequencies shrink."""
-
-    longest = END
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        self.longest = max(self.longest, int(position_ids.max()) + 1)
-        return super().forward(x, position_ids * (END / self.longest))
-
-
-class Remote(LlamaForCausalLM):
-    """An architecture that our tests do not cover."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.config.model_type = "remote"
-        self.model.rotary_emb = Scaled(config=config)
-
-
-def test_a_module_of_another_kind_is_refused() -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **_LLAMA | {"max_position_embeddings": END})
-    with pytest.raises(ValueError, match="Remote does not work with prompt_lookup.*position 23"):
-        Remote(config).eval().generate(
-            prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], max_new_tokens=2
-        )
 
 
 def test_doge_past_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

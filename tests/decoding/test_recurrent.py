@@ -22,7 +22,6 @@ from transformers import DynamicCache, StoppingCriteriaList
 import hf_spec
 from hf_spec.cache import recurrent as recurrent_module
 from hf_spec.cache.recurrent import stock_states
-from hf_spec.cache.stateful import with_layers
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import StepPolicy
@@ -49,8 +48,6 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "space": ({"num_mask_tokens": 3}, {}),
     "propd": ({"num_heads": 3, "prune_layer": 2}, {"prune": True, "prune_top_k": 2}),
 }
-#: MiniMax-Text-01 begins with a layer that has a state and no keys.
-LINEAR_FIRST = {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -127,8 +124,6 @@ def test_learned_states_beside_recurrent_ones() -> None:
 #: Two layers of each kind, each of which takes its time in a graph.
 TWO_LAYERS: dict[str, dict[str, Any]] = {
     "mamba": {}, "jamba": {}, "lfm3": {"layer_types": ["conv", "sliding_attention"]},
-    "minimax": {"layer_types": ["full_attention", "linear_attention"]},
-    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
 }  # fmt: skip
 
@@ -137,15 +132,13 @@ TWO_LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *product(["mamba", "lfm3", "jamba", "minimax", "zaya"], ["prompt_lookup"]),
+        *product(["mamba", "lfm3", "jamba"], ["prompt_lookup"]),
         ("qwen3_5_text", "space"), ("qwen3_5_text", "layer_skip"),
     ],
 )  # fmt: skip
 def test_compiled(kind: str, name: str) -> None:
     """Also where a forward of ours updates the state, with probes and with skipped layers."""
     model = recurrent(kind, num_hidden_layers=2, **TWO_LAYERS[kind])
-    if kind in ("minimax", "zaya"):
-        model.set_experts_implementation("batched_mm")  # which can be captured in float32
     with_adapter(model, name, STRATEGIES[name][0])
     # Trees of few sizes, each of which is a graph.
     options = {
@@ -165,19 +158,6 @@ def test_compiled(kind: str, name: str) -> None:
         assert not refused and 0 < stats.details["compiled"]["made"] <= 5
 
 
-def test_padding_where_the_first_layer_has_no_keys() -> None:
-    """MiniMax's own cache then counts no tokens, and plain generation hides all keys of a padded
-    row: such a batch is refused."""
-    model = recurrent("minimax", **LINEAR_FIRST)
-    for given in (one_row(), {"input_ids": prompt(12, 3)}):
-        check_same(model, SAME_MODEL, **given, **GREEDY)
-    with pytest.raises(ValueError, match="MiniMaxForCausalLM.*in a trial with padding"):
-        model.generate(**ragged(), **GREEDY, **LOOKUP)
-    past = model.generate(**one_row(), **GREEDY, return_dict_in_generate=True)[CACHE]
-    with pytest.raises(ValueError, match="a MiniMaxCache, which takes the length of its first"):
-        model.generate(prompt(80), **GREEDY, **LOOKUP, **{CACHE: past})
-
-
 # -- plain steps ---------------------------------------------------------------------------------
 
 
@@ -187,11 +167,11 @@ def test_plain_steps_are_those_of_plain_generation(
 ) -> None:
     """Bit for bit: layers run their own code. Of hybrid models in the first layer, as attention
     with a mask is another function."""
-    model = recurrent("minimax", **LINEAR_FIRST) if kind == "minimax" else shared_recurrent(kind)
+    model = shared_recurrent(kind)
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookups: False)
     settings = {**GREEDY, "return_dict_in_generate": True}
     for given in (one_row(), {"input_ids": prompt(12, 3)}):
-        past = with_layers(model.generate(**given, **settings)[CACHE])
+        past = model.generate(**given, **settings)[CACHE]
         cache = model.generate(**given, **settings, **LOOKUP)[CACHE]
         theirs, ours = dict(stock_states(past.layers)), dict(cache.recurrent.states())
         places = [place for place in theirs if kind == "mamba" or place[1] == 0]
@@ -212,10 +192,10 @@ def stops(ids: Tensor, *ends: int) -> StoppingCriteriaList:
 
 def states_of(model: Any, tokens: list[int]) -> dict[Any, Tensor]:
     """What Transformers computes from these tokens alone."""
+    alone = empty_cache(model)
     with torch.no_grad():
-        out = model(torch.tensor([tokens]), use_cache=True, **{CACHE: empty_cache(model)})
-    layers = with_layers(out.get(CACHE)).layers
-    return {place: state[0] for place, state in stock_states(layers)}
+        model(torch.tensor([tokens]), use_cache=True, **{CACHE: alone})
+    return {place: state[0] for place, state in stock_states(alone.layers)}
 
 
 def check_close(found: Tensor, wanted: Tensor) -> None:
@@ -271,12 +251,9 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )  # fmt: skip
 def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str, spec: dict[str, Any]) -> None:
-    """Also where rows reach a common end in different steps, or end before others."""
+    """Also where the row ends within a step."""
     model = shared_recurrent(kind)
-    for given, ends in (
-        (one_row(), None), (ragged(), None), (ragged(), (13, 13, 13)), (ragged(), (13, 7, 16)),
-    ):  # fmt: skip
-        rows = len(given["input_ids"])
+    for given, ends in ((one_row(), None), (one_row(), (13,))):
         caches = [DynamicCache(config=model.config) for _ in range(2)]
         for past, strategy in zip(caches, ({}, spec)):
             stop = None if ends is None else stops(given["input_ids"], *ends)
@@ -294,11 +271,8 @@ def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str, spec: dict[st
         )
         assert mine == other
         # The next turn, plain and with a strategy.
-        ids = torch.cat([out, prompt(6, rows, seed=50)], 1)
-        mask = torch.ones_like(ids)
-        if "attention_mask" in given:
-            mask[:, :12] = given["attention_mask"]
-        turn = {"input_ids": ids, "attention_mask": mask, **GREEDY, "max_new_tokens": 12}
+        ids = torch.cat([out, prompt(6, seed=50)], 1)
+        turn = {"input_ids": ids, **GREEDY, "max_new_tokens": 12}
         wanted = model.generate(**turn, **{CACHE: caches[0]}).tolist()
         for after in ({}, LOOKUP):
             found = model.generate(**turn, **after, **{CACHE: copy.deepcopy(caches[1])})
@@ -313,7 +287,7 @@ def test_padding_between_tokens(kind: str) -> None:
     given["attention_mask"] = torch.tensor([[1] * 12, [1] * 4 + [0] * 3 + [1] * 5])
     refused = pytest.raises(ValueError, match=r"between the tokens of rows \[1\]: .*side by side")
     settings = {**GREEDY, **LOOKUP, "return_dict_in_generate": True}
-    if kind in ("lfm3", "zaya"):
+    if kind == "lfm3":
         with refused:
             model.generate(**given, **settings)
     else:
@@ -401,17 +375,17 @@ def test_an_interrupt_at_any_line(given: str) -> None:
     model, settings = shared_recurrent("falcon_h1"), {**GREEDY, "max_new_tokens": 8}
     before: Any = DynamicCache(config=model.config)
     own = {} if given == "tree" else {CACHE: before}
-    ids = prompt(9, 2)
+    rows = 2 if given == "tree" else 1
+    ids = prompt(9, rows)
     out = model.generate(
         ids, **settings, **SAME_MODEL, **own, return_dict_in_generate=True
     )  # fmt: skip
-    before, ids = out[CACHE], torch.cat([out.sequences, prompt(5, 2, seed=50)], 1)
-    # Plain generation goes on with padding in rows that end first, and so do DynamicCaches.
-    wanted = model.generate(ids, **settings, stopping_criteria=stops(ids, 8, 5)).tolist()
+    before, ids = out[CACHE], torch.cat([out.sequences, prompt(5, rows, seed=50)], 1)
+    wanted = model.generate(ids, **settings, stopping_criteria=stops(ids, *(8, 5)[:rows])).tolist()
     caches: list[Any] = []
 
     def call() -> None:
-        stop = stops(ids, 8, 5)
+        stop = stops(ids, *(8, 5)[:rows])
         model.generate(
             ids, **settings, **SAME_MODEL, stopping_criteria=stop, **{CACHE: caches[-1]}
         )  # fmt: skip

@@ -162,26 +162,6 @@ def mamba1() -> Case:
     return Case(mamba.MAMBA1, inputs, axes, normal(BATCH, 6, 5), one, 2)
 
 
-def lightning() -> Case:
-    def one(state: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
-        state = state * (-given["slope"]).exp() + given["k"][:, :, None] * given["v"][:, None]
-        return torch.einsum("hk,hkv->hv", given["q"], state), state
-
-    inputs = {name: normal(BATCH, HEADS, NODES, 5) for name in "qkv"}
-    axes = dict.fromkeys(inputs, 2)
-    slope = {"slope": torch.rand(HEADS, 1, 1)}
-    return Case(
-        rules.LIGHTNING, inputs | slope, axes, normal(BATCH, HEADS, 5, 5), one, 2
-    )  # fmt: skip
-
-
-def delay() -> Case:
-    def one(state: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
-        return state, given["x"]
-
-    return Case(rules.DELAY, {"x": normal(BATCH, NODES, 6)}, {"x": 1}, normal(BATCH, 6), one, 1)
-
-
 CASES: dict[str, Callable[[], Case]] = {
     "convolution": lambda: conv(None),
     "convolution, activated": lambda: conv("silu"),
@@ -190,8 +170,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "KDA": lambda: delta(rules.KDA, True),
     "Mamba-2": mamba2,
     "Mamba-1": mamba1,
-    "lightning": lightning,
-    "delay": delay,
 }
 
 

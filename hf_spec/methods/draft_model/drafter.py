@@ -111,10 +111,9 @@ class DraftModelDrafter(AssistantDrafter):
         # A table of positions may be shorter than the text.
         context = getattr(text, "max_position_embeddings", None) or max(ends)
         last = sent([min(end, context) - 1 for end in ends], device)
-        given = {"padding": padding, "beside": self.model}
         if self._graphs is None:
-            return Target(assistant, cache, last, **given)
-        return CompiledTarget(assistant, cache, last, **given, graphs=self._graphs)
+            return Target(assistant, cache, last, beside=self.model)
+        return CompiledTarget(assistant, cache, last, beside=self.model, graphs=self._graphs)
 
     def _known(self, rows: Iterable[Sequence[int]]) -> list[list[int]]:
         """Tokens as the assistant gets them, some other one for what it does not know."""

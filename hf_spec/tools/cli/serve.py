@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Annotated, Any
 
-from typer import Context, Exit, Option, echo
+from typer import Context, Option, echo
 
 from hf_spec.core.checks import install_extra
 from hf_spec.tools.cli import options as opt
@@ -61,19 +61,10 @@ def serve(
     except (KeyboardInterrupt, click.Abort):  # typer's own is another
         code = INTERRUPTED
     if code == INTERRUPTED:
-        _leave()
-
-
-def _leave() -> None:
-    """End the command after an interrupt; the process, too, if answers are still being generated:
-    Python's end would take torch's threads down with a crash."""
-    from modeling_patches.served_models import num_running
-
-    echo("hf-spec: interrupted", err=True)
-    if num_running():
+        echo("hf-spec: interrupted", err=True)
         sys.stdout.flush()
+        # Answers may still be generated: Python's end would take torch's threads down with a crash.
         os._exit(INTERRUPTED)
-    raise Exit(INTERRUPTED)
 
 
 def _prepare_models(
