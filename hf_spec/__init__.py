@@ -13,10 +13,12 @@ from hf_spec.core.tree import Tree
 from hf_spec.decoding.compiling import warm_up
 from hf_spec.decoding.config import SpecConfig
 from hf_spec.decoding.config import note_source as _note_source
+from hf_spec.decoding.custom import generate
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.options import AUTO as _AUTO
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.rollouts import RolloutHistory
 from hf_spec.methods.bita import BitaConfig
@@ -45,6 +47,8 @@ _generation_mode.register(
         _decode,
         _validate_call,
         loaded=_note_source,
+        custom=generate,
+        default=_AUTO,
     )
 )
 _methods()  # registers their adapter types with PEFT
@@ -75,6 +79,7 @@ __all__ = [
     "DraftOptions",
     "TokenTree",
     "Tree",
+    "generate",
     "last_stats",
     "merge_adapter",
     "pack_weights",

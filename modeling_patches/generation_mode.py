@@ -34,6 +34,10 @@ class Mode(NamedTuple):
             raises an error if ``decode`` does not support the call.
         loaded: called with each loaded configuration that has the first attribute set, and its
             folder or repository.
+        custom: a callable for ``custom_generate``, or for a ``functools.partial`` that is given
+            there: it stands for the mode, which gets all arguments of ``generate``, whereas a
+            callable gets neither ``assistant_model``, ``streamer`` nor ``tokenizer``.
+        default: value of the first attribute then, where the call names none.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Mode(NamedTuple):
     decode: Callable[..., Any]
     validate: Callable[[Any, GenerationConfig, dict[str, Any]], None]
     loaded: Callable[[GenerationConfig, str], None]
+    custom: Callable[..., Any]
+    default: str
 
     def option(self, config: Any) -> Any:
         """The option that selects it."""
@@ -54,13 +60,13 @@ class Mode(NamedTuple):
         values = map(self.option, (*configs, model.generation_config))
         return next((value for value in values if value is not None), None)
 
-    def refuse_both(self, name: str, value: Any) -> None:
+    def refuse_both(self, name: str, value: Any, remedy: str) -> None:
         """Raise a ValueError if the option is set beside a ``custom_generate``."""
         if value is not None:
             switch = self.attributes[0]
             raise ValueError(
                 f"custom_generate={name} with {switch}={value!r}: both name a decoding method. "
-                f"Leave one of the two out ({switch}=None)."
+                f"Leave one of the two out ({switch}=None){remedy}."
             )
 
 
@@ -115,7 +121,7 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
 
 
 def _wrap_generate(mode: Mode) -> None:
-    """Other decoding methods beside the mode, and paged caches, are refused."""
+    """``mode.custom`` stands for the mode; other methods, and paged caches, are refused."""
     switch = mode.attributes[0]
 
     @around(GenerationMixin, "generate")
@@ -123,9 +129,16 @@ def _wrap_generate(mode: Mode) -> None:
         own = kwargs.get("custom_generate")
         if own is None:
             return original(self, *args, **kwargs)
+        if getattr(own, "func", own) is mode.custom:
+            kwargs = {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
+            if mode.option_of_call(self, args, kwargs) is None:
+                kwargs[switch] = mode.default
+            return original(self, *args, **kwargs)
         value = mode.option_of_call(self, args, kwargs)
         if callable(own):
-            mode.refuse_both(getattr(own, "__name__", type(own).__name__), value)
+            name = getattr(own, "__name__", type(own).__name__)
+            door = f"{mode.custom.__module__.partition('.')[0]}.{mode.custom.__name__}"
+            mode.refuse_both(name, value, f", or let {name} call {door}")
         token = _asked.set(value)
         try:
             return original(self, *args, **kwargs)
@@ -136,7 +149,7 @@ def _wrap_generate(mode: Mode) -> None:
     def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         function = original(self, *args, **kwargs)
         if switch not in inspect.getsource(function):  # those of adapters take it themselves
-            mode.refuse_both(repr(str(*args[:1])), _asked.get())
+            mode.refuse_both(repr(str(*args[:1])), _asked.get(), "")
         return function
 
     @around(GenerationMixin, "generate_batch")

@@ -117,7 +117,7 @@ class Player:
         size = rng.choice((1, 1, 2, 2, 3, 4))
         seed = rng.randrange(10**6)
         kind = rng.choice(("tree", "tree", "dynamic", "dynamic", None))
-        if kind == "dynamic" and (self.name in NO_DYNAMIC or size > 1):
+        if kind == "dynamic" and self.name in NO_DYNAMIC:
             kind = "tree"
         if self.kind == "images":
             rows = [(rng.randint(1, 2), rng.randint(4, 10)) for _ in range(size)]
