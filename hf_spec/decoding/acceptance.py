@@ -88,20 +88,31 @@ class Acceptance:
             return None
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
-            rows = torch.arange(len(logits), device=logits.device)
-            chosen = inputs[0][rows[:, None], tree.depths[:, : logits.shape[1]]]
-            p = self.scorer.everywhere(tree, logits).softmax(-1)
-            return verify.match(tree, verify.sample(p, chosen))
-
-        def later(inputs: Sequence[Tensor], result: StepResult, depth: int) -> Tensor:
-            rows, order = (
-                torch.arange(n, device=inputs[0].device) for n in (len(inputs[0]), depth)
-            )
-            own = inputs[0][rows[:, None], result.counts[:, None] + order]
-            return -noise.temperature * own.log()
+            return verify.match(tree, self.targets(tree, logits, *inputs))
 
         drawn = noise.drawn(bucket(tree.max_depth + 1 + ahead))
-        return VerifyProgram(("sampled", key, noise.temperature), accept, [drawn], later)
+        return VerifyProgram(("sampled", key, noise.temperature), accept, [drawn], self.ahead)
+
+    def targets(self, tree: Tree, logits: Tensor, drawn: Tensor | None = None) -> Tensor:
+        """The target's token after every node, ``(batch, tokens)``: the likeliest one, or if
+        ``drawn`` ``(batch, depths, vocab)`` is given, the one sampled with it."""
+        if drawn is None and self.scorer.trivial:
+            return verify.likeliest(logits)
+        scores = self.scorer.everywhere(tree, logits)
+        if drawn is None:
+            return verify.likeliest(scores)
+        rows = torch.arange(len(logits), device=logits.device)
+        chosen = drawn[rows[:, None], tree.depths[:, : logits.shape[1]]]
+        return verify.sample(scores.softmax(-1), chosen)
+
+    def ahead(self, inputs: Sequence[Tensor], result: StepResult, depth: int) -> Tensor:
+        """What the tokens after a step's result will be sampled with; see :class:`VerifyProgram`.
+        The first of ``inputs`` is what they are drawn with."""
+        assert self.noise is not None
+        drawn = inputs[0]
+        rows, order = (torch.arange(n, device=drawn.device) for n in (len(drawn), depth))
+        own = drawn[rows[:, None], result.counts[:, None] + order]
+        return -self.noise.temperature * own.log()
 
     def _typical_program(self, tree: Tree, key: Hashable) -> VerifyProgram:
         """Typical acceptance, whose bonus token is sampled with numbers that are drawn before."""

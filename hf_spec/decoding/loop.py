@@ -109,7 +109,8 @@ def _after_prompt(
     if rollouts is not None:
         earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
     seeds = None if earlier is None else earlier.seeds
-    acceptance = Acceptance(config, strategy.options, scorer, seeds)
+    kind = memory(model).get(Acceptance, Acceptance)  # benchmarks may set another one
+    acceptance = kind(config, strategy.options, scorer, seeds)
     with watch.phase("forward"):
         prefilled = strategy.run(
             prefill, model, input_ids, config, model_kwargs, handover, drafter, drafter.reads,

@@ -136,7 +136,7 @@ def test_results_file_has_the_documented_keys(tmp_path):
     assert set(data["runs"][0]) == {
         "strategy", "task", "batch_size", "baseline", "prompts", "new_tokens", "seconds",
         "tokens_per_second", "speedup", "speedup_interval", "tau", "tau_interval", "identical",
-        "diverged_at_tie", "diverged", "stats",
+        "diverged_at_tie", "diverged", "stats", "synthetic_acceptance",
     }  # fmt: skip
     assert data["calls"][1] == {
         "strategy": "fast", "batch_size": 1, "prompts": [0], "seconds": 1.0, "new_tokens": 10,

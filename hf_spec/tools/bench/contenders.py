@@ -10,6 +10,7 @@ from typing import Any
 from transformers import CompileConfig
 
 import hf_spec
+from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choice, first_line
 from hf_spec.drafting.options import AUTO
 from hf_spec.files import is_path
@@ -139,6 +140,28 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
             raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
         adapters.append(Adapter(path, f"adapter_{index}", strategy, options, bool(changes)))
     return adapters
+
+
+def untrained(names: Iterable[str], adapters: Iterable[Adapter]) -> list[Adapter]:
+    """An adapter of random weights for each strategy that needs one and has none: for synthetic
+    acceptance, which does not depend on them. :func:`add_untrained` puts them on a model."""
+    known = {adapter.strategy for adapter in adapters}
+    missing = [
+        name for name in dict.fromkeys(map(strategy_of, names))
+        if name in methods() and get_method(name).needs_adapter and name not in known
+    ]  # fmt: skip
+    return [Adapter("untrained", f"untrained_{name}", name, {}) for name in missing]
+
+
+def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
+    """Give a model these :func:`untrained` adapters, of the size that ``hf-spec train`` makes."""
+    for one in adapters:
+        method = get_method(one.strategy)
+        assert method.adapter_config is not None
+        config = method.adapter_config(**method.trained)
+        if isinstance(config, VocabularyConfig):
+            config.set_vocabulary(model)
+        model.add_adapter(config, one.name)
 
 
 def contenders(

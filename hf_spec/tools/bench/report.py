@@ -56,6 +56,12 @@ def _table(result: BenchResult, data: list[dict[str, Any]], by_task: bool, inter
         f"{result.settings['max_new_tokens']} new tokens each at most"
         f"{'; 95% intervals in brackets' * intervals}"
     )
+    if rates := result.settings.get("synthetic_acceptance"):
+        shown = ", ".join(f"{rate:g}" for rate in rates)
+        title += (
+            f"\nsynthetic acceptance at rates of {shown}, whatever the drafts are: speeds are "
+            "measured,\nbut outputs and tau are not the model's"
+        )
     words = ["strategy", *["task"] * by_task, *["batch"] * (len(sizes) > 1)]
     rows = []
     for row in data:
@@ -77,6 +83,8 @@ def _table(result: BenchResult, data: list[dict[str, Any]], by_task: bool, inter
 
 def _agreement(row: dict[str, Any]) -> str:
     """How many outputs are those of plain decoding, and how many are not."""
+    if row["synthetic_acceptance"]:
+        return "not the model's"
     same, ties, others = (row[kind.value] for kind in Agreement)
     if same is None:
         return "sampled"

@@ -99,7 +99,8 @@ class BenchResult:
         per forward pass and unfinished sequence, the prefill included. ``identical``,
         ``diverged_at_tie`` and ``diverged`` count sequences. Under sampling ``identical`` is
         counted at batch size 1, where all contenders draw the same random numbers; the others are
-        None if a sequence differs, and all are None in batches.
+        None if a sequence differs, and all are None in batches. ``synthetic_acceptance``: the rates
+        that drafts were accepted at, so that outputs are not the model's; else None.
         """
         groups: dict[tuple[int, str, str], list[Measurement]] = {}
         for name in dict.fromkeys((item.batch_size, item.strategy) for item in self.measurements):
@@ -107,11 +108,16 @@ class BenchResult:
             for task in dict.fromkeys(item.category for item in calls):
                 groups[(*name, task)] = [item for item in calls if item.category == task]
             groups[(*name, ALL)] = calls
+        synthetic = self.settings.get("synthetic_acceptance")
         return [
-            {"strategy": strategy, "task": task, "batch_size": size, "baseline": group[0].baseline}
-            | _figures(group, groups[size, group[0].baseline, task])
+            {
+                "strategy": strategy, "task": task, "batch_size": size,
+                "baseline": group[0].baseline,
+                "synthetic_acceptance": None if strategy == group[0].baseline else synthetic,
+                **_figures(group, groups[size, group[0].baseline, task]),
+            }
             for (size, strategy, task), group in groups.items()
-        ]
+        ]  # fmt: skip
 
     def overall(self, strategy: str) -> dict[str, Any]:
         """The entry of a contender, by its name, over all tasks, at the last batch size."""

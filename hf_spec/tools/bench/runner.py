@@ -8,22 +8,25 @@ timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from hf_spec.model.packed_weights import packed_weights
 from hf_spec.tools.bench.agreement import Agreement, classify
-from hf_spec.tools.bench.contenders import BASELINE, Contender, with_compiled
+from hf_spec.tools.bench.contenders import BASELINE, STOCK, Contender, with_compiled
 from hf_spec.tools.bench.prompts import Prompt, batches, encode_prompts, spread
 from hf_spec.tools.bench.results import BenchResult, Measurement
 from hf_spec.tools.bench.session import Session, Turn
+from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
 
 
 def run(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None, seed: int = 0, compiled: str | None = None,
+    synthetic: SyntheticRates | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
@@ -39,6 +42,8 @@ def run(
         compiled: a backend of ``torch.compile``, with which contenders take part a second time,
             with a static cache and compiled steps; None for none. Calls that compile are repeated
             and counted apart.
+        synthetic: rates at which drafts are accepted, whatever they are; None to let the model
+            decide. All calls then emit ``max_new_tokens``, and outputs are not compared.
         progress: called as ``progress(done, total)`` with numbers of calls, at first with 0 after
             the calls that prepare.
     """
@@ -46,6 +51,9 @@ def run(
         raise ValueError("nothing to measure: no prompts")
     if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
+    for item in contenders:
+        if synthetic and item.name.startswith(STOCK):
+            raise ValueError(f"{item.name} accepts by itself, not by {OPTION}: leave it out")
     contenders = [BASELINE, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     prompts = spread(prompts, limit)
@@ -55,6 +63,7 @@ def run(
     kinds = (str, int, float, bool, list, dict, type(None))  # models and tokenizers are left out
     settings = {
         **options, "batch_sizes": list(batch_sizes), "seed": seed,
+        "synthetic_acceptance": None if synthetic is None else list(synthetic.rates),
         "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
         "strategies": {
             item.name: {k: v for k, v in item.kwargs.items() if isinstance(v, kinds)}
@@ -69,7 +78,8 @@ def run(
         )
     plan = [turn for size in batch_sizes for turn in _turns(result, size)]
     calls, done = sum(len(turn.contenders) for turn in plan), 0
-    with Session.open(model, tokenizer, options, contenders) as session:
+    rule = nullcontext() if synthetic is None else synthetic.of(model)
+    with Session.open(model, tokenizer, options, contenders, synthetic is None) as session, rule:
         try:
             session.warm_up(plan, token_ids)
             progress(0, calls)
@@ -85,7 +95,11 @@ def run(
                     )  # fmt: skip
                     done += 1
                     progress(done, calls)
-                _compare(session, outcome, token_ids, turn)
+                compared = {
+                    name: one for name, one in outcome.items()
+                    if synthetic is None or name == one.baseline
+                }  # fmt: skip
+                _compare(session, compared, token_ids, turn)
                 result.measurements += [outcome[item.name] for item in turn.contenders]
             result.notes += session.notes()
         except KeyboardInterrupt:

@@ -29,8 +29,9 @@ SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
-def _generation_config(model: Any, tokenizer: Any, greedy: bool) -> Any:
-    """The model's default generation config without a strategy and, if greedy, without sampling."""
+def _generation_config(model: Any, tokenizer: Any, greedy: bool, ends: bool) -> Any:
+    """The model's default generation config without a strategy and, if greedy, without sampling;
+    and unless texts end, without EOS."""
     config = copy.deepcopy(model.generation_config)
     for name in (*STRATEGY_FIELDS, *(SAMPLING_FIELDS if greedy else ())):
         if getattr(config, name, None) is not None:
@@ -38,6 +39,8 @@ def _generation_config(model: Any, tokenizer: Any, greedy: bool) -> Any:
     config.do_sample = config.do_sample and not greedy
     choices = (config.pad_token_id, tokenizer.pad_token_id, *_eos_ids(config), 0)
     config.pad_token_id = next(choice for choice in choices if choice is not None)
+    if not ends:
+        config.eos_token_id = None
     return config
 
 
@@ -75,12 +78,15 @@ class Session:
     @classmethod
     @contextmanager
     def open(
-        cls, model: Any, tokenizer: Any, options: dict[str, Any], contenders: Iterable[Contender]
-    ) -> Iterator[Session]:
-        """A session for these contenders; the block ends with the model as it was."""
+        cls, model: Any, tokenizer: Any, options: dict[str, Any], contenders: Iterable[Contender],
+        ends: bool = True,
+    ) -> Iterator[Session]:  # fmt: skip
+        """A session for these contenders; the block ends with the model as it was. ``ends``:
+        whether texts end with EOS, and not only with ``max_new_tokens``."""
         session = cls(model, options, any(item.adapters for item in contenders))
         saved = model.generation_config
-        model.generation_config = _generation_config(model, tokenizer, not options["do_sample"])
+        greedy = not options["do_sample"]
+        model.generation_config = _generation_config(model, tokenizer, greedy, ends)
         try:
             yield session
         finally:

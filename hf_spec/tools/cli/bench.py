@@ -55,6 +55,14 @@ def bench(
         str | None,
         Option(help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"),
     ] = None,
+    synthetic_acceptance: Annotated[
+        str | None,
+        Option(
+            help="Accept drafts at these rates, whatever they are: 0.8,0.6 accepts the first draft "
+            "token in 80% of the steps and the first two in 60%. Measures the speed that a tau "
+            "would bring, also without a trained adapter; outputs are not the model's."
+        ),
+    ] = None,
     by_task: Annotated[bool, Option("--by-task", help="Print a row for each task, too.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -75,9 +83,11 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
       hf-spec bench --model LARGE --prompts P.jsonl --assistant SMALL \\
           --strategies draft_model,transformers:assisted
+      hf-spec bench --model M --strategies medusa,eagle3 --synthetic-acceptance 0.85,0.7,0.55,0.4
     """
     from hf_spec.tools.bench import contenders as entries
     from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
+    from hf_spec.tools.bench.synthetic import SyntheticRates
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
@@ -90,15 +100,18 @@ def bench(
         (default or ["prompt_lookup"]) if strategies is None else strategies
     )
     options = opt.parse_kwargs(strategy_kwargs or (), names)
+    synthetic, trained = None, list(adapters)
+    if synthetic_acceptance is not None:
+        synthetic = SyntheticRates.parse(synthetic_acceptance)
+        adapters = [*trained, *entries.untrained(names, trained)]
     # Only checks that everything is used; assistants are loaded later.
     entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
     source = prompts or BUNDLED
     read = read_prompts(source)
     check_writable(output)
 
-    loaded, tokenizer = load_model(
-        model, dtype, device, attn_implementation, adapters, pack_weights
-    )
+    loaded, tokenizer = load_model(model, dtype, device, attn_implementation, trained, pack_weights)
+    entries.add_untrained(loaded, adapters[len(trained) :])
     assistants = {name: _assistant(name, loaded, tokenizer) for name in assistant or ()}
     generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
     if repetition_penalty is not None:
@@ -113,7 +126,7 @@ def bench(
             loaded, tokenizer, read, entries.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, limit=limit,
             generate_kwargs=generate_kwargs, seed=seed,
-            compiled=(backend or DEFAULT_BACKEND) if compile else None,
+            compiled=(backend or DEFAULT_BACKEND) if compile else None, synthetic=synthetic,
             progress=progress,
         )  # fmt: skip
     if prompts is None:
