@@ -1,7 +1,7 @@
 """Train the adapters of the demo model anew: ``python benchmarks/train_demo_adapters.py OUTPUT``.
 
-The demo model continues code of Transformers that is not in the demo's own prompts, and
-``hf-spec train`` makes an adapter of each kind out of that, with its defaults but for fewer epochs;
+The demo model continues code of the installed Transformers, and ``hf-spec train`` makes an adapter
+of each kind out of that, with its defaults but for fewer epochs;
 ``hf-spec search`` finds the layers to skip. About half an hour on one core. OUTPUT then holds
 ``answers`` and a folder per strategy; those go to ``hf_spec/tools/demo/adapters``.
 """

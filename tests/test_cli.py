@@ -249,6 +249,6 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     def fail():
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(hf_spec, "strategies", fail)
+    monkeypatch.setattr("hf_spec.tools.cli.strategies._summaries", fail)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         cli.main(["strategies"])

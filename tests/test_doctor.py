@@ -36,8 +36,11 @@ def test_the_command_prints_json(capsys):
     about = found["environment"]
     assert (about["torch"], about["hf_spec"]) == (torch.__version__, hf_spec.__version__)
     assert about["device"] in ("cpu", "cuda", "mps", "xpu")
-    refused = {name: why for name, why in found["strategies"].items() if why is not None}
-    assert set(found["strategies"]) == set(hf_spec.strategies()) and set(refused) == {"mtp"}
+    tried = found["strategies"]
+    assert set(tried) == set(hf_spec.strategies()) and tried.pop("mtp").startswith("refused: ")
+    untrained = {name for name, said in tried.items() if said == "works, tried with random weights"}
+    assert {"bita", "ppd"} <= untrained and "medusa" not in untrained
+    assert {tried[name] for name in {*tried} - untrained} == {"works"}
     assert found["auto"]["takes"] == "medusa: its adapter 'adapter_0' is active"
     assert "no layers for multi-token prediction" in found["auto"]["not mtp"]
     measured = found["acceptance of medusa, 2 prompts"]

@@ -14,19 +14,17 @@ from hf_spec.tools.demo import demo
 from hf_spec.tools.hub.folder import check_complete
 
 
-def test_prompts_are_beginnings_of_classes_that_the_model_has_not_seen():
-    data = load_script("demo_data")
+def test_prompts_are_beginnings_of_classes_of_no_model_of_transformers():
     found = read_prompts(demo.PROMPTS)
-    assert len(found) == len({prompt.text for prompt in found}) == 2 * len(data.HELD_OUT)
+    assert len(found) == len({prompt.text for prompt in found}) >= 6  # the default of --limit
     for prompt in found:
-        assert prompt.text.startswith("class ") and prompt.text.endswith("\n")
-    names = [str(prompt.question_id).split(", line ")[0] for prompt in found]
-    assert set(names) == {f"modeling_{name}.py" for name in data.HELD_OUT}
-    assert len(set(names[:6])) == 6  # a small --limit already sees different files
-    own, others = data.modeling_files(held_out=True), data.modeling_files()
+        assert prompt.text.startswith("class Lake") and prompt.text.endswith("\n")
+    known = load_script("demo_data")
+    own, others = known.modeling_files(held_out=True), known.modeling_files()
     assert not {*own} & {*others} and len(others) > 100
-    assert data.read_source(own[0]).startswith('"""')  # no license
-    assert data.demo_prompts(lambda text: len(text.split()))
+    sources = [known.read_source(path) for path in own + others]
+    assert sources[0].startswith('"""')  # no license
+    assert not any("class Lake" in source for source in sources)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ import hf_spec
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
+from hf_spec.tools.training import split
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.train import (
     SpecArguments,
@@ -36,7 +37,6 @@ from hf_spec.tools.training.train import (
     check_lengths,
     config_fields,
     spec_arguments,
-    split,
     train,
 )
 from hf_spec.tools.training.trainer import SpecTrainer
@@ -225,7 +225,9 @@ def test_the_command_says_what_came_out_and_what_is_next(tmp_path, capsys):
     command = ["train", "medusa", *as_options(checkpoint, data, **SETTINGS, num_heads=2)]
     command += ["--output", str(output)]
     assert cli.main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert f"note: {len(answers())} answers are few." in printed.err
+    lines = printed.out.splitlines()
     told = [line.split(":")[0] for line in lines[:2]]
     assert told == ["step 3 of 6", "step 6 of 6"] and "{" not in "".join(lines)
     assert lines[-2] == f"adapter: {output}"

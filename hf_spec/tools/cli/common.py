@@ -30,10 +30,15 @@ class Command(TyperCommand):
     """A command that works with the library; its help does not."""
 
     def invoke(self, ctx: Any) -> Any:
-        library: Any = sys.modules["hf_spec"]
-        if not hasattr(library, "__version__"):  # made by the entry point, and not run yet
-            library.__spec__.loader.exec_module(library)
+        load_library()
         return super().invoke(ctx)
+
+
+def load_library() -> None:
+    """Run ``hf_spec/__init__.py``, which takes seconds, if the entry point has not."""
+    library: Any = sys.modules["hf_spec"]
+    if not hasattr(library, "__version__"):
+        library.__spec__.loader.exec_module(library)
 
 
 def require(extra: str, *packages: str) -> None:

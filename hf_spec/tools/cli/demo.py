@@ -19,22 +19,23 @@ def demo(
         str | None,
         Option(help="Instead of the small one: folder or repository; adapters of ours that fit."),
     ] = None,
-    limit: Annotated[int, Option(min=1, help="Prompts, 24 at most.")] = 12,
-    max_new_tokens: opt.NewTokens = 128,
+    limit: Annotated[int, Option(min=1, help="Prompts; there are 8, with --model 24.")] = 6,
+    max_new_tokens: opt.NewTokens = 96,
     dtype: opt.Dtype = NATIVE,
     threads: opt.Threads = None,
 ) -> None:
     """See a small model write the same code, faster.
 
-    The model ships with the package. It writes Python plainly and with each strategy; texts are
-    compared and timed. The prompts are code of Transformers outside its training data; with
-    --model, those of hf-spec bench. Without --model nothing is downloaded. Exits with an error if
-    an output differs from plain generate's other than at a tie of two tokens.
+    The model ships with the package and has read the modeling code of Transformers. It continues
+    beginnings of classes, plainly and with each strategy; texts are compared and timed, in less
+    than a minute. With --model, another model answers the prompts of hf-spec bench. Without
+    --model, nothing is downloaded. Exits with an error if an output differs from plain generate's
+    other than at a tie of two tokens.
 
     \b
     Examples:
       hf-spec demo
-      hf-spec demo --limit 4 --max-new-tokens 64
+      hf-spec demo --limit 8 --max-new-tokens 256
       hf-spec demo --dtype float32 --output ./demo
       hf-spec demo --model HuggingFaceTB/SmolLM2-135M-Instruct
     """
@@ -49,9 +50,10 @@ def demo(
             status=lambda text: echo(text, err=True),
         )  # fmt: skip
     given, written = (text.splitlines() for text in result.sample)
+    written = written[:-1] or written  # the last line may be cut off
     if written:
         echo("\n".join([
-            "--- end of a prompt ---", *given[-SHOWN_LINES:],
+            "--- a prompt ---", *given[-SHOWN_LINES:],
             "--- what the model writes after it, with and without speculation ---",
             *written[:SHOWN_LINES], "---",
         ]))  # fmt: skip

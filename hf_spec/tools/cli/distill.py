@@ -116,11 +116,11 @@ def distill(
         if not prompts:
             own = output / OWN_PROMPTS
             if main and not folder.begun:
-                with common.progress_bar("prompts") as progress:
+                with common.progress_bar("writing prompts") as progress:
                     write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
-        with common.progress_bar("answers") if main else silent as progress:
+        with common.progress_bar("answering") if main else silent as progress:
             made = work.distill(
                 loaded, tokenizer, chosen, folder, settings, contender, state, progress
             )

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Option, echo
 
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import progress_bar
+from hf_spec.tools.cli.common import load_library, progress_bar
 from hf_spec.tools.loading import NATIVE, chosen_device, load_model
 
 
@@ -30,9 +30,9 @@ def doctor(
 ) -> None:
     """Show versions and device, what works, and what to try.
 
-    With a model: each strategy generates a few tokens (those with adapters take those given, or an
-    untrained one); what assistant_strategy="auto" takes, and why; how often its drafts are accepted
-    on some prompts, by position and by task; and what to do about it.
+    With a model: each strategy generates a few tokens, with random weights if it needs an adapter
+    and none is given; what assistant_strategy="auto" takes, and why; how often its drafts are
+    accepted on some prompts, by position and by task; and what to do about it.
 
     \b
     Examples:
@@ -44,18 +44,20 @@ def doctor(
     import torch
 
     import hf_spec
-    from hf_spec.tools.bench.contenders import read_adapters
     from hf_spec.tools.bench.environment import machine
-    from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
 
     for option, given in (("--adapter", adapter), ("--prompts", prompts)):
         if given and model is None:
             raise ValueError(f"{option} needs --model: name the model that it is for")
-    adapters = read_adapters(adapter or ())
-    chosen = spread(read_prompts(prompts or BUNDLED), limit)
     here = {"imported from": str(Path(hf_spec.__file__).parent)}
     found: dict[str, Any] = {"environment": machine(torch.device(chosen_device(None))) | here}
     if model is not None:
+        load_library()
+        from hf_spec.tools.bench.contenders import read_adapters
+        from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
+
+        adapters = read_adapters(adapter or ())
+        chosen = spread(read_prompts(prompts or BUNDLED), limit)
         loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
         measured = chosen if measure else []
         found |= _examined(loaded, tokenizer, adapters, measured, max_new_tokens)
@@ -68,8 +70,6 @@ def doctor(
         width = max(map(len, named), default=0)
         echo(f"{title}:")
         for name, value in named.items():
-            if title == "strategies":
-                value = "works" if value is None else f"refused: {value}"
             echo(f"  {name:{width}}  {value}".rstrip())
 
 
@@ -79,18 +79,25 @@ def _examined(
     """What works on a model, what ``auto`` takes, and how that does on prompts, if any."""
     from hf_spec.decoding.auto import choose
     from hf_spec.files import read_json
+    from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench import diagnosis
     from hf_spec.tools.hub.card import TRAINING
 
-    works, choice = diagnosis.supported(model), choose(model)
+    obstacles, choice = diagnosis.supported(model), choose(model)
+    tried: dict[str, str] = {}
+    for name, obstacle in obstacles.items():
+        method = get_method(name)
+        untrained = method.needs_adapter and method.active_adapter(model) is None
+        works = "works, tried with random weights" if untrained else "works"
+        tried[name] = works if obstacle is None else f"refused: {obstacle}"
     found: dict[str, Any] = {
-        "strategies": works,
+        "strategies": tried,
         "auto": {
             "takes": f"{choice.strategy}: {choice.reason}",
             **{f"not {name}": why for name, why in choice.passed.items()},
         },
     }
-    if prompts and works.get(choice.strategy) is None:
+    if prompts and obstacles.get(choice.strategy) is None:
         records = [Path(one.path, TRAINING) for one in adapters if one.strategy == choice.strategy]
         trained = next((read_json(path, optional=True) for path in records), {})
         with progress_bar("decoding") as progress:

@@ -37,6 +37,8 @@ app = typer.Typer(
 SETTINGS: dict[Any, dict[str, Any]] = {
     train: {"cls": TrainCommand, "context_settings": UNKNOWN},  # fields of the method's config
     import_: {"name": "import"},
+    doctor: {"cls": None},  # loads the library for a model only
+    strategies: {"cls": None},
     # All arguments after the program's name belong to the program.
     run: {"cls": None, "context_settings": {"allow_interspersed_args": False}},
     serve: {"context_settings": UNKNOWN},  # options of 'transformers serve'

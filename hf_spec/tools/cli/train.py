@@ -13,11 +13,11 @@ from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import Command, check_writable, explained_interrupt, require
 from hf_spec.tools.loading import NATIVE, load_model
 
-#: Fewer answers than these are not enough, and what is said then; docs/inside/appendix_choices.md.
+#: Fewer answers than these are not enough, and what is said then; docs/guides/training.md.
 FEW = 500
 FEW_ANSWERS = (
-    "note: {} answers are few. With 100, an adapter reached tau 3.36, and 2.49 on prompts of other "
-    "kinds; with 2,000, 3.59 and 2.67. With fewer, drafting may be slower than plain generate. "
+    "note: {} answers are few. 'medusa' for a model of 135M parameters reached 2.62 tokens per "
+    "pass with 11,744 answers and 1.49 with 600; with 48 it was slower than plain generate. "
     "'hf-spec distill' makes 2,000."
 )
 

@@ -23,7 +23,7 @@ SHIPPED = Path(str(files("hf_spec.tools.demo")))
 PUBLISHED = Path(str(files("hub_cards"))) / "adapters"
 #: Needs neither training nor an adapter.
 FREE_STRATEGY = "prompt_lookup"
-#: Code of Transformers that the demo model has never seen; benchmarks/demo_data.py writes it.
+#: Beginnings of classes in the style that the demo model has learned, written for this package.
 PROMPTS = SHIPPED / "prompts.jsonl"
 
 
@@ -82,13 +82,10 @@ def run_demo(
 
 
 def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
-    """The prompt that the model continues with the least repetition, and the continuation.
-
-    A small model's greedy continuations often loop; those say little about what it can write.
-    """
-    drafted = [item for item in bench.measurements if item.stats is not None]
-    if not drafted:
+    """The first prompt, and its continuation."""
+    drafted = (item for item in bench.measurements if item.stats is not None)
+    first = next(drafted, None)
+    if first is None:
         return "", ""
-    best = max(drafted, key=lambda item: len(set(item.rows[0])) / max(len(item.rows[0]), 1))
-    text = tokenizer.decode(best.rows[0], skip_special_tokens=True)
-    return bench.prompts[best.prompts[0]].text, text
+    text = tokenizer.decode(first.rows[0], skip_special_tokens=True)
+    return bench.prompts[first.prompts[0]].text, text

@@ -38,7 +38,7 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         self.seed, self.random, self.epoch = seed, random, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other anchors; :class:`NewAnchors` calls this before each epoch."""
+        """Draw other anchors. accelerate's data loaders call this in a single process."""
         self.epoch = epoch
 
     def __len__(self) -> int:

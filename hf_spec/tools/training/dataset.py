@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from hf_spec.tools.data import ANSWER_FIELDS, Row, example, read
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 #: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
 ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
@@ -72,6 +75,26 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
             "again, or make it again with hf-spec distill"
         )
     return data.select(np.argsort(data["index"][:]))
+
+
+def split(rows: Any, held_out: int) -> tuple[Dataset, Dataset]:
+    """Split what :func:`read_answers` returns into examples to train on and examples to hold out.
+
+    The same rows are always held out: `held_out` of them, but at most a quarter, which the log
+    says, and at least one. A ValueError if there are less than two rows.
+    """
+    most = max(len(rows) // 4, 1)
+    if len(rows) < 2:
+        raise ValueError(
+            f"the data has {len(rows)} row: training needs at least 2, one to train on and one to "
+            "hold out"
+        )
+    if most < held_out:
+        logger.warning(
+            f"held_out={held_out}: of {len(rows)} answers {most} are held out, at most a quarter"
+        )
+    parts = rows.train_test_split(test_size=min(held_out, most), seed=0)
+    return parts["train"], parts["test"]
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from hf_spec.tools.hub.card import TRAINING
 from hf_spec.tools.hub.folder import attached, save_adapter
 from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.tools.training.base_weights import save_model
+from hf_spec.tools.training.dataset import split
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
 from hf_spec.tools.training.sharded import gathered
@@ -110,23 +111,6 @@ def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
     """Fields of a dataclass that its base does not have."""
     inherited = {field.name for field in dataclasses.fields(base)}
     return {field.name: field for field in dataclasses.fields(kind) if field.name not in inherited}
-
-
-def split(rows: Any, held_out: int) -> tuple[Any, Any]:
-    """Split a ``datasets.Dataset`` into training and held-out examples, always the same ones: one
-    at least, and at most a quarter of the data, which the log says."""
-    most = max(len(rows) // 4, 1)
-    if len(rows) < 2:
-        raise ValueError(
-            f"the data has {len(rows)} row: training needs at least 2, one to train on and one to "
-            "hold out"
-        )
-    if most < held_out:
-        logger.warning(
-            f"held_out={held_out}: of {len(rows)} answers {most} are held out, at most a quarter"
-        )
-    parts = rows.train_test_split(test_size=min(held_out, most), seed=0)
-    return parts["train"], parts["test"]
 
 
 def check_lengths(rows: Any, max_length: int) -> None:
