@@ -1,6 +1,5 @@
 """Caches in and out: the caller's own, ours across the turns of a chat, and those we refuse."""
 
-import copy
 import os
 import pickle
 import sys
