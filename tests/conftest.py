@@ -272,6 +272,13 @@ def mtp_as_shipped(random_mtp: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_read", read.__wrapped__)
 
 
+#: What rounds sizes up for compiled code.
+PADDED = (
+    "hf_spec.decoding.device_step", "hf_spec.drafting.autoregressive",
+    "hf_spec.drafting.forward_drafter", "hf_spec.model.compiled",
+)  # fmt: skip
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_size() -> Iterator[None]:
     """Compiled steps are padded to 32 nodes or more, so that code is captured for one size of
@@ -280,7 +287,7 @@ def one_size() -> Iterator[None]:
     from hf_spec.core.buckets import bucket
 
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("hf_spec.model.compiled", "hf_spec.drafting.autoregressive"):
+        for user in PADDED:
             patch.setattr(f"{user}.bucket", lambda count: count and max(32, bucket(count)))
         yield
 
@@ -290,7 +297,7 @@ def sizes_as_shipped(one_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this padding."""
     from hf_spec.core.buckets import bucket
 
-    for user in ("hf_spec.model.compiled", "hf_spec.drafting.autoregressive"):
+    for user in PADDED:
         monkeypatch.setattr(f"{user}.bucket", bucket)
 
 

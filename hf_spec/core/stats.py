@@ -115,7 +115,8 @@ class SpecStats:
             )
         code = self.details.get("compiled")
         if code:
-            why = f"; some ran without: {code['refused'][0]}" if code["refused"] else ""
+            reasons = [*code["refused"], *code["outside"]]
+            why = f"; some ran without: {reasons[0]}" if reasons else ""
             lines.append(
                 f"{code['how']} steps: code ran {code['runs']} times, {code['made']} made{why}"
             )

@@ -132,7 +132,7 @@ def _after_prompt(
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
     if getattr(config, "_warms_up", False):
-        steps.warm()
+        steps.device.warm()
     return steps
 
 

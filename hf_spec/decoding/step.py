@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
-from hf_spec.core import verify
-from hf_spec.core.buckets import bucket
 from hf_spec.core.stats import Stopwatch
-from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.continued import advance_rope
+from hf_spec.decoding.device_step import DeviceStep
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import History, merged
 from hf_spec.drafting.rollouts import Earlier
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.appending import Prefilled
-from hf_spec.model.graphs import Graphs
-from hf_spec.model.programs import DraftProgram
-from hf_spec.model.target import Output
-from hf_spec.policy.plans import step_shapes
 from hf_spec.policy.step_policy import StepPolicy
 
 
@@ -43,6 +36,9 @@ class Steps:
     history: History | None
     earlier: Earlier | None
 
+    def __post_init__(self) -> None:
+        self.device = DeviceStep(self.state, self.strategy, self.acceptance, self.watch)
+
     def first(self, prompt: Prefilled) -> None:
         """Take the first token after each prompt: a step whose tree is just the root."""
         state, drafter, tree = self.state, self.strategy.drafter, Tree.roots(self.state.root)
@@ -56,112 +52,61 @@ class Steps:
             self.strategy.run(drafter.advance, prompt.committed(result), prompt.hidden)
 
     def take(self) -> None:
-        """One step of all rows."""
-        state, drafter, policy = self.state, self.strategy.drafter, self.policy
-        prepared, run = state.target.prepared, self.strategy.run
-        run(advance_rope, state)
-        tree, limits = Tree.roots(state.root), _depth_limits(state)
-        known = None if self.earlier is None else self.earlier.rows(state)
-        if known is not None:
-            tree = Tree.of_rows(known, state.root.device).within(limits)
-        elif policy.drafts(state.lookups is not None) and any(limits):
-            with self.watch.phase("draft"):
-                tree = policy.choose(run(self._draft), drafter, state.active, limits).within(limits)
-        output, result, after = self._run(tree, self.acceptance, not policy.paused)
-        found = output.drafted
-        if after is not None and state.noise is None:  # else it needs to know what was emitted
-            with self.watch.phase("draft"):
-                found, after = after(), None
-        with self.watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
-            host, numbers = result.to_host(*found[:1])
-        host = self._emit(tree, host, output.tree)
-        moved = output.result is not None or _in_place(output.tree, host)
-        state.cache.commit(host.counts, result.path, output.tree.slots, moved)
-        with self.watch.phase("draft"):
-            found = found if after is None else after()
-            result = result._replace(host=host)
+        """One step of all rows: draft, forward, verify, commit, learn."""
+        state, drafter, watch = self.state, self.strategy.drafter, self.watch
+        prepared, grows = state.target.prepared, not self.policy.paused
+        self.strategy.run(advance_rope, state)
+        tree, repeats = self._draft()
+        ran = self.device.run(tree, grows)
+        with watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
+            host, numbers = ran.result.to_host(*ran.drafted[:1])
+        host = self._emit(tree, host, ran.output.tree)
+        kept = ran.output.tree.slots
+        state.cache.commit(host.counts, ran.result.path, kept, ran.moved or _in_place(kept, host))
+        with watch.phase("draft"):
+            result, found = ran.result._replace(host=host), ran.drafted or ran.draft()
             if found:
                 drafter.received(found, result)
             else:
-                run(drafter.advance, result, output.read(drafter.reads, result))
-            state.grown = Grown(found[0], numbers) if found and not policy.paused else None
-        seconds = self.watch.step()
+                self.strategy.run(drafter.advance, result, ran.output.read(drafter.reads, result))
+            state.grown = Grown(found[0], numbers, found[1:]) if found and grows else None
+        seconds = watch.step()
         streamer = self.handover.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
-            streamer.see_step(output.tree, host)
+            streamer.see_step(ran.output.tree, host)
+        if not repeats:
+            # Steps that compile are not typical.
+            self._learn(tree, host, seconds if state.target.prepared == prepared else None)
+
+    def _draft(self) -> tuple[Tree, bool]:
+        """The step's trees, and whether they repeat earlier answers, which says nothing of the
+        strategy."""
+        state, policy, limits = self.state, self.policy, _depth_limits(self.state)
+        known = None if self.earlier is None else self.earlier.rows(state)
         if known is not None:
-            return  # it says nothing of the strategy
-        drafter.observe(state, tree, host)
-        if state.lookups is not None:
-            state.lookups.observe(host)
-        if state.target.prepared == prepared:  # steps that compile are not typical
-            policy.observe(tree, host.counts, seconds)
+            return Tree.of_rows(known, state.root.device).within(limits), True
+        if not (policy.drafts(state.lookups is not None) and any(limits)):
+            return Tree.roots(state.root), False
+        with self.watch.phase("draft"):
+            tree = self.strategy.run(self._proposed)
+            chosen = policy.choose(tree, self.strategy.drafter, state.active, limits)
+            return chosen.within(limits), False
 
-    def _run(
-        self, tree: Tree, accept: Callable[[Tree, Tensor, list[bool]], StepResult], grows: bool
-    ) -> tuple[Output, StepResult, Callable[[], Sequence[Tensor]] | None]:
-        """The forward, its result, and what runs the drafter's program, if steps are recorded or
-        compiled and the forward's code does not contain it; ``grows``: whether it makes the next
-        trees."""
-        state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        as_one = graphs is not None and not graphs.compiles  # all of a step is one record
-        rule = self.acceptance.program(tree, as_one, drafter.distances)
-        program = None if graphs is None else drafter.program(state, tree, grows)
-        inside = as_one and rule is not None
-        with self.watch.phase("forward"):
-            output = self.strategy.run(
-                state.target, tree, pruning=drafter.pruning, verify=rule,
-                after=program if inside else None,
-            )  # fmt: skip
-        with self.watch.phase("verify"):
-            result = output.result or accept(output.tree, output.logits, state.active)
-            state.root = result.bonus.to(state.root.device)
-        if program is None or output.drafted:
-            return output, result, None
-        # The code for all has just been made, or the program is code of its own.
-        by = None if inside else graphs
-        return output, result, partial(self._drafted, program, by, tree, output, result)
-
-    def _drafted(
-        self, program: DraftProgram, graphs: Graphs | None, tree: Tree, output: Output,
-        result: StepResult,
-    ) -> Sequence[Tensor]:  # fmt: skip
-        """What a drafter's program finds after a step."""
-        wide, noise = result.padded(bucket(tree.num_tokens)), self.state.noise
-        ahead = noise.ahead(program.depth) if noise is not None and program.depth else None
-        given = wide, output.read(self.strategy.drafter.reads, wide), ahead
-        if graphs is None:
-            return self.strategy.run(program.run, *given)
-        return self.strategy.run(program.run_by, graphs, *given)
-
-    def warm(self) -> None:
-        """Make the code for all steps that may be chosen, whose results are discarded."""
-        state, drafter = self.state, self.strategy.drafter
-        sizes = step_shapes(len(drafter.group), self.strategy.lookup)
-        for nodes, probed in sizes if drafter.drafts else [(1, 0)]:
-            shape = TokenTree((-1, *[0] * (nodes - 1)))
-            tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
-            tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))
-            if probed:
-                tree = drafter.attach_probes(
-                    tree, [[drafter.distances] * probed] * state.batch_size
-                )
-            root = state.root
-            # While the drafter pauses, there are plain steps and lookups.
-            for grows in (True, False) if nodes == 1 or self.strategy.lookup else (True,):
-                after = self._run(tree, verify.greedy, grows)[-1]
-                if after is not None:
-                    after()
-                state.cache.rollback()
-            state.root = root
-
-    def _draft(self) -> Tree:
+    def _proposed(self) -> Tree:
         """The draft trees, before the policy chooses among their nodes."""
         state, lookups = self.state, self.state.lookup()
         if self.policy.paused:
             return Tree.of_rows(lookups, state.root.device)
         tree = self.strategy.drafter.propose(state)
         return merged(tree, lookups) if lookups else tree
+
+    def _learn(self, tree: Tree, host: HostResult, seconds: float | None) -> None:
+        """Learn from what a step accepted, and how long it took, if that is known."""
+        self.strategy.drafter.observe(self.state, tree, host)
+        if self.state.lookups is not None:
+            self.state.lookups.observe(host)
+        if seconds is not None:
+            self.policy.observe(tree, host.counts, seconds)
 
     def join(self) -> None:
         """Once all rows are finished: run a forward for other ranks."""
@@ -223,6 +168,6 @@ def _depth_limits(state: DecodeState) -> list[int]:
     return limits
 
 
-def _in_place(tree: Tree, host: HostResult) -> bool:
-    """Whether the accepted nodes are the first ones."""
-    return tree.slots is None and all(path == list(range(len(path))) for path in host.path)
+def _in_place(slots: Tensor | None, host: HostResult) -> bool:
+    """Whether the accepted nodes are the first ones; ``slots``: see :class:`Tree`."""
+    return slots is None and all(path == list(range(len(path))) for path in host.path)

@@ -102,6 +102,8 @@ class AutoregressiveDrafter(ForwardDrafter):
         reads: the target's states that the network reads, of committed tokens.
     """
 
+    num_kept = 2
+
     def __init__(
         self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
         key: tuple[Hashable, ...],
@@ -150,11 +152,8 @@ class AutoregressiveDrafter(ForwardDrafter):
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         if self._graphs is None or self._root is None:
             return None
-        levels = self.paying(state, self.depth, state.draft_cost()) if grows else 0
-        levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
-        rows = bucket(tree.num_tokens) + levels * self.width
-        self.cache.reserve(rows)
-        state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
+        levels = self.num_levels(state, grows)
+        self.cache.reserve(bucket(tree.num_tokens) + levels * self.width)
         return self.grows(state, tree, self.num_grown, levels, self.width)
 
     def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_spec.core.buckets import bucket
 from hf_spec.core.checks import count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
@@ -19,7 +20,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS
 from hf_spec.drafting.grow import Children, Frontier, grow
-from hf_spec.drafting.growth import GrowingDrafter
+from hf_spec.drafting.growth import ProgramDrafter
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
 from hf_spec.drafting.state import DecodeState
@@ -44,7 +45,7 @@ class GrowOptions(DraftOptions):
     width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
 
 
-class ForwardDrafter(GrowingDrafter):
+class ForwardDrafter(ProgramDrafter):
     """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
     before (EAGLE-2, section 4.1).
 
@@ -140,6 +141,13 @@ class ForwardDrafter(GrowingDrafter):
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
         return Levels(self, width, None if noise is None else lambda place: noise[:, place, None])
+
+    def num_levels(self, state: DecodeState, grows: bool = True) -> int:
+        """How many levels a program's trees have; none if they do not grow."""
+        levels = self.paying(state, self.depth, state.draft_cost()) if grows else 0
+        levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
+        state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
+        return levels
 
     def paying(self, state: DecodeState, most: int, cost: float | None) -> int:
         """How many levels pay, of at most so many, by how often each was right; all if the cost of

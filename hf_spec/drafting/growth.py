@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -18,8 +19,12 @@ from hf_spec.drafting.held import Holds
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.programs import DraftProgram
 
+#: Makes trees in a program: a drafter as the program sees it, the roots ``(batch,)``, what tokens
+#: will be sampled with if they are, and :attr:`GrowingDrafter.trust`, to packed trees.
+Make = Callable[[Any, Tensor, Tensor | None, Tensor], Tensor]
 
-class GrowingDrafter(Drafter, Holds):
+
+class GrowingDrafter(Drafter):
     """A drafter whose trees grow by probabilities, on the host or in a program.
 
     Attributes:
@@ -35,40 +40,9 @@ class GrowingDrafter(Drafter, Holds):
     _trees: tuple[HostTree, Sequence[float]] | None = None
 
     @property
-    def token_ids(self) -> Tensor | None:
-        """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
-        return None
-
-    @property
     def trust(self) -> Sequence[float]:
         """Terms to add to log-probabilities, per distance."""
         return () if self.calibration is None else self.calibration.log_factors
-
-    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Expands:
-        """What a tree grows from.
-
-        Args:
-            root: ``(batch,)`` tokens.
-            depth: number of levels, from 1.
-            width: largest number of children that a node may need.
-            noise: ``(batch, depth, tokens)`` what draft tokens, of :attr:`token_ids`, will be
-                sampled with, see :func:`as_sampled`; None if they are not sampled.
-        """
-        raise NotImplementedError
-
-    def carried(self, tree: Tree) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
-        """What a program for a step with this tree works with: tensors in fixed memory, others, and
-        a key of all else that matters besides shapes."""
-        return self.tensors(), [], None
-
-    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        """A copy that works with these tensors in place of those of :meth:`carried`; ``in_place``:
-        see :meth:`TreeCache.traced_with`."""
-        return self.using(tensors)
-
-    def kept(self) -> Sequence[Tensor]:
-        """What :meth:`received` gets besides the trees."""
-        return ()
 
     def grown(self, state: DecodeState, make: Callable[[Sequence[float]], Tensor]) -> Tree:
         """The step's trees: those that a program has grown, or new ones, which ``make`` packs
@@ -86,10 +60,67 @@ class GrowingDrafter(Drafter, Holds):
         if trees is not None and self.calibration is not None:
             self.calibration.learn(*trees, result.tokens)
 
+
+class ProgramDrafter(GrowingDrafter, Holds):
+    """One whose trees can grow in a program, as the host decides nothing meanwhile.
+
+    Attributes:
+        num_kept: number of tensors that :meth:`kept` gives.
+    """
+
+    num_kept: int = 0
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
+        return None
+
+    @abstractmethod
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Expands:
+        """What a tree grows from.
+
+        Args:
+            root: ``(batch,)`` tokens.
+            depth: number of levels, from 1.
+            width: largest number of children that a node may need.
+            noise: ``(batch, depth, tokens)`` what draft tokens, of :attr:`token_ids`, will be
+                sampled with, see :func:`as_sampled`; None if they are not sampled.
+        """
+
+    def carried(self, tree: Tree) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
+        """What a program for a step with this tree works with: tensors in fixed memory, others, and
+        a key of all else that matters besides shapes."""
+        return self.tensors(), [], None
+
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        """A copy that works with these tensors in place of those of :meth:`carried`; ``in_place``:
+        see :meth:`TreeCache.traced_with`."""
+        return self.using(tensors)
+
+    def kept(self) -> Sequence[Tensor]:
+        """What :meth:`received` gets besides the trees."""
+        return ()
+
     def grows(
         self, state: DecodeState, tree: Tree, count: int, depth: int, expanded: int | None = None
     ) -> DraftProgram | None:
-        """See :meth:`program`; the last arguments are those of :func:`grow`."""
+        """:meth:`program` with trees that grow; the last arguments are those of :func:`grow`."""
+
+        def make(own: Any, root: Tensor, noise: Tensor | None, trust: Tensor) -> Tensor:
+            levels = own.levels(root, depth, count, noise)
+            return grow(levels, root, count, depth, trust, expanded)
+
+        return self.makes(state, tree, make, (count, depth, expanded), depth)
+
+    def makes(
+        self, state: DecodeState, tree: Tree, make: Make, kind: Hashable, depth: int = 0
+    ) -> DraftProgram | None:
+        """:meth:`program` with trees that a function makes.
+
+        Args:
+            kind: what the function depends on besides the shapes of its tensors.
+            depth: number of levels whose noise it needs, if tokens are sampled.
+        """
         graphs = state.target.graphs
         if graphs is None:
             return None
@@ -106,10 +137,8 @@ class GrowingDrafter(Drafter, Holds):
             drafting.advance(result, hidden)
             if noise is not None and drafting.token_ids is not None:
                 noise = noise[..., drafting.token_ids]
-            levels = drafting.levels(root, depth, count, noise)
-            return grow(levels, root, count, depth, trust, expanded), *drafting.kept()
+            return make(drafting, root, noise, trust), *drafting.kept()
 
         inputs = [*changing, sent(self._next_trust, state.root.device)]
-        num_results = 1 + len(self.kept())
-        key = "draft tree", key, count, depth, expanded, len(buffers)
-        return DraftProgram(key, buffers, inputs, function, depth, num_results)
+        key = "draft tree", key, kind, len(buffers)
+        return DraftProgram(key, buffers, inputs, function, depth, 1 + self.num_kept)

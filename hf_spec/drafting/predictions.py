@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
+from hf_spec.core.tree import filled
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.noise import TRUST, as_sampled
@@ -42,6 +43,7 @@ class Predictions:
     Attributes:
         tokens: ``(batch, distances, width)`` ids, likeliest first.
         log_probs: ``(batch, distances, width)`` float32, independent of the previous token.
+        states: the argument.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Predictions:
         self.distances, self.device = logits.shape[1], logits.device
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._head: Any = markov_head
-        self._states, self._ids = states, ids
+        self.states, self._ids = states, ids
         self._noise = None if noise is None else noise.to(logits.device)
         scores = logits if self._noise is None else as_sampled(logits, self._noise)
         self._choose(logits, scores, width)
@@ -99,30 +101,25 @@ class Predictions:
         Args:
             previous: ``(batch, distances, n)`` tokens before each distance.
         """
-        plain, tokens = self.log_probs[:, :, None], self.tokens
-        bias = self._head.bias(previous.to(tokens.device), self._states, tokens)
-        weighed = plain + (bias if self._noise is None else TRUST * bias)
-        # Probability of all other tokens, independent of the previous one.
-        rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-        found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
-        return torch.where(found.isnan(), plain, found)
+        assert self.states is not None
+        trust = 1.0 if self._noise is None else TRUST
+        return reweighed(self._head, previous, self.tokens, self.log_probs, self.states, trust)
 
-    def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
+    def ranked(self, shapes: Shapes, root: Tensor) -> Tensor:
         """Tokens of the nodes of given trees: a node of rank r gets the r-th likeliest token.
 
         Args:
-            trees: the tree of each row; no deeper than the distances, and with ranks below the
+            shapes: the tree of each row; no deeper than the distances, and with ranks below the
                 width.
             root: ``(batch,)``
 
         Returns:
             ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
-        device = self.device
-        parents, depths, ranks = levels(tuple(trees), str(device))
-        tokens = root.to(device)[:, None].expand(parents.shape)
-        choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=device)
-        for depth in range(max(tree.max_depth for tree in trees)):  # level by level, of all nodes
+        parents, depths, ranks, deepest = shapes
+        tokens = root.to(self.device)[:, None].expand(parents.shape)
+        choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=self.device)
+        for depth in range(deepest):  # level by level, of all nodes
             found = self.expand(Frontier(depth, tokens, paths, choices, parents))
             assert found is not None
             order = found.log_probs.argsort(stable=True, dim=-1, descending=True)
@@ -134,13 +131,20 @@ class Predictions:
             choices = torch.where(here, chosen[:, :, 0], choices)
         return tokens.to(root.device)
 
-    def likeliest(self, previous: Tensor) -> Tensor:
-        """``(batch, distances, width)`` ids, likeliest first, given the token before each distance,
-        ``(batch, distances)``."""
-        if self._head is None:
-            return self.tokens
-        found = self.given(previous[:, :, None])[:, :, 0]
-        return self.tokens.gather(2, found.argsort(stable=True, dim=-1, descending=True))
+
+def reweighed(
+    head: Any, previous: Tensor, tokens: Tensor, log_probs: Tensor, states: Tensor,
+    trust: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """:meth:`Predictions.given`, whose attributes the other arguments are; ``trust``: weight of
+    what the Markov head says."""
+    plain = log_probs[:, :, None]
+    bias = head.bias(previous.to(tokens.device), states, tokens)
+    weighed = plain + (bias if trust == 1 else trust * bias)
+    # Probability of all other tokens, independent of the previous one.
+    rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
+    return torch.where(found.isnan(), plain, found)
 
 
 def distribution(scores: Tensor) -> Tensor:
@@ -166,13 +170,31 @@ def likeliest(logits: Tensor, width: int, others: Tensor | None = None) -> tuple
     return best.indices, log_probs.masked_fill(log_probs.isnan(), alike)
 
 
+class Shapes(NamedTuple):
+    """Static trees, padded to the largest.
+
+    Attributes:
+        parents, depths, ranks: ``(trees, nodes)`` int64; 0 for padding and the root.
+        deepest: depth of the deepest node.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ranks: Tensor
+    deepest: int
+
+    def of_rows(self, trees: Tensor) -> Shapes:
+        """The tree of each row, by these indices ``(batch,)``."""
+        parents, depths, ranks, deepest = self
+        return Shapes(parents[trees], depths[trees], ranks[trees], deepest)
+
+
 @lru_cache(maxsize=1024)
-def levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, depths and ranks of the nodes of each row, ``(batch, nodes)``; padding has 0."""
-    most = max(map(len, trees))
-    found = []
-    for name in ("parents", "depths", "ranks"):
-        rows = [[max(n, 0) for n in getattr(tree, name)] for tree in trees]
-        found.append([row + [0] * (most - len(row)) for row in rows])
+def shapes(trees: tuple[TokenTree, ...], device: str) -> Shapes:
+    """The shapes of some trees on a device."""
+    found = [
+        filled([[max(n, 0) for n in getattr(tree, name)] for tree in trees])
+        for name in ("parents", "depths", "ranks")
+    ]
     parents, depths, ranks = sent(found, device)
-    return parents, depths, ranks
+    return Shapes(parents, depths, ranks, max(tree.max_depth for tree in trees))

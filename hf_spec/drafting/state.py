@@ -24,15 +24,18 @@ class Grown(NamedTuple):
     Attributes:
         packed: see :meth:`Tree.packed`.
         numbers: the same on the host; None if they are still to be transferred.
+        kept: what else the program has found that has grown them.
     """
 
     packed: Tensor
     numbers: Any = None
+    kept: Sequence[Tensor] = ()
 
     def of_rows(self, rows: Sequence[int]) -> Grown:
         """Those of some of the batch's rows."""
         numbers = None if self.numbers is None else self.numbers[list(rows)]
-        return Grown(self.packed[sent(rows, self.packed.device)], numbers)
+        index = sent(rows, self.packed.device)
+        return Grown(self.packed[index], numbers, [one[index] for one in self.kept])
 
 
 class Process(Protocol):
@@ -131,7 +134,7 @@ class DecodeState:
 
     def received(self, grown: Grown) -> tuple[Tree, HostTree]:
         """Trees that a drafter has grown."""
-        tree = Tree.unpacked(*grown)
+        tree = Tree.unpacked(grown.packed, grown.numbers)
         host = tree.host
         assert host is not None
         if not all(self.active):  # grown before it was known that rows stop short of their bonus

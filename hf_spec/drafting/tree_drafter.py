@@ -15,15 +15,15 @@ from hf_spec.core.host_tree import HostTree
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
-from hf_spec.core.tree_states import TreeState
+from hf_spec.core.tree_states import TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import MODULES
-from hf_spec.drafting.grow import Expands, grow
-from hf_spec.drafting.growth import GrowingDrafter
+from hf_spec.drafting.grow import grow
+from hf_spec.drafting.growth import ProgramDrafter
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
 from hf_spec.drafting.options import AUTO, CHAIN, fixed_size
-from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.predictions import Predictions, shapes
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
@@ -43,7 +43,7 @@ def chain_tree(_: Any, depth: int) -> TokenTree:
     return TokenTree.chain(depth)
 
 
-class TreeDrafter(GrowingDrafter):
+class TreeDrafter(ProgramDrafter):
     """A drafter that says how far it predicts, whether that takes probes, and what it predicts.
 
     Args:
@@ -111,18 +111,18 @@ class TreeDrafter(GrowingDrafter):
         super().observe(state, tree, result)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        if not grows or not self.weighs:
+        if not grows:
             return None
+        if (states := self.source.states) is not None:
+            return self.makes(state, tree, lambda own, root, *_: own.packed_trees(root), states)
         # Those of the step after this one, as :meth:`observe` will say.
         count = self.exactly or (MOST if tree.num_tokens > FEWEST else FEWEST)
         return self.grows(state, tree, count, self.source.max_depth)
 
     def propose(self, state: DecodeState) -> Tree:
-        known, states = self.num_predicted, self.source.states
-        depth = max(min(max(known), state.max_depth), 0)
-        if states is not None:
-            trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
-            return self.build_trees(trees, state)
+        depth = max(min(max(self.num_predicted), state.max_depth), 0)
+        if self.source.states is not None:
+            return self.static_trees(state, self.source.states, depth)
         if depth:
             tree = self.grown(state, partial(self._grow, state, depth))
         else:  # the device has the roots already
@@ -138,27 +138,41 @@ class TreeDrafter(GrowingDrafter):
 
     def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
         count = self.exactly or self._most
-        return grow(self.scored(state, depth, count), state.root, count, depth, trust)
+        sampled = state.noise if self.weighs else None
+        noise = None if sampled is None else sampled.ahead(depth, self.token_ids)
+        return grow(self.levels(state.root, depth, count, noise), state.root, count, depth, trust)
 
-    def scored(self, state: DecodeState, depth: int, width: int) -> Expands:
-        """What scores the paths of the step's trees."""
-        noise = None if state.noise is None else state.noise.ahead(depth, self.token_ids)
-        return self.levels(state.root, depth, width, noise)
-
-    def build_trees(self, trees: Sequence[TreeState], state: DecodeState) -> Tree:
-        """Trees of these shapes, each no deeper than the row's predictions, with their tokens and
-        probes."""
+    def static_trees(self, state: DecodeState, states: TreeStates, depth: int) -> Tree:
+        """The trees of the rows' states, no deeper than this, with their tokens and probes."""
+        trees = [states.states[min(n, states.max_probes)] for n in self.num_predicted]
+        if state.grown is None:  # else tokens are of whole trees
+            trees = [one.truncate(depth) for one in trees]
         key, device = tuple(trees), str(state.root.device)
         if key not in self._steps:
             if len(self._steps) == KEPT_STEPS:
                 self._steps.pop(next(iter(self._steps)))
-            shapes = [one.tree for one in trees]
-            empty = Tree.of_shapes(shapes, device)
-            self._steps[key] = shapes, self.attach_probes(empty, [one.probes for one in trees])
-        shapes, empty = self._steps[key]
+            alone = [one.tree for one in trees]
+            empty = Tree.of_shapes(alone, device)
+            self._steps[key] = alone, self.attach_probes(empty, [one.probes for one in trees])
+        alone, empty = self._steps[key]
         if empty.num_tokens == 1:
             return empty.with_tokens(state.root[:, None])
-        return empty.with_tokens(*self.draft_tokens(state, shapes, empty.max_depth))
+        if state.grown is None:
+            return empty.with_tokens(*self.draft_tokens(state, alone, empty.max_depth))
+        drafted = state.grown.packed.chunk(4, dim=1)[2][:, 1 : empty.num_tokens]
+        return empty.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
+
+    def packed_trees(self, root: Tensor) -> Tensor:
+        """The static trees with their tokens, as a program makes them."""
+        states, known = self.source.states, self.num_predicted
+        assert states is not None
+        if not isinstance(known, Tensor):
+            known = torch.full_like(root, self.distances)
+        every = shapes(tuple(one.tree for one in states.states), str(root.device))
+        own = every.of_rows(known.clamp(max=states.max_probes))
+        predictions = self.levels(root, every.deepest, 1 + states.max_rank)
+        tokens = predictions.ranked(own, root)
+        return Tree.packed(own.parents, own.depths, tokens, torch.zeros_like(own.parents).float())
 
     def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int
@@ -171,7 +185,7 @@ class TreeDrafter(GrowingDrafter):
         """
         width = 1 + max(max(tree.ranks) for tree in trees)
         predictions = self.levels(state.root, depth, width)
-        return predictions.ranked(trees, state.root), None
+        return predictions.ranked(shapes(tuple(trees), str(predictions.device)), state.root), None
 
     def levels(
         self, root: Tensor, depth: int, width: int, noise: Tensor | None = None
@@ -271,4 +285,5 @@ class TreeDrafter(GrowingDrafter):
         (states,) = self.future_states(torch.cat([input_ids, own], dim=1), last)
         own = own[0].to(states.device)
         predictions = self._predictions(states, own, (self.distances,), 1)
-        return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()
+        alone = shapes((TokenTree.chain(self.distances),), str(predictions.device))
+        return predictions.ranked(alone, own)[0].tolist()

@@ -47,6 +47,10 @@ class CompiledTarget(Target):
     def details(self) -> dict[str, Any]:
         return {"compiled": self.graphs.details()}
 
+    def reserve(self, tree: Tree) -> None:
+        """Make room for a step with this tree, so that the cache's buffers stay where they are."""
+        self.cache.reserve(bucket(tree.num_tokens) + bucket(tree.num_probes))
+
     def step(
         self, tree: Tree, first: int, keys: int, changes: Changes | None,
         verify: VerifyProgram | None, after: DraftProgram | None,

@@ -147,6 +147,8 @@ class Graphs:
         #: Of this call: ``made``, code that it has compiled, or tried to, and ``runs`` of what was
         #: there.
         self.counts: Counter[str] = Counter()
+        #: Why some of this call's drafting is outside of its code.
+        self.outside: set[str] = set()
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model, running.hooks, self.records)
         if self.obstacle is not None:
@@ -219,6 +221,19 @@ class Graphs:
         own.counts, own.tell = self.counts, self.tell
         return own
 
+    def admit(self, model: nn.Module) -> Hashable:
+        """Allow code to contain another model; returns what such code depends on, None if it cannot
+        contain this one."""
+        other = self.beside(model, "")
+        if other is None or other.obstacle is not None:
+            self.outside.add(
+                "the assistant is on another device" if other is None else
+                f"the assistant: {other.obstacle}"
+            )  # fmt: skip
+            return None
+        self._tensors |= other._tensors
+        return other._kind
+
     def get(self, name: Hashable, inputs: Sequence[Tensor], static: int = 0) -> Graph | None:
         """The code for this key; None if there is none, or if it is for other weights."""
         graph = self._kept.graphs.get(self._key(name, inputs, static))
@@ -256,12 +271,13 @@ class Graphs:
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``: what the steps' code is, code that this call has made
-        and that is kept for the model, how often it ran, and why some steps ran without."""
+        and that is kept for the model, how often it ran, and why some steps, or some of the
+        drafting, ran without."""
         kept = self._kept
         how = " and ".join(["compiled"] * self.compiles + ["recorded"] * self.records)
         return {
             "how": how, "made": self.made, "kept": len(kept.graphs), "runs": self.counts["runs"],
-            "refused": sorted(kept.warned),
+            "refused": sorted(kept.warned), "outside": sorted(self.outside),
         }  # fmt: skip
 
     def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:

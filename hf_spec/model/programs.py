@@ -26,6 +26,8 @@ class DraftProgram(NamedTuple):
             (:meth:`Tree.packed`), and what the drafter gets besides.
         depth: depth of the trees.
         num_results: number of tensors that it returns.
+        reads_cache: whether it reads the model's KV cache, where accepted nodes must be in their
+            places.
     """
 
     key: Hashable
@@ -36,6 +38,7 @@ class DraftProgram(NamedTuple):
     ]
     depth: int
     num_results: int = 1
+    reads_cache: bool = False
 
     def run(
         self, result: StepResult, hidden: Tensor | None, noise: Tensor | None

@@ -46,6 +46,14 @@ def example(batch: int, depth: int, vocab: int, with_markov_head: bool) -> tuple
     return Predictions(logits, vocab, [depth] * batch, markov_head, states), roots
 
 
+def likeliest(made: Any, previous: torch.Tensor) -> torch.Tensor:
+    """``(batch, distances, width)`` ids, likeliest first, given the token before each distance."""
+    if made._head is None:
+        return made.tokens
+    found = made.given(previous[:, :, None])[:, :, 0]
+    return made.tokens.gather(2, found.argsort(stable=True, dim=-1, descending=True))
+
+
 # -- hits: 4.2.2 ----------------------------------------------------------------------
 
 
@@ -67,33 +75,35 @@ def test_hits_by_hand() -> None:
 
 @every_prediction
 def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
-    """The rank of each token that came, given those before it, as far as the row knows."""
+    """The rank of each token that came, given those before it."""
     made, roots = example(3, 4, 20, with_markov_head)
-    made.known = (4, 2, 4)
     seen: list[tuple[int, int]] = []
     hits: Any = HitRates(4)
     hits.observe = lambda distance, rank: seen.append((distance, rank))
     drafter = OnlineDrafter.__new__(OnlineDrafter)  # of no model
-    drafter.hits, drafter._uncounted = hits, []
+    drafter.hits, drafter._uncounted, drafter._chances = hits, [], roots
+    drafter.markov_head = made._head
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
-    drafter.learn(made, roots, came)
+    given = (made.log_probs, made.states) if with_markov_head else ()
+    drafter.learn(came, roots, made.tokens, *given)
     expected = []
     for row, tokens in enumerate(came):
         before = [int(roots[row]), *tokens]
-        for d in range(min(made.known[row], len(tokens))):
+        for d in range(min(4, len(tokens))):
             previous = torch.zeros(3, 4, dtype=torch.long)
             previous[row, d] = before[d]
-            best = made.likeliest(previous)[row, d, :RANKS].tolist()
+            best = likeliest(made, previous)[row, d, :RANKS].tolist()
             expected.append((d + 1, best.index(tokens[d]) if tokens[d] in best else RANKS))
-    assert seen == expected and len(seen) == 5
+    assert seen == expected and len(seen) == 7
 
 
 @every_prediction
 def test_paths_count_by_the_chances_of_their_ranks(with_markov_head: bool) -> None:
     """The order of the tokens is the prediction's, also given the token before."""
     made, roots = example(2, 3, 20, with_markov_head)
-    chances = HitRates(3).chances
-    grown = Tree.unpacked(grow(Ranked(made, chances), roots, 8, 3))
+    hits = HitRates(3)
+    chances = hits.chances
+    grown = Tree.unpacked(grow(Ranked(made, hits.sent(roots.device)), roots, 8, 3))
     assert grown.host is not None
     every = [path for d in (1, 2, 3) for path in itertools.product(range(8), repeat=d)]
     products = {path: math.prod(chances[d, rank] for d, rank in enumerate(path)) for path in every}
@@ -106,7 +116,7 @@ def test_paths_count_by_the_chances_of_their_ranks(with_markov_head: bool) -> No
         for node in range(1, 9):
             above = seen.get(parents[node], ())
             previous = torch.full((2, 3), tokens[parents[node]])
-            best = made.likeliest(previous)[row, len(above)].tolist()
+            best = likeliest(made, previous)[row, len(above)].tolist()
             seen[node] = (*above, best.index(tokens[node]))
         assert set(seen.values()) == set(paths)
 

@@ -11,6 +11,7 @@ import torch
 from architectures import assistant_for, base_of, build, config_class, random_model
 from conftest import check_same, prompt, ragged, shared
 from covering import covering
+from replay import RECORDED, Replay
 from running import CAPTURED, drafting, no_forward
 from torch import Tensor
 from transformers.generation.candidate_generator import (
@@ -20,6 +21,8 @@ from transformers.generation.candidate_generator import (
 import hf_spec
 from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
+from hf_spec.model import captures
+from hf_spec.model.graphs import Graphs
 from modeling_patches import shared_kv
 from modeling_patches.cache_name import CACHE
 
@@ -34,13 +37,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chain": ({"tree": "chain", "lookup": True}, {}),
     "penalty": ({"width": 2}, {"repetition_penalty": 1.3, "min_new_tokens": 8}),
     "sampled": ({}, {"do_sample": True, "temperature": 1.5, "top_k": 20}),
-    "compiled": ({"num_draft_tokens": 6}, {}),
 }
 
 
 def speculation(assistant: Any, setting: str, max_depth: int) -> dict[str, Any]:
     spec = drafting("draft_model", **{"max_depth": max_depth, **SETTINGS[setting][0]})
-    return {**spec, "assistant_model": assistant, **(CAPTURED if setting == "compiled" else {})}
+    return {**spec, "assistant_model": assistant}
 
 
 class Asked(NamedTuple):
@@ -156,6 +158,44 @@ def test_output_is_the_models_and_drafts_are_the_assistants(
     if setting == "wide":
         assert stats.num_steps < 8
     Oracle(model, assistant).check(seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "given", "way"),
+    covering(
+        [(name, setting, given, way) for name in ("gemma4_text", "shared") for setting in SETTINGS
+         for given in GIVEN for way in range(2) if (setting, given) != ("sampled", "batch")],
+        lambda name, setting, given, way: [
+            (name, setting == "wide"), setting, (given, way), (setting == "penalty", way),
+        ],
+    ),
+)  # fmt: skip
+def test_recorded_steps_draft_the_same(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, given: str, way: int
+) -> None:
+    """The assistant is in the program of a step, or of the draft."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    model, assistant = pair(name)
+    spec, settings = speculation(assistant, setting, 2), {**GREEDY, **SETTINGS[setting][1]}
+    stats = []
+    for how in ({}, *[(RECORDED, CAPTURED)[way]] * 2):
+        check_same(model, {**spec, **how}, **GIVEN[given], **settings)
+        stats.append(hf_spec.last_stats(model))
+    eager, code = stats[0], stats[2].details["compiled"]
+    assert code["made"] == 0 < code["runs"] and not code["refused"] and not code["outside"]
+    for one in stats[1:]:
+        assert one.accepted_histogram == eager.accepted_histogram
+    assert eager.num_steps < 8 or setting != "wide"
+
+
+def test_an_assistant_that_records_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    model, assistant = pair("shared")
+    monkeypatch.setattr(Graphs, "beside", lambda *_: None)
+    check_same(model, {**speculation(assistant, "chain", 1), **RECORDED}, **GIVEN["row"])
+    stats = hf_spec.last_stats(model)
+    assert stats.details["compiled"]["outside"] == ["the assistant is on another device"]
+    assert "some ran without: the assistant is on another device" in str(stats)
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "shared"])

@@ -22,7 +22,7 @@ class PathPredictions(Predictions):
     """
 
     _head: BlockHead
-    _states: Tensor
+    states: Tensor
 
     def _choose(self, logits: Tensor, scores: Tensor, width: int) -> None:
         self._width, top_k = width, self._head.top_k
@@ -47,7 +47,7 @@ class PathPredictions(Predictions):
         memory = self._memory if place else None
         if memory is not None:
             memory = states_at(memory, frontier.parents)
-        states, among = self._states[:, place, None], self._among[:, place, None]
+        states, among = self.states[:, place, None], self._among[:, place, None]
         logits, self._memory = self._head.given(
             self._logits[:, place, None], previous, states, memory, among
         )

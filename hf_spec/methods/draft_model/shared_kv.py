@@ -9,8 +9,8 @@ as many rows of their own, and the assistant has no cache: nothing is written, r
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hf_spec.cache.buffers import aligned
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier
@@ -27,6 +28,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.block import Slots
 from hf_spec.model.hidden_states import Reads, captured, states_at, taken
+from hf_spec.model.programs import DraftProgram
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.per_call import Changes
@@ -64,29 +66,80 @@ class SharedKVDrafter(AssistantDrafter):
         self._attention = TreeAttention(assistant, beside=model)
         with_given_masks(assistant, self._attention.changes)
         self._hidden: Tensor | None = None  # (batch, hidden) the model's, before each root
+        #: In a program: keys and values by layer, lengths before the step, and shift of positions.
+        self._given: Sequence[Tensor] = ()
         self._seen: Seen | None = None  # while a tree grows
         self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        self._target: Any = state.target
+        graphs = state.target.graphs
+        #: What programs that contain the assistant depend on; None if there are none.
+        self._kind = None if graphs is None else graphs.admit(self.assistant)
+
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self._hidden = hidden
+        if self._given:
+            *parts, lengths, shift = self._given
+            cache = self._target.cache
+            self._seen = self._see(cache, parts, lengths + result.counts, cache.capacity, shift)
+
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        if not grows or self._kind is None:
+            return None
+        levels = self.num_levels(state)
+        self._target.reserve(tree)
+        program = self.grows(state, tree, self.num_grown, levels, self.width)
+        return program and program._replace(reads_cache=True)
+
+    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
+        target = self._target
+        changing = [target.cache.lengths, target.position_shift]
+        return self._parts(target.cache), changing, (self._kind, target.cache.layout)
+
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        own = copy.copy(self)
+        own._given = tensors
+        return own
 
     def select(self, rows: Sequence[int]) -> None:
         if self._hidden is not None:
             self._hidden = self._hidden[sent(rows, self._hidden.device)]
 
     def catch_up(self, state: DecodeState) -> None:
-        self._seen = self._see(state.cache, state.target.position_shift)
+        self._seen = self._seen_in(state.cache, state.target.position_shift)
 
-    def _see(self, cache: TreeCache, shift: Tensor) -> Seen:
-        """The tokens before the roots, which a cache holds."""
+    def _seen_in(self, cache: TreeCache, shift: Tensor) -> Seen:
+        """The tokens that a cache holds."""
+        keys = aligned(cache.max_length)
+        return self._see(cache, self._parts(cache), cache.lengths, keys, shift)
+
+    def _parts(self, cache: TreeCache) -> list[Tensor]:
+        """Keys and values of each layer that it reads, in all slots."""
+        layers = [cache.layers[source.layer] for source in self._sources.values()]
+        return [part for layer in layers for part in (layer.keys, layer.values)]
+
+    def _see(
+        self, cache: TreeCache, parts: Sequence[Tensor], lengths: Tensor, keys: int, shift: Tensor
+    ) -> Seen:
+        """The tokens before the roots.
+
+        Args:
+            cache: whose slots they are in.
+            parts: see :meth:`_parts`.
+            lengths: ``(batch,)`` how many tokens there are.
+            keys: slots of layers without a window that hold them all.
+            shift: ``(batch, 1)`` of positions.
+        """
         device, dtype = placement(self.assistant)
-        lengths, seen = cache.lengths.to(device), {}
+        lengths, seen, pairs = lengths.to(device), {}, iter(parts)
         states, none = {}, torch.zeros(len(lengths), 1, 0, dtype=torch.bool, device=device)
-        for kind, source in self._sources.items():
-            layer = cache.layers[source.layer]
-            slots = Slots.of(cache.states, lengths, 0, aligned(cache.max_length), layer.window)
-            parts = (part[:, :, : slots.held.shape[1]] for part in (layer.keys, layer.values))
-            states[kind] = tuple(part.to(device, dtype) for part in parts)
+        for (kind, source), pair in zip(self._sources.items(), zip(pairs, pairs)):
+            window = cache.layers[source.layer].window
+            slots = Slots.of(cache.states, lengths, 0, keys, window)
+            cut = (part[:, :, : slots.held.shape[1]] for part in pair)
+            states[kind] = tuple(part.to(device, dtype) for part in cut)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
             # which the cache of a longer prompt has nothing.
             at = lengths[:, None]
@@ -136,5 +189,6 @@ class SharedKVDrafter(AssistantDrafter):
         cache = TreeCache(len(source.layers), 1, known.device)
         take_over(cache, source, more=0)
         own = copy.copy(self)
-        own._hidden, own._seen = states[0][:, -1], own._see(cache, torch.zeros_like(known[:, :1]))
+        own._hidden = states[0][:, -1]
+        own._seen = own._seen_in(cache, torch.zeros_like(known[:, :1]))
         return own.chain_after(input_ids[:, -1:])

@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.core.memory import locked
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import Array
-from hf_spec.drafting.grow import Children, Expands, Frontier
+from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.heads import HeadDrafter
-from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.predictions import Predictions, reweighed
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_source import TreeSource
+from modeling_patches.weights import placement
 
 #: Value of the option ``tree``.
 ONLINE = "online"
@@ -57,6 +59,7 @@ class HitRates:
         others = np.broadcast_to(0.1 / np.arange(1, ranks), (depth, ranks - 1))
         self.cumulative: Array = np.concatenate([first, others], axis=1).cumsum(1).clip(max=1.0)
         self.counts: Array = np.full(depth, GUESSED)
+        self._sent: dict[torch.device, Tensor] = {}
 
     def observe(self, distance: int, rank: int) -> None:
         """P <- (1 - alpha) P + alpha [the token is among the k likeliest].
@@ -76,22 +79,26 @@ class HitRates:
         """``(depth, K)`` p_i^k = P_i^k - P_i^(k-1)."""
         return np.diff(self.cumulative, axis=1, prepend=0.0).clip(min=0.0)
 
+    @locked
+    def sent(self, device: torch.device) -> Tensor:
+        """:attr:`chances` on a device, float32, always in the same memory."""
+        found = sent(self.chances.astype(np.float32), device)
+        return self._sent.setdefault(device, found).copy_(found)
+
 
 class Ranked:
     """Predictions scored by the probabilities ``(depth, K)`` of their ranks."""
 
-    def __init__(self, predictions: Predictions, chances: Array):
+    def __init__(self, predictions: Predictions, chances: Tensor):
         self._predictions, self._chances = predictions, chances
 
     def expand(self, frontier: Frontier) -> Children | None:
         found = self._predictions.expand(frontier)
         if found is None:
             return None
-        own, row = found.log_probs, self._chances[frontier.depth]
-        table = np.zeros(own.shape[-1], np.float32)
-        table[: len(row)] = row[: len(table)]
+        own, row = found.log_probs, self._chances[frontier.depth, : found.log_probs.shape[-1]]
         order = own.argsort(dim=-1, descending=True, stable=True)
-        probs = sent(table, own.device).log().expand_as(own)
+        probs = pad(row, (0, own.shape[-1] - len(row))).to(own.device).log().expand_as(own)
         ranked = torch.empty_like(probs).scatter_(-1, order, probs)
         return Children(found.tokens, ranked.masked_fill(own == -torch.inf, -torch.inf))
 
@@ -104,36 +111,57 @@ class OnlineDrafter(HeadDrafter):
     """
 
     weighs = False
-    _predicted: tuple[Predictions, Tensor] | None = None
+    held = (*HeadDrafter.held, "_chances")
+    #: Of the trees that have grown last, and of this step's with their root: see :meth:`learn`.
+    _made: Sequence[Any] = ()
+    _predicted: Sequence[Any] = ()
 
     def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], hits: HitRates):
         super().__init__(model, options, weights, TreeSource(len(hits.counts)))
-        self.hits = hits
+        self.hits, self._chances = hits, hits.sent(placement(model).device)
+        self.num_kept = 1 if self.markov_head is None else 3
         #: Of steps that are not counted yet, the likeliest tokens (batch, depth, K), and what came.
         self._uncounted: list[tuple[Tensor, list[Sequence[int]]]] = []
 
-    @locked
-    def scored(self, state: DecodeState, depth: int, width: int) -> Expands:
-        made = self.levels(state.root, depth, max(width, self.hits.ranks))
-        self._predicted = made, state.root
-        return Ranked(made, self.hits.chances)
+    def kept(self) -> Sequence[Tensor]:
+        return self._made
+
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None = None) -> Any:
+        made = super().levels(root, depth, max(width, self.hits.ranks))
+        self._made = (made.tokens, made.log_probs, made.states)[: self.num_kept]
+        return Ranked(made, self._chances)
+
+    def propose(self, state: DecodeState) -> Tree:
+        tree = super().propose(state)
+        self._predicted = state.root, *(self._made if state.grown is None else state.grown.kept)
+        return tree
 
     @locked
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         super().observe(state, tree, result)
-        if self._predicted is not None:
-            self.learn(*self._predicted, result.tokens)
-        self._predicted = None
+        if self._predicted:
+            self.learn(result.tokens, *self._predicted)
+        self._predicted = ()
 
-    def learn(self, made: Predictions, root: Tensor, emitted: Sequence[Sequence[int]]) -> None:
-        """Learn from predictions and what each sequence emitted after its root ``(batch,)``."""
-        depth = made.distances
-        before = [[*tokens, *[0] * depth][: depth - 1] for tokens in emitted]
-        later = sent(before, root.device, root.dtype).view(len(emitted), -1)
-        order = made.likeliest(torch.cat([root[:, None], later], 1).to(made.tokens.device))
-        came = [tokens[: min(depth, n)] for tokens, n in zip(emitted, made.known)]
-        self._uncounted.append((order[..., : self.hits.ranks], came))
-        if len(self._uncounted) >= (COUNTED if waits(order.device) else 1):
+    def learn(
+        self, emitted: Sequence[Sequence[int]], root: Tensor, tokens: Tensor, *given: Any
+    ) -> None:
+        """Learn from what each sequence emitted after its root ``(batch,)``.
+
+        Args:
+            tokens: what was predicted, see :attr:`Predictions.tokens`.
+            given: for a Markov head, the other two arguments of :func:`reweighed`.
+        """
+        depth = tokens.shape[1]
+        if self.markov_head is not None:
+            before = [[*row, *[0] * depth][: depth - 1] for row in emitted]
+            later = sent(before, root.device, root.dtype).view(len(emitted), -1)
+            previous = torch.cat([root[:, None], later], 1).to(tokens.device)[:, :, None]
+            found = reweighed(self.markov_head, previous, tokens, *given)[:, :, 0]
+            tokens = tokens.gather(2, found.argsort(stable=True, dim=-1, descending=True))
+        came = [row[:depth] for row in emitted]
+        self._uncounted.append((tokens[..., : self.hits.ranks], came))
+        if len(self._uncounted) >= (COUNTED if waits(tokens.device) else 1):
             self._count()
 
     def _count(self) -> None:
@@ -148,6 +176,7 @@ class OnlineDrafter(HeadDrafter):
                 for distance, (ranks, token) in enumerate(zip(likeliest, tokens), 1):
                     rank = ranks.index(token) if token in ranks else self.hits.ranks
                     self.hits.observe(distance, rank)
+        self.hits.sent(self._chances.device)
 
     @locked
     def details(self) -> dict[str, Any]:

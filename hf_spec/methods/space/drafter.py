@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import sample
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
@@ -21,6 +22,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.programs import DraftProgram
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,14 @@ class SpaceDrafter(ProbeDrafter):
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
         super().__init__(model, options, used, source, adapter.tensors())
 
+    def _by_scores(self, state: DecodeState) -> bool:
+        """Whether draft tokens are chosen by what the call's processors make of predictions."""
+        samples = samples_drafts(self.options, state.do_sample)
+        return self.options.tree == CHAIN and (samples or not state.process.trivial)
+
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        return None if self._by_scores(state) else super().program(state, tree, grows)
+
     def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
@@ -69,9 +79,9 @@ class SpaceDrafter(ProbeDrafter):
 
         q is the whole distribution after the call's processors, which see the earlier draft tokens.
         """
-        samples = samples_drafts(self.options, state.do_sample)
-        if self.options.tree != CHAIN or (not samples and state.process.trivial):
+        if not self._by_scores(state):
             return super().draft_tokens(state, trees, depth)
+        samples = samples_drafts(self.options, state.do_sample)
         assert self.hidden is not None
         states = self.given_root(self.hidden[:, :depth], state.root)
         logits = model_logits(self.model, states)  # (batch, depth, vocab)
