@@ -118,7 +118,11 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        graphs = self._graphs = state.target.graphs if self.network.compiles else None
+        graphs = state.target.graphs
+        if graphs is not None and not self.network.compiles:
+            graphs.outside.add("the drafter's logits are a forward of the model's")
+            graphs = None
+        self._graphs = graphs
         if graphs is not None:
             graphs.hold(self.network.own)
         self.cache: Any = DraftCache.beside(state, self.network, state.root.device, graphs)

@@ -18,7 +18,7 @@ from conftest import Tiny, check_same, prompt, ragged
 from covering import EVERY_CASE
 from recurrent_models import recurrent
 from replay import RECORDED, Replay, Rerun
-from running import CAPTURED, drafting, without_pruning
+from running import CAPTURED, drafting, proposals, without_pruning
 from test_compiled import adapt, compiled, generate, strategy
 from test_method_contract import CASES, FIRST, adapted
 from test_method_contract import strategy as variant_of
@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import CompileConfig
 
 from hf_spec.core.memory import memory
+from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model import captures, graphs
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
 from hf_spec.model.graphs import Graphs
@@ -41,6 +42,13 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
 
 
+def drafts_outside(spec: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether drafting, or a part of it, is known to be outside of the steps' programs."""
+    name, chain = spec["assistant_strategy"], spec["assistant_kwargs"].get("tree") == "chain"
+    by_scores = name == "space" and chain and "do_sample" in settings
+    return name in ("draft_model", "layer_skip") or by_scores
+
+
 def check(model: Any, spec: dict[str, Any], way: Any = RECORDED, **settings: Any) -> Any:
     """Two calls give the tokens of plain generation, the second one by replays alone."""
     given = {"return_dict_in_generate": True, **way, **spec}
@@ -50,6 +58,7 @@ def check(model: Any, spec: dict[str, Any], way: Any = RECORDED, **settings: Any
         made.append(compiled(output)["made"])
         assert compiled(output)["kept"] and not compiled(output)["refused"]
     assert made[1] == 0
+    assert bool(compiled(output)["outside"]) == drafts_outside(spec, settings)
     assert f"recorded steps: code ran {compiled(output)['runs']} times" in str(output.spec_stats)
     stats, plain = output.spec_stats, spec["assistant_strategy"] == "plain"
     assert plain or stats.num_drafted_tokens > 0
@@ -77,6 +86,29 @@ def test_every_method(shallow: Tiny, name: str, variant: str) -> None:
     given |= SAMPLED if case in SECOND else {}
     with adapted(model, name, variant):
         check(model, without_pruning(variant_of(name, variant)), **given, max_new_tokens=12)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("bita", "full"), ("bita", "straightforward"), ("dspark", "paths"), ("medusa", "sparse"),
+        ("ppd", "paths"), ("space", "chain"),
+    ],
+)  # fmt: skip
+def test_drafts_are_those_of_eager_steps(tiny: Tiny, name: str, variant: str) -> None:
+    """Trees that do not grow by probabilities: whose tokens a program chooses, too."""
+    model, drafted = tiny("llama"), []
+    with adapted(model, name, variant):
+        for way in ({}, RECORDED, RECORDED):
+            with proposals(TreeDrafter) as seen:
+                generate(model, ragged(), **variant_of(name, variant), **way)
+            drafted.append({len(tokens): tree.tokens[0].tolist() for tokens, tree in seen})
+    eager, _, replayed = drafted
+    # The last ones are cut off to what is left, in eager steps.
+    same = [at for at in eager if len(replayed.get(at, ())) == len(eager[at]) > 1]
+    assert len(same) > 6
+    for at in same:
+        assert sorted(replayed[at]) == sorted(eager[at])
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])

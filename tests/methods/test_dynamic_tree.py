@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, Tiny, prompt
+from replay import RECORDED, Replay
 from running import drafting
 
 import hf_spec
@@ -30,6 +31,7 @@ from hf_spec.methods.ppd.dynamic_tree import (
     reach_and_ends,
 )
 from hf_spec.methods.registry import get_method
+from hf_spec.model import captures
 
 #: (distances, ranks); the second has ranks out of order, a third distance better than the second.
 TABLES = [
@@ -195,7 +197,9 @@ DYNAMIC = drafting("ppd", tree="dynamic")
 
 
 @pytest.mark.parametrize("num_ept", [1, 2])
-def test_made_used_and_saved(fresh: Tiny, tmp_path: Path, num_ept: int) -> None:
+def test_made_used_and_saved(
+    fresh: Tiny, tmp_path: Path, num_ept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = adapted(fresh("llama"), num_prompt_tokens=2, num_ept=num_ept)
     model.generation_config.assistant_strategy = "ppd"
     model.generation_config.assistant_kwargs = {"tree": "dynamic"}  # which is about to be made
@@ -204,7 +208,14 @@ def test_made_used_and_saved(fresh: Tiny, tmp_path: Path, num_ept: int) -> None:
     assert 1 + num_ept <= expected["size"] <= 12 and expected["tau"] >= 1
     plain = fresh("llama").generate(prompt(), **NEW)
     assert torch.equal(model.generate(prompt(), **NEW, **DYNAMIC), plain)
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+    eager = hf_spec.last_stats(model)
+    assert eager.num_drafted_tokens > 0
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt(), **NEW, **DYNAMIC, **RECORDED), plain)
+    replayed = hf_spec.last_stats(model)
+    assert replayed.details["compiled"]["made"] == 0
+    assert replayed.accepted_histogram == eager.accepted_histogram
     model.save_pretrained(tmp_path)
     other = fresh("llama")
     other.load_adapter(tmp_path)

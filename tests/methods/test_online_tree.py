@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_oracle import Embeddings
+from adapter_oracle import Embeddings, randomise
 from conftest import Tiny, prompt, ragged
+from replay import RECORDED, Replay
 from running import drafting
 
 import hf_spec
@@ -26,6 +27,7 @@ from hf_spec.methods.propd.online_tree import (
     OnlineDrafter,
     Ranked,
 )
+from hf_spec.model import captures
 
 NEW = 40
 
@@ -128,10 +130,10 @@ def adapted(model: Any) -> Any:
     return model
 
 
-def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+def generate(model: Any, inputs: dict[str, Any], way: Any = None, **options: Any) -> Any:
     return model.generate(
         **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
-        **drafting("propd", tree="online", **options),
+        **drafting("propd", tree="online", **options), **(way or {}),
     )  # fmt: skip
 
 
@@ -167,3 +169,34 @@ def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
     known = memory.memory(model)["learned"].values()
     (hits,) = (one for one in known if isinstance(one, HitRates))
     assert (hits.alpha, hits.ranks) == (0.25, ranks)
+
+
+@pytest.mark.parametrize("markov_rank", [0, 4])
+def test_recorded_steps_learn_from_the_same(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, markov_rank: int
+) -> None:
+    """Trees may differ, as a program knows the hits of one step less."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    model: Any = fresh()
+    torch.manual_seed(2)
+    model.add_adapter(hf_spec.ProPDConfig(markov_rank=markov_rank))
+    randomise(model, "PROPD")
+    learn, found = OnlineDrafter.learn, []
+
+    def noted(self: Any, emitted: Any, *made: torch.Tensor) -> None:
+        seen[sum(map(len, texts))] = [one[0].clone() for one in made]
+        texts.append(emitted[0])
+        learn(self, emitted, *made)
+
+    monkeypatch.setattr(OnlineDrafter, "learn", noted)
+    for way in ({}, RECORDED, RECORDED):
+        texts: list[list[int]] = []
+        seen: dict[int, Any] = {}
+        generate(model, ragged(), way)
+        found.append(seen)
+    same = found[0].keys() & found[2].keys()
+    assert len(same) > 8
+    for place in same:
+        for eager, replayed in zip(found[0][place], found[2][place], strict=True):
+            near = replayed[tuple(map(slice, eager.shape))]  # the last trees are less deep
+            torch.testing.assert_close(near, eager, rtol=1e-4, atol=1e-4)

@@ -103,6 +103,8 @@ class DraftModelDrafter(AssistantDrafter):
             logits = assistant(**given).logits
         self._logits = logits[:, -1].clone()
         graphs = state.target.graphs
+        if graphs is not None:
+            graphs.outside.add("the assistant's forwards are code of their own")
         self._graphs = graphs and graphs.beside(assistant, "draft_model")
         allocate = None if self._graphs is None or graphs is None else graphs.allocate
         cache = TreeCache(len(source.layers), len(rows), device, allocate, rules)

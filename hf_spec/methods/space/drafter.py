@@ -64,6 +64,11 @@ class SpaceDrafter(ProbeDrafter):
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
         super().__init__(model, options, used, source, adapter.tensors())
 
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        if state.target.graphs is not None and self._by_scores(state):
+            state.target.graphs.outside.add("the call's processors choose draft tokens")
+
     def _by_scores(self, state: DecodeState) -> bool:
         """Whether draft tokens are chosen by what the call's processors make of predictions."""
         samples = samples_drafts(self.options, state.do_sample)
