@@ -7,7 +7,8 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
-from method_variants import DOMINO, DSPINE, XPRESS
+from method_variants import DFLASH_2, DOMINO, DSPINE, XPRESS
+from replay import RECORDED, Replay
 from running import as_if, drafting, proposals
 from test_shrinking import staggered
 
@@ -15,8 +16,10 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting import draft_cache
+from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
+from hf_spec.model import captures
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
@@ -62,7 +65,10 @@ CONFIGS = {
     "domino": ("dflash", {"num_layers": 1, "sample_from_anchor": True, **DOMINO}),
     "dspine": ("dflash", {"num_layers": 2, "block_size": 5, "draft_vocab_size": 40, **DSPINE}),
     "xpress": ("dflash", {"num_layers": 1, **XPRESS}),
+    "selector": ("dflash", {"num_layers": 1, "block_size": 5, **DFLASH_2}),
 }  # fmt: skip
+#: Kinds whose drafted tokens change the predictions of those after them.
+CONDITIONAL = ["anchor", "rnn", "selector", "domino", "dspine", "xpress"]
 
 
 def adapt(model: Any, kind: str) -> str:
@@ -71,6 +77,12 @@ def adapt(model: Any, kind: str) -> str:
     model.add_adapter(methods()[name].adapter_config(**fields))
     randomise(model, name.upper(), std=0.25)
     return name
+
+
+def sharpen(model: Any, name: str) -> None:
+    """Make predictions far from uniform, so that trees are deep."""
+    with torch.no_grad():
+        find_active(model, name.upper()).norm.weight.mul_(20.0)
 
 
 def blocks_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -123,6 +135,48 @@ def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: s
     seen = blocks_checked(name, monkeypatch)
     assert model.generate(**given, **GREEDY, **drafting(name)).tolist() == expected
     assert len(seen) > 5 and {slots for _, slots in seen} == {128}
+
+
+@pytest.mark.parametrize("kind", CONDITIONAL)
+@torch.no_grad()
+def test_a_node_is_as_likely_as_its_path(fresh: Tiny, kind: str) -> None:
+    model, ids = fresh("llama_tied"), prompt()
+    name = adapt(model, kind)
+    sharpen(model, name)
+    drafter = methods()[name].make_drafter(model, methods()[name].parse_options({}))
+    with proposals(BlockDrafter) as seen:
+        model.generate(ids, **GREEDY, **drafting(name, num_draft_tokens=31))
+    tree, place = seen[0][1], torch.tensor([ids.shape[1] - 1])
+    assert tree.host is not None and tree.num_tokens > 31 and tree.max_depth > 2
+    children = set()
+    for node in range(1, tree.num_tokens):
+        path = tree.tokens[0, tree.ancestors[0, node]]
+        (logits,) = drafter.future_logits(torch.cat([ids, path[None]], 1), place)
+        found = logits[0, : len(path) - 1].softmax(-1).gather(1, path[1:, None]).prod()
+        torch.testing.assert_close(float(tree.host.probs[0, node]), float(found), rtol=1e-3, atol=0)
+        children.add((len(path), int(path[-1])))
+    assert len(children) < tree.num_tokens - 1, "no token has several parents"
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "rows"),
+    [("rnn", 63, 3), ("domino", 31, 1), ("dspine", 63, 1), ("xpress", 31, 3)],
+)
+def test_recorded_trees(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, size: int, rows: int
+) -> None:
+    """Those of eager steps, node by node, until there are fewer tokens to come than distances."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    model, given = shallow("llama_tied"), ragged((9, 5, 12)[:rows])
+    name, texts, trees = adapt(model, kind), [], []
+    sharpen(model, name)
+    spec = drafting(name, num_draft_tokens=size)
+    for way in ({}, spec, {**spec, **RECORDED}):
+        with proposals(BlockDrafter) as seen:
+            texts.append(model.generate(**given, **GREEDY, **way).tolist())
+        trees.append([(tree.tokens.tolist(), tree.parents.tolist()) for _, tree in seen[:6]])
+    assert texts[0] == texts[1] == texts[2]
+    assert trees[1] == trees[2] and all(len(tokens[0]) > size for tokens, _ in trees[2])
 
 
 def test_a_prefix_without_features(fresh: Tiny) -> None:

@@ -131,7 +131,7 @@ class BlockConfig(DecoderConfig):
             raise ValueError(
                 f"sliding_layers={self.sliding_layers!r}: these need a sliding_window."
             )
-        if self.markov_rank and HEADS[self.markov_head].causal:
+        if self.is_causal_always:
             self.causal = True
             if self.sample_from_anchor:
                 raise ValueError(
@@ -158,6 +158,11 @@ class BlockConfig(DecoderConfig):
     def distances(self) -> int:
         """How many tokens after the root it predicts."""
         return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def is_causal_always(self) -> bool:
+        """Whether its head is made for causal blocks only."""
+        return bool(self.markov_rank) and HEADS[self.markov_head].causal
 
     @property
     def shapes_logits(self) -> bool:

@@ -84,10 +84,12 @@ class DSpine(BlockHead):
         if among is None:
             return self._all_logits(states).to(logits), None
         if self._shapes_logits:
-            return self._all_logits(states).gather(-1, among.expand(*states.shape[:-1], -1)), None
-        weight = self._output_weight()
-        assert weight is not None
-        return products(states.to(weight), weight, among).to(logits), None
+            found = self._all_logits(states).gather(-1, among.expand(*states.shape[:-1], -1))
+        else:
+            weight = self._output_weight()
+            assert weight is not None
+            found = products(states.to(weight), weight, among)
+        return found.to(logits).masked_fill(logits == -torch.inf, -torch.inf), None
 
     def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
         """States with the drafted tokens' message."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import bar
 from hf_spec.decoding.auto import Choice
+from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.tools.bench.contenders import Contender, ours
 from hf_spec.tools.bench.prompts import Prompt
+from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.data import ALL
 
@@ -75,15 +79,12 @@ def diagnose(
         options["lookup"] = False
     drafting = Contender("drafting", ours(choice.strategy, options))
     default = Contender("default", ours(choice.strategy, dict(choice.options)))
-    made = run(
-        model, tokenizer, prompts, [drafting, default],
-        max_new_tokens=max_new_tokens, progress=progress,
-    )  # fmt: skip
+    settings: Any = {"max_new_tokens": max_new_tokens, "progress": progress}
+    made = run(model, tokenizer, prompts, [drafting, default], **settings)
     tasks = {row["task"]: row["tau"] for row in made.runs() if row["strategy"] == "drafting"}
     tau, speedup = tasks.pop(ALL), made.overall("default")["speedup"]
     positions = made.overall("drafting")["stats"]["acceptance_per_position"]
     adapter = method.active_adapter(model)
-    learned = adapter is not None or method.included is not None  # lookups learn from nothing else
     config = None if adapter is None else adapter.config
     measured = {
         "tau": f"{tau:.2f} tokens per step where every step drafts"
@@ -108,11 +109,33 @@ def diagnose(
         (headless and at[0] >= 0.5 and len(positions) > 2 and at[2] < at[0] / 2,
          "Acceptance falls from position to position, as the drafter does not see its own draft "
          "tokens: trained with --markov-rank 128 it does."),
-        (not learned and tau < 1.3,
+        (adapter is None and method.included is None and tau < 1.3,  # nothing is learned
          "The output rarely repeats its prompt or itself, which lookups need. A trained drafter "
          "does not depend on that."),
         (tau > 1.3 and speedup < 1.05,
          "Drafts are accepted, but steps with drafts take longer than they save here: a small "
          "model, many rows or a busy machine."),
     ]  # fmt: skip
+    if isinstance(config, BlockConfig) and not (config.is_causal_always or trained):
+        again = partial(run, model, tokenizer, prompts, [drafting], **settings)
+        findings.insert(0, _other_mask(config, measured, tau, again))
     return measured, [text for stands_out, text in findings if stands_out]
+
+
+def _other_mask(
+    config: BlockConfig, measured: dict[str, str], tau: float, measure: Callable[[], BenchResult]
+) -> tuple[bool, str]:
+    """Whether a block drafter is better if its blocks are causal, where they are not, or the other
+    way, and what that means."""
+    config.causal = not config.causal
+    try:
+        other, word = measure().overall("drafting")["tau"], json.dumps(config.causal)
+    finally:
+        config.causal = not config.causal
+    measured["mask"] = f'tau {other:.2f} with "causal": {word}'
+    return (
+        other > BETTER * tau,
+        f"Drafts are accepted more often with the other mask of its blocks, with tau {other:.2f}. "
+        "The checkpoint does not say which, or says it wrongly: import it again with --config "
+        f"'{{\"causal\": {word}}}'.",
+    )

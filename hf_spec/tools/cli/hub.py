@@ -109,6 +109,7 @@ def import_(
     else:
         path = work.find_published(file, work.importable(kind)[1].wants)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
+    echo(f"try: hf-spec doctor --model {model} --adapter {output}")
 
 
 def export(
