@@ -1,5 +1,8 @@
 """A small model in the shape of a larger one: the same text, the step times of the larger one.
 
+``python benchmarks/wide.py MODEL --shape 8b --output D``, for :mod:`gpu`; or ``--layers 48``, a
+deeper one, with copies of adapters (``--adapter``) in ``D/adapters`` that fit it.
+
 Hidden states are padded with zeros, for which norms are scaled. Heads and neurons that are new have
 random weights and end in zeros; new layers add nothing. Adapters are widened alike, so that what is
 accepted is that of a real drafter of a real model, and a step takes what the larger one takes.
@@ -7,15 +10,23 @@ accepted is that of a real drafter of a real model, and a step takes what the la
 
 from __future__ import annotations
 
+import argparse
 import copy
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.drafting.decoder import DecoderConfig
+from hf_spec.files import write_atomically
 
 #: Standard deviation of random weights.
 STD = 0.02
@@ -33,25 +44,27 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     intermediate: int
+    vocabulary: int = 128256  # of models of random weights
 
     @classmethod
     def of(cls, config: Any) -> Shape:
         """That of a model, by its config."""
         return cls(
             config.hidden_size, config.num_hidden_layers, config.num_attention_heads,
-            config.num_key_value_heads, config.intermediate_size,
+            config.num_key_value_heads, config.intermediate_size, config.vocab_size,
         )  # fmt: skip
 
     def doubled(self) -> Shape:
         """Twice of everything, with one layer more."""
         return Shape(
             2 * self.hidden, self.layers + 1, 2 * self.heads, 2 * self.kv_heads,
-            2 * self.intermediate,
+            2 * self.intermediate, self.vocabulary,
         )  # fmt: skip
 
 
-#: Shapes of about so many parameters that SmolLM2-135M, with heads of 64, fits into.
+#: Shapes of about so many parameters that SmolLM2-135M, with heads of 64, fits into; a tiny one.
 SHAPES = {
+    "tiny": Shape(64, 2, 4, 2, 128, 512),
     "1b": Shape(2048, 30, 32, 8, 4096),
     "3b": Shape(3072, 30, 48, 12, 8192),
     "8b": Shape(4096, 32, 64, 16, 14336),
@@ -67,7 +80,7 @@ def widened(small: Any, shape: Shape, device: torch.device, dtype: torch.dtype) 
     """
     config, own = copy.deepcopy(small.config), Shape.of(small.config)
     groups = own.heads // own.kv_heads <= shape.heads // shape.kv_heads
-    if config.model_type != "llama" or not groups or any(a > b for a, b in zip(own, shape)):
+    if config.model_type != "llama" or not groups or any(a > b for a, b in zip(own[:5], shape)):
         raise ValueError(f"a {config.model_type} of {own} does not fit into a Llama of {shape}")
     config.update({
         "head_dim": getattr(config, "head_dim", None) or own.hidden // own.heads,
@@ -157,3 +170,34 @@ def _heads(small: Any, wide: Any) -> Tensor:
     head = torch.arange(small.num_attention_heads)
     first = (head // each * wide_each + head % each) * wide.head_dim
     return (first[:, None] + torch.arange(wide.head_dim)).flatten()
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="folder of a Llama, or repository on the Hub")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    shape = parser.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--shape", choices=SHAPES)
+    shape.add_argument("--layers", type=int, help="number of layers afterwards")
+    parser.add_argument("--adapter", type=Path, action="append", default=[], help="with --layers")
+    args = parser.parse_args(given)
+    small: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    to = SHAPES[args.shape] if args.shape else Shape.of(small.config)._replace(layers=args.layers)
+    try:
+        wide = widened(small, to, torch.device("cpu"), small.dtype)
+        if args.adapter and args.shape:
+            raise ValueError("--adapter needs --layers: gpu.py widens adapters in memory")
+    except ValueError as error:
+        parser.error(str(error))
+    wide.save_pretrained(args.output)
+    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.output)
+    for source in args.adapter:
+        target = args.output / "adapters" / source.name
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoints"))
+        place = target / "adapter_config.json"
+        config = {**json.loads(place.read_text()), "base_facts": facts_of(wide)}
+        write_atomically(place, json.dumps(config, indent=2))
+
+
+if __name__ == "__main__":
+    main()

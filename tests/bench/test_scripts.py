@@ -16,18 +16,12 @@ from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_p
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
-from hf_spec.methods.registry import get_method, methods
+from hf_spec.methods.registry import get_method
 from hf_spec.tools.bench.contenders import BASELINE, Adapter, contenders
 from hf_spec.tools.bench.prompts import Prompt, read_prompts
 from hf_spec.tools.cli.train import parse_options
 from hf_spec.tools.training.train import config_fields
 
-CUDA = [
-    "--shape", "tiny", "--device", "cpu", "--backend", "eager", "--contexts", "24",
-    "--batch-sizes", "2", "--candidates", "5", "--repeats", "2", "--calls", "1",
-    "--new-tokens", "16",
-]  # fmt: skip
-WAYS = ("uncompiled", "eager")
 #: What vLLM's interpreter is asked, and its answers: the model's own greedy tokens, from a file.
 VLLM = """
 import json, pathlib, sys
@@ -112,17 +106,16 @@ RUNS = {
         "--max-new-tokens 20 --first 0.5 --output {out}/threshold.svg",
         "threshold.svg", "drafting stages",
     ),
-    "grow": (
+    "wide": (
         "{base} --layers 5 --adapter {heads} --output {out}/deep",
         "deep/adapters/heads/adapter_config.json", "MEDUSA",
     ),
     "train_hybrid_model": ("{base} {out} {answers}/train.jsonl --steps 1", "config.json",
                            "qwen3_5_text"),
-    "contexts": (
-        "--model {demo}/model --adapter {demo}/adapters/medusa --shape double --contexts 200 "
-        "--contenders transformers,medusa,eagle3 --rounds 1 --new-tokens 12 "
-        "--output {out}/found.json",
-        "found.json", 'transformers.*medusa.*eagle3.*"same": true',
+    "gpu": (
+        "--model {base} --adapter {heads} --shape tiny --only medusa --contexts 60 --batches 1 "
+        "--new-tokens 8 --prompts 1 --here --output {out}/gpu.json",
+        "gpu.json", '"medusa",.*"synthetic": false',
     ),
 }  # fmt: skip
 
@@ -159,36 +152,6 @@ def test_runs(tmp_path, monkeypatch, made, name):
 
 
 # -- other programs -------------------------------------------------------------------------------
-
-
-def test_cuda(tmp_path, monkeypatch):
-    """Each strategy with random weights of its own; compiled calls take time, and are left out."""
-    cuda: Any = load_script("cuda")
-    monkeypatch.setitem(cuda.SHAPES, "tiny", (32, 4, 2, 1, 64, 64))
-    both = cuda.Bench.strategy
-    monkeypatch.setattr(cuda.Bench, "plain", lambda self: dict.fromkeys(WAYS, self._plain))
-    monkeypatch.setattr(
-        cuda.Bench, "strategy", lambda self, *given: {WAYS[0]: both(self, *given)[WAYS[0]]}
-    )
-    monkeypatch.setattr(cuda.Bench, "forwards", lambda self: iter(()))
-    cuda.main([*CUDA, "--output", str(tmp_path / "results.json")])
-    rows = json.loads((tmp_path / "results.json").read_text())["strategies"]
-    assert [row["strategy"] for row in rows] == [*methods()]
-    for row in rows:
-        assert "error" not in row and (row["drafted"] > 0) == (row["strategy"] != "plain"), row
-        assert 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
-
-
-@pytest.mark.environment
-@pytest.mark.usefixtures("sizes_as_shipped")  # each number of tokens has code of its own
-def test_cuda_compiled(tmp_path, monkeypatch):
-    cuda: Any = load_script("cuda")
-    monkeypatch.setitem(cuda.SHAPES, "tiny", (32, 4, 2, 1, 64, 64))
-    cuda.main([*CUDA, "--tokens", "1,4", "--output", str(tmp_path / "results.json")])
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["skipped"] == []
-    for row in [*results["forward"], *results["strategies"]]:
-        assert row["ratio"] > 0 and (row["made"] > 0) == (row["way"] == "eager")
 
 
 def test_vllm(tmp_path):

@@ -1,0 +1,105 @@
+"""``benchmarks/gpu.py``: a dry run of every part; rows that cannot be measured are given up."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts import load_script
+
+#: Prints messages and does then what a process may do.
+PROCESS = """
+import json, sys, time
+cells = json.load(sys.stdin)
+print("a line of some library")
+print(json.dumps({"environment": {}}), flush=True)
+print(json.dumps({"begins": cells[0]}), flush=True)
+print(json.dumps({"found": {"ms": 1.0}}), flush=True)
+print(json.dumps({"begins": cells[1]}), flush=True)
+"""
+
+
+def test_every_part_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU, without a model; what has been measured is not measured again."""
+    gpu: Any = load_script("gpu")
+    monkeypatch.setattr(gpu, "TOKENS", (1, 4))
+    words = [
+        "--model", "random", "--contexts", "40,60", "--batches", "1,2", "--new-tokens", "8",
+        "--prompts", "1", "--device", "cpu", "--dtype", "float32", "--here",
+        "--output", str(tmp_path / "gpu.json"),
+    ]  # fmt: skip
+    gpu.main(words)
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    cells = [gpu.Cell(*row["cell"]) for row in results["rows"]]
+    assert cells == gpu.plan(gpu.parse(words))
+    assert cells[0] == gpu.Cell("transformers", context=40) and len({*cells}) == len(cells) > 30
+    for cell, row in zip(cells, results["rows"]):
+        assert "error" not in row and not row.get("refused"), row
+        if cell.what == "speed":
+            drafts = cell.contender in ("medusa", "eagle3", "prompt_lookup", "draft_model")
+            assert row["synthetic"] == drafts and row["tokens_per_second"] > 0
+            assert (row["made"] > 0) == (cell.way != "eager"), row
+    text = capsys.readouterr().out
+    assert "1.00x" in text and "eagle3*" in text and "rows are left" not in text
+    monkeypatch.setattr(gpu, "messages", None)
+    gpu.main(words)
+    assert "eagle3*" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is of other options"):
+        gpu.main([*words, "--rates", "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("then", "error"),
+    [
+        ("time.sleep(60)", "took longer than 1 seconds"), ("sys.exit(7)", "ended with 7"),
+        ("print(json.dumps({'found': {'ms': 2.0}}))", None),
+    ],
+)  # fmt: skip
+def test_a_row_that_hangs_or_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, error: str | None
+) -> None:
+    """It is given up, and the next process goes on behind it."""
+    gpu: Any = load_script("gpu")
+    monkeypatch.setattr(gpu, "limit_of", lambda cell: 1.0)
+    args = gpu.parse(["--output", str(tmp_path / "gpu.json"), "--minutes", "1"])
+    cells = [gpu.Cell(name) for name in "abcd"]
+    command, begun = [sys.executable, "-c", PROCESS + then], []
+
+    def source(left: Any, ends: float) -> Any:
+        begun.append(len(left))
+        return gpu.in_another_process(command, left, ends)
+
+    results = gpu.measure(args, cells, source)
+    assert begun == [4, 2] and results["left"] == 0
+    found = [row.get("error") for row in results["rows"]]
+    assert found[::2] == [None, None]
+    assert all(error in one if error else one is None for one in found[1::2])
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"][0]["ms"] == 1.0
+
+
+def test_the_time_is_kept(tmp_path: Path) -> None:
+    """What is not done then has no row, so that the same command goes on with it."""
+    gpu: Any = load_script("gpu")
+    args = gpu.parse(["--output", str(tmp_path / "gpu.json"), "--minutes", "0.05"])
+    command = [sys.executable, "-c", PROCESS + "time.sleep(60)"]
+    start = time.monotonic()
+    results = gpu.measure(
+        args, [gpu.Cell(name) for name in "ab"],
+        lambda left, ends: gpu.in_another_process(command, left, ends),
+    )  # fmt: skip
+    assert time.monotonic() - start < 20 and results["left"] == 2 - len(results["rows"]) >= 1
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    gpu: Any = load_script("gpu")
+    args = gpu.parse(["--output", str(tmp_path / "gpu.json")])
+    command = [sys.executable, "-c", "import sys; sys.exit(1)"]
+    with pytest.raises(SystemExit, match="cannot measure: its process ended with 1"):
+        gpu.measure(
+            args, [gpu.Cell("a")],
+            lambda left, ends: gpu.in_another_process(command, left, ends),
+        )  # fmt: skip
