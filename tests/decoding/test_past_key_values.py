@@ -294,21 +294,6 @@ def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
     check_same(model, spec, turn, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
-def test_rows_of_other_lengths_go_on_at_the_last_positions(tiny: Tiny, architecture: str) -> None:
-    """128 positions: a row near the last one is filled up beside one with more new tokens."""
-    model = tiny(architecture)
-    spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
-    given = ragged((115, 10))
-    first = model.generate(**given, max_new_tokens=1, do_sample=False, **spec)
-    ids = torch.cat([given["input_ids"], first.sequences[:, -1:], prompt(20, 2, seed=9)], 1)
-    mask = torch.ones_like(ids)
-    mask[:, :115] = given["attention_mask"]
-    mask[0, 116:-2] = 0  # two new tokens beside twenty
-    after = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-    check_same(model, {**spec, CACHE: first[CACHE]}, **after)
-
-
 class LargestTensor(TorchDispatchMode):
     """Number of elements of the largest tensor that is made in the block."""
 

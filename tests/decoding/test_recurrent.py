@@ -14,7 +14,7 @@ from covering import EVERY_CASE, covering
 from processors import Criterion, Failure
 from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
 from running import CAPTURED, drafting, experts_are_captured
-from test_after_errors import failing, lines, once_each
+from test_after_errors import lines, once_each
 from test_shrinking import StopRowAt
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
@@ -178,9 +178,6 @@ def test_plain_steps_are_those_of_plain_generation(
         assert places and all(torch.equal(ours[place], theirs[place]) for place in places)
 
 
-# -- options of generate -------------------------------------------------------------------------
-
-
 # -- caches --------------------------------------------------------------------------------------
 
 
@@ -332,20 +329,6 @@ def same(one: DynamicCache, other: DynamicCache) -> None:
                     assert torch.equal(found, wanted)
                 else:
                     assert found == wanted
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1"])
-def test_a_prompt_that_fails_leaves_the_cache_as_it_was(kind: str) -> None:
-    model = shared_recurrent(kind)
-    past = DynamicCache(config=model.config)
-    out = model.generate(**one_row(), **GREEDY, **{CACHE: past})
-    ids = torch.cat([out, prompt(6, seed=50)], 1)
-    model.generate(ids, **GREEDY, **LOOKUP)  # or its self-check would fail
-    before = copy.deepcopy(past)
-    for layer in (0, 2):
-        with pytest.raises(Failure), failing(model, 1, layer):
-            model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: past})
-        same(past, before)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba"])
