@@ -52,7 +52,7 @@ def calls(**options: Any) -> list[dict[str, Any]]:
     return [eager, {**eager, **CAPTURED}]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_same_tokens(fresh: Tiny, used: list[int], architecture: str) -> None:
     model, inputs = fresh(architecture), ragged((12, 5))
     plain, made = generate(model, inputs).sequences, []
