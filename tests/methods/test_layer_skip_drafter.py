@@ -271,6 +271,35 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
         assert one.state.stats.num_draft_forwards == wanted
 
 
+def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [5, 6], threshold=0.0)
+    rows = one.state.sequences
+    rows.active, rows.remaining = [False, True], [1, 3]
+    tree = drafter.propose(one.state)
+    assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
+    one.state.timed = False
+    assert drafter.propose(one.state).row_depths == (0, 2)  # of chains
+    one.state.timed, rows.remaining = True, [1, 1]
+    tree = drafter.propose(one.state)
+    assert tree.num_nodes == 1 and tree.host is not None
+    assert tree.host.probs.tolist() == [[1.0], [1.0]]
+
+
+def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [5])
+    allowed = [7, 9]
+
+    def process(logits: Tensor, suffixes: Any, active: Any, drafting: bool) -> Tensor:
+        scores = torch.full_like(logits.float(), -torch.inf)
+        scores[:, allowed] = logits.float()[:, allowed]
+        return scores
+
+    one.state.process = process
+    tree = drafter.propose(one.state)
+    assert tree.row_sizes == (8,)
+    assert {token for path in nodes_of(tree, 0) for token in path} == set(allowed)
+
+
 def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:
     """It must bring its price beyond the tokens that are candidates already."""
     one, drafter = timed(setting, [6])
