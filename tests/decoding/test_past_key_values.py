@@ -1,5 +1,6 @@
 """Caches in and out: the caller's own, ours across the turns of a chat, and those we refuse."""
 
+import copy
 import os
 import pickle
 import sys
@@ -294,6 +295,21 @@ def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
     check_same(model, spec, turn, max_new_tokens=4)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+def test_rows_of_other_lengths_go_on_at_the_last_positions(tiny: Tiny, architecture: str) -> None:
+    """128 positions: a row near the last one is filled up beside one with more new tokens."""
+    model = tiny(architecture)
+    spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
+    given = ragged((115, 10))
+    first = model.generate(**given, max_new_tokens=1, do_sample=False, **spec)
+    ids = torch.cat([given["input_ids"], first.sequences[:, -1:], prompt(20, 2, seed=9)], 1)
+    mask = torch.ones_like(ids)
+    mask[:, :115] = given["attention_mask"]
+    mask[0, 116:-2] = 0  # two new tokens beside twenty
+    after = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    check_same(model, {**spec, CACHE: first[CACHE]}, **after)
+
+
 class LargestTensor(TorchDispatchMode):
     """Number of elements of the largest tensor that is made in the block."""
 
@@ -333,6 +349,25 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
 
 
 # -- copies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_copies_go_on(tiny: Tiny, architecture: str, copied: Any) -> None:
+    """Each by itself: what is written into one is not in the other."""
+    model, spec, settings = tiny(architecture), STRATEGIES["prompt_lookup"], {**GREEDY}
+    settings["max_new_tokens"] = 8
+    inputs = ragged((12, 5))
+    out = model.generate(**inputs, **settings, **spec, return_dict_in_generate=True)
+    cache = out[CACHE]
+    other = copied(cache)
+    assert other.tokens == cache.tokens
+    for number, one in enumerate((cache, other)):
+        ids = torch.cat([out.sequences, turn(number, rows=2)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 12:])], dim=1)
+        check_same(model, {**spec, CACHE: one}, ids, attention_mask=mask, **settings)
 
 
 def test_a_copy_of_a_compiled_call_does_not_hold_the_model(shallow: Tiny) -> None:
