@@ -100,6 +100,11 @@ class Setting:
         return self.state.target(tree).logits
 
 
+def chains(*counts: int) -> HostResult:
+    """The result of a step that accepts so many nodes of each row's chain."""
+    return HostResult([[*range(n)] for n in counts], [[7] * n for n in counts], [0] * len(counts))
+
+
 @pytest.fixture
 def setting(tiny: Tiny):
     with torch.no_grad():
@@ -175,6 +180,20 @@ def test_each_row_stops_after_its_first_unsure_token(
     assert tree.tokens.shape == (4, tree.num_nodes)
     if share in (0.2, 0.5):
         assert len(set(tree.row_depths)) > 1
+
+
+def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting]) -> None:
+    one = setting([4, 5, 6, 7])
+    forget(one.model)
+    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="adaptive"))
+    drafter.start(one.state)
+    drafter._lengths = [4, 4, 4, 0]
+    # All accepted, a quarter, a finished row, nothing drafted but something looked up.
+    drafter.observe(one.state, Tree.roots(one.state.root), chains(5, 2, 0, 3))
+    assert drafter.exit.acceptance == 5 / 8
+    assert drafter.details() == {"threshold": 0.601}
+    drafter.observe(one.state, Tree.roots(one.state.root), chains(1, 1, 1, 1))  # a plain step
+    assert drafter.exit.acceptance == 5 / 8
 
 
 @pytest.mark.parametrize("temperature", [0.05, 20.0])

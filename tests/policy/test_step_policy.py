@@ -302,6 +302,25 @@ def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
 PLAIN = Tree.roots(torch.zeros(1, dtype=torch.long))
 
 
+def test_finished_rows_and_limits_count_for_nothing() -> None:
+    """A candidate that no row can use is not forwarded."""
+    rows = [found(CHANCES), found(0.9 * CHANCES)]
+    for active, limits, alone in (
+        ([True, False], [9, 9], rows[0]),
+        ([False, True], [0, 9], rows[1]),
+    ):
+        sizes = []
+        for one, on, most in ((rows, active, limits), ([alone], [True], [9])):
+            policy = StepPolicy(SpecStats(), knowing(line(0.05), 1.5), HERE)
+            tree = policy.choose(Tree.of_rows(one, "cpu"), Probing(), on, most)
+            sizes.append(tree.num_nodes)
+        assert sizes[0] == sizes[1] > 2
+    policy = StepPolicy(SpecStats(), knowing(line(0.0001), 1.5), HERE)
+    tree = policy.choose(Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [1])
+    used = tree.depths[0] == 1
+    assert used[-1] and used.sum() == 10 == len(CHANCES[0])
+
+
 def test_a_later_call_starts_from_what_was_learned() -> None:
     learned = Learned()
     sizes, _, _, before = simulate(learned, CHANCES, line(0.03), 300)
