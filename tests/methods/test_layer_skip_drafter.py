@@ -17,6 +17,7 @@ import hf_spec
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
