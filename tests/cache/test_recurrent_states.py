@@ -1,6 +1,8 @@
 """Recurrent states of a cache, against those that Transformers computes from the tokens alone."""
 
 import copy
+import io
+import pickle
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -165,6 +167,48 @@ def test_rows(after: Row) -> None:
     after.step([1, 2, 3])
     after.check()
     after.truncate([prompts[1], prompts[2], prompts[1]])
+    after.check()
+
+
+def test_copies(after: Row) -> None:
+    after.step([2, 0, 1])
+    for again in (copy.deepcopy(after.cache), pickled(after.cache)):
+        after.check(again)
+        one = copy.copy(after)
+        one.cache, one.tokens = again, [list(row) for row in after.tokens]
+        one.truncate([one.lengths[0] - 1, *one.lengths[1:]])
+        one.check()
+        one.step([2, 2, 0])
+        one.check()
+    after.check()
+
+
+def pickled(cache: TreeCache) -> TreeCache:
+    file = io.BytesIO()
+    pickle.dump(cache, file)
+    file.seek(0)
+    return pickle.load(file)
+
+
+def test_an_interrupted_commit_is_repaired(after: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states were advanced, and the lengths were not."""
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    tokens = [list(row) for row in after.tokens]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TreeCache, "set_lengths", interrupted)
+        after.step([2, 1, 3])
+    after.cache.repair()
+    assert after.tokens == tokens
+    after.check()
+    after.step([1, 0, 2])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TreeCache, "set_lengths", interrupted)
+        after.cache.truncate([after.lengths[0], after.lengths[1], after.lengths[2] - 1])
+    after.cache.repair()
+    after.tokens[2].pop()
     after.check()
 
 

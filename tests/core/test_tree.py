@@ -105,6 +105,20 @@ def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     assert all(parent < node for node, parent in enumerate(merged.parents))
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
+    rng = random.Random(seed)
+    row = random_row(rng, rng.randint(1, 6)).merge(random_row(rng, rng.randint(1, 6)))
+    gone = rng.randrange(1, len(row.parents)) if len(row.parents) > 1 else None
+    for node in range(1, len(row.parents)):
+        if gone in path_to(row.parents, node):
+            row.probs[node] = 0.0
+    sorted_row = row.likeliest_first()
+    assert sorted_row.probs == sorted(sorted_row.probs, reverse=True)
+    assert paths_of(sorted_row) == {path: p for path, p in paths_of(row).items() if p > 0}
+    assert all(parent < node for node, parent in enumerate(sorted_row.parents))
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("seed", range(8))

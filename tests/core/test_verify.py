@@ -530,3 +530,12 @@ def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float)
             with pytest.raises(RuntimeError) as ours:
                 result.to_host()
             assert str(ours.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_likeliest_token_is_that_of_argmax(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = torch.randint(0, 5, (3, 4, 50)).to(dtype)  # with ties
+    logits[0, 1, 7] = torch.nan
+    logits[2, 3] = -torch.inf
+    assert verify.likeliest(logits).tolist() == logits.argmax(-1).tolist()

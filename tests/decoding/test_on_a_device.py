@@ -13,7 +13,7 @@ from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
 from emulated_device import DEVICE, EmulatedDevice, emulated
 from recurrent_models import recurrent
-from running import drafting
+from running import drafting, family
 from test_compiled import KINDS
 from test_method_contract import CASES, RUNS, adapted, strategy
 from transformers import StoppingCriteria
@@ -95,12 +95,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Variants that other functions draft for.
+OWN_CODE = ("online", "dspine", "xpress", "merged", "straightforward", "looked up")
+
+
 @pytest.mark.parametrize(
     ("name", "variant", "setting", "batch"),
     covering(
         ((*case, *rest) for case in CASES for rest in product(SETTINGS, (1, 3))),
         lambda name, variant, setting, batch: [
-            (name, variant), (name, setting), (name, batch), (name == "medusa", setting, batch),
+            (name, batch), (family(name), setting), (name == "medusa", setting, batch),
+            variant in OWN_CODE and (name, variant),
         ],
     ),
 )  # fmt: skip

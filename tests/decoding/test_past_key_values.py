@@ -1,5 +1,6 @@
 """Caches in and out: the caller's own, ours across the turns of a chat, and those we refuse."""
 
+import copy
 import os
 import pickle
 import sys
@@ -348,6 +349,25 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
 
 
 # -- copies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_copies_go_on(tiny: Tiny, architecture: str, copied: Any) -> None:
+    """Each by itself: what is written into one is not in the other."""
+    model, spec, settings = tiny(architecture), STRATEGIES["prompt_lookup"], {**GREEDY}
+    settings["max_new_tokens"] = 8
+    inputs = ragged((12, 5))
+    out = model.generate(**inputs, **settings, **spec, return_dict_in_generate=True)
+    cache = out[CACHE]
+    other = copied(cache)
+    assert other.tokens == cache.tokens
+    for number, one in enumerate((cache, other)):
+        ids = torch.cat([out.sequences, turn(number, rows=2)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 12:])], dim=1)
+        check_same(model, {**spec, CACHE: one}, ids, attention_mask=mask, **settings)
 
 
 def test_a_copy_of_a_compiled_call_does_not_hold_the_model(shallow: Tiny) -> None:

@@ -163,6 +163,13 @@ def test_models(model_type: str, message: str) -> None:
         model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
 
 
+def test_a_falcon_with_alibi(fresh: Tiny) -> None:
+    model = fresh("falcon")
+    model.config.alibi = True
+    with no_forward(model), pytest.raises(ValueError, match="its ALiBi counts slots.*Generate wit"):
+        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
+
+
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [

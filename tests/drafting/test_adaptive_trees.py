@@ -164,6 +164,24 @@ def test_tokens_that_are_impossible() -> None:
 # -- in decoding ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("with_markov_head", [False, True])
+def test_trust_moves_all_tokens_of_a_distance(with_markov_head: bool) -> None:
+    """As if the predictions had said so; no token becomes more than certain."""
+    logits, states, roots, markov_head = example(2, 3, 20, with_markov_head)
+    made = predict(logits, 20, None, markov_head, states)
+    trust = [math.log(0.5), 0.0, math.log(0.25)]
+    plain, moved = (grown(made, roots, 60, 3, one) for one in (None, trust))
+    for row in range(2):
+        before, after = paths_of(plain, row), paths_of(moved, row)
+        both = before.keys() & after.keys()
+        assert len(both) > 10 and {len(path) for path in both} >= {1, 2}
+        for path in both:
+            assert after[path] == pytest.approx(before[path] + sum(trust[: len(path)]), abs=1e-5)
+        assert max(map(len, before)) >= max(map(len, after))
+    certain = grown(made, roots, 8, 3, [50.0, 50.0, 50.0])
+    assert certain.host.probs.max() == 1
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_drafts_are_the_likeliest_of_the_hidden_state(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, rank: int

@@ -122,10 +122,7 @@ def test_samples_with_a_draft_vocabulary(model: Any, monkeypatch: pytest.MonkeyP
     assert model.generate(prompt(), **settings, **spec).tolist() == plain
 
 
-@pytest.mark.parametrize("way", [{}, CAPTURED], ids=["", "compiled"])
-def test_windows_are_rings(
-    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
-) -> None:
+def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new drafter's cache keeps all; prompts come in parts, which are shorter than a ring."""
     monkeypatch.setattr(draft_cache, "AT_ONCE", 20)
     model, slots = fresh("gemma3"), set()
@@ -141,19 +138,16 @@ def test_windows_are_rings(
     given = ragged((220, 150))
     plain = model.generate(**given, **GREEDY).tolist()
     with compared(monkeypatch) as steps:
-        found = model.generate(**given, **GREEDY, **way, **drafting("mtp"))
+        found = model.generate(**given, **GREEDY, **drafting("mtp"))
     assert found.tolist() == plain and len(steps) > 3 and slots == {128}
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")
-@pytest.mark.parametrize("name", ["eagle3", "mtp"])
-def test_compiled_levels(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_compiled_levels(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few graphs, and the drafts are those of levels that are not compiled."""
-    model: Any = fresh("llama_tied")
-    if name == "eagle3":
-        adapted(model, draft_vocab_size=40)
+    model: Any = adapted(fresh("llama_tied"), draft_vocab_size=40)
     plain = model.generate(**ragged(), **GREEDY).tolist()
-    spec = {**GREEDY, **CAPTURED, **drafting(name, max_depth=3, width=3)}
+    spec = {**GREEDY, **CAPTURED, **drafting("eagle3", max_depth=3, width=3)}
     with compared(monkeypatch) as steps:
         for _ in range(2):
             out = model.generate(**ragged(), **spec, return_dict_in_generate=True)

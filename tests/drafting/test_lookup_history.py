@@ -1,6 +1,7 @@
 """Option ``lookup_history``: lookups in the answers of earlier calls."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -93,6 +94,23 @@ def test_calls_without_the_option_neither_add_nor_search(fresh: Any) -> None:
         )  # fmt: skip
         steps.append(hf_spec.last_stats(model).num_steps)
     assert len(set(steps[:4])) == 1 and steps[4] < steps[0]
+
+
+def test_threads_search_while_others_add() -> None:
+    history, wrong = History(200), []
+
+    def search() -> None:
+        for _ in range(300):
+            wrong.extend(one for one in found(history, [1]) if one not in ([2, 3], [4, 5, 6]))
+
+    def add() -> None:
+        for _ in range(300):
+            history.add([[1, 2, 3], [1, 4, 5, 6]])
+
+    with ThreadPoolExecutor(4) as pool:
+        for work in [pool.submit(work) for work in (search, add, search, add)]:
+            work.result()
+    assert not wrong and found(history, [1])[0] == [4, 5, 6]
 
 
 @pytest.mark.parametrize(

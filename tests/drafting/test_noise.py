@@ -57,7 +57,7 @@ def test_a_drafter_that_knows_logits_and_the_noise_knows_the_token(temperature: 
 
 
 def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
-    given = scores(3)
+    given = scores(1).expand(3, -1)
 
     def run(counts: list[list[int]], order: list[int]) -> dict[int, list[int]]:
         torch.manual_seed(3)
@@ -91,6 +91,18 @@ def test_probabilities_that_are_not_finite(value: float) -> None:
     first, second = SamplingNoise(2, CPU).choose(given, 0).tolist()
     assert first >= 0 and second == -1
     assert SamplingNoise(2, CPU).choose(given, 0, rows=[0]).tolist()[1] == 0
+
+
+def test_noise_of_some_tokens_and_after_some() -> None:
+    noise, some = SamplingNoise(3, CPU), torch.tensor([4, 40, 7])
+    noise.choose(scores(3), 0)
+    whole = noise.ahead(8)
+    assert torch.equal(noise.ahead(8, some), whole[:, :, some])
+    assert torch.equal(noise.ahead(2, first=3), whole[:, 3:5])
+    counts = [2, 0, 4]
+    noise.advance(counts)
+    for row, count in enumerate(counts):
+        assert torch.equal(noise.ahead(3)[row], whole[row, count : count + 3])
 
 
 def drawn_ahead(used: int) -> SamplingNoise:

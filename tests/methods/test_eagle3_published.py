@@ -42,6 +42,38 @@ def same(*_: Any) -> None:
     """Leave a checkpoint as it is."""
 
 
+def in_8_bits(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Matrices in 8-bit floats with scales."""
+    for name, weight in list(tensors.items()):
+        if weight.ndim == 2 and weight.is_floating_point():
+            scale = weight.abs().amax() / 448
+            scales = scale.expand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales.contiguous().float()
+
+
+def test_8_bit_floats(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", "tiny-llama", same)
+    _, expected = convert(path, "eagle3")
+    _, found = convert(written(tmp_path / "b", "tiny-llama", in_8_bits), "eagle3")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        wanted = expected[name]
+        near = {"rtol": 2**-4, "atol": float(wanted.abs().max()) * 2**-9}
+        torch.testing.assert_close(tensor.to(wanted), wanted, **near)
+    assert found["fc.weight"].dtype == torch.bfloat16
+    bare = written(
+        tmp_path / "c", "tiny-llama",
+        lambda config, tensors: (
+            in_8_bits(config, tensors), tensors.pop("fc.weight_scale_inv")
+        ),
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match="'fc.weight' is of type .*float8_e4m3fn and has no scales"
+    ):
+        convert(bare, "eagle3")
+
+
 def as_specforge(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Names of its first version of EAGLE 3.1, and layers counted by outputs."""
     inner = config.pop("transformer_layer_config")

@@ -17,6 +17,7 @@ import hf_spec
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
@@ -100,6 +101,11 @@ class Setting:
         return self.state.target(tree).logits
 
 
+def chains(*counts: int) -> HostResult:
+    """The result of a step that accepts so many nodes of each row's chain."""
+    return HostResult([[*range(n)] for n in counts], [[7] * n for n in counts], [0] * len(counts))
+
+
 @pytest.fixture
 def setting(tiny: Tiny):
     with torch.no_grad():
@@ -175,6 +181,20 @@ def test_each_row_stops_after_its_first_unsure_token(
     assert tree.tokens.shape == (4, tree.num_nodes)
     if share in (0.2, 0.5):
         assert len(set(tree.row_depths)) > 1
+
+
+def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting]) -> None:
+    one = setting([4, 5, 6, 7])
+    forget(one.model)
+    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="adaptive"))
+    drafter.start(one.state)
+    drafter._lengths = [4, 4, 4, 0]
+    # All accepted, a quarter, a finished row, nothing drafted but something looked up.
+    drafter.observe(one.state, Tree.roots(one.state.root), chains(5, 2, 0, 3))
+    assert drafter.exit.acceptance == 5 / 8
+    assert drafter.details() == {"threshold": 0.601}
+    drafter.observe(one.state, Tree.roots(one.state.root), chains(1, 1, 1, 1))  # a plain step
+    assert drafter.exit.acceptance == 5 / 8
 
 
 @pytest.mark.parametrize("temperature", [0.05, 20.0])
@@ -269,6 +289,35 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
         wanted = 1 + next((k for k in range(5) if not worth[k] > price), 5)
         drafter.propose(one.state)
         assert one.state.stats.num_draft_forwards == wanted
+
+
+def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [5, 6], threshold=0.0)
+    rows = one.state.sequences
+    rows.active, rows.remaining = [False, True], [1, 3]
+    tree = drafter.propose(one.state)
+    assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
+    one.state.timed = False
+    assert drafter.propose(one.state).row_depths == (0, 2)  # of chains
+    one.state.timed, rows.remaining = True, [1, 1]
+    tree = drafter.propose(one.state)
+    assert tree.num_nodes == 1 and tree.host is not None
+    assert tree.host.probs.tolist() == [[1.0], [1.0]]
+
+
+def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [5])
+    allowed = [7, 9]
+
+    def process(logits: Tensor, suffixes: Any, active: Any, drafting: bool) -> Tensor:
+        scores = torch.full_like(logits.float(), -torch.inf)
+        scores[:, allowed] = logits.float()[:, allowed]
+        return scores
+
+    one.state.process = process
+    tree = drafter.propose(one.state)
+    assert tree.row_sizes == (8,)
+    assert {token for path in nodes_of(tree, 0) for token in path} == set(allowed)
 
 
 def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:

@@ -131,7 +131,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          for given in GIVEN
          if (setting, given) != ("sampled", "batch")],  # which draws in another order
         lambda name, setting, given: [
-            (name, given), (setting, given), (LAYERS.get(name, name), setting),
+            (name, given), (setting, given), setting == "compiled" and LAYERS.get(name, name),
         ],
     ),
 )  # fmt: skip

@@ -139,12 +139,10 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
     assert seen > 5
 
 
-LEARNERS = ("glm4_moe_2", "nemotron_h")
-
-
-@pytest.fixture(scope="module", params=LEARNERS)
-def learned(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
-    name, folder = request.param, tmp_path_factory.mktemp("mtp") / "adapter"
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: Any) -> tuple[str, Path]:
+    """Two layers, which a short training changes."""
+    name, folder = "glm4_moe_2", tmp_path_factory.mktemp("mtp") / "adapter"
     model, before = fresh(name), model_of(name).state_dict()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "_read", getattr(weights._read, "__wrapped__", weights._read))

@@ -8,6 +8,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -170,6 +171,29 @@ def test_other_threads_see_nothing() -> None:
 
 
 # -- what stays on the model ---------------------------------------------------------------------
+
+
+def test_threads_put_dispatchers_on_one_after_the_other() -> None:
+    meeting, results = threading.Barrier(2), {}
+
+    class Meeting(Block):
+        def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+            with suppress(threading.BrokenBarrierError):  # where nobody else gets here meanwhile
+                meeting.wait(0.2)
+            return super().register_forward_hook(*args, **kwargs)
+
+    model = Model()
+    model.first = Meeting()
+
+    def work(number: int) -> None:
+        results[number] = value(model, adding(model, number)), value(model)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: (4, 4), 1: (6, 4)} and len(model.first._forward_hooks) == 1
 
 
 def seven() -> int:

@@ -51,6 +51,36 @@ CHANCES = np.array([0.6, 0.45, 0.35, 0.25])[:, None] * np.array(
 )
 
 
+def test_the_price_of_a_drafting_forward() -> None:
+    """What its time, and that of another candidate, would bring at the current rate."""
+    stats, known = SpecStats(), Learned()
+    policy = StepPolicy(stats, known, HERE)
+    assert policy.draft_cost() is None  # nothing is known
+    for forwards in (1, 3, 1, 3, 3, 1):
+        nodes = forwards + 1
+        tree = Tree.of_rows([Row([*range(-1, forwards)], [0] * nodes, [1.0] * nodes)], "cpu")
+        policy.setting.tries.clear()
+        policy.setting.tries.append(forwards)
+        policy.drafts()
+        stats.draft_seconds += 0.25 * forwards
+        stats.num_draft_forwards += forwards
+        tree = policy.choose(tree, Probing(), [True], [forwards])
+        seconds = 0.25 * forwards + 0.9 + 0.1 * tree.num_nodes
+        policy.observe(tree, [tree.num_nodes], seconds)
+    times, rate = policy.setting.times, policy.setting.rate.value
+    assert times.drafted_seconds == pytest.approx(0.25) and rate is not None
+    assert policy.draft_cost() == pytest.approx(rate * (0.25 + 0.1), rel=1e-3)
+    assert policy.details()["policy"]["drafted_seconds"] == times.drafted_seconds
+    # Of steps that look up alone, and of plain ones, nothing is learned.
+    policy.drafts()
+    stats.draft_seconds += 1.0
+    policy.observe(PLAIN, [1], 2.0)
+    assert times.drafted_seconds == pytest.approx(0.25, rel=0.5)
+    assert StepPolicy(stats, known, HERE, enabled=False).draft_cost() is None
+    # Another setting starts from there.
+    assert known.setting((2, 8, "cpu")).times.drafted_seconds == pytest.approx(0.25, rel=0.5)
+
+
 def found(table: Array, count: int = 40) -> Row:
     """The likeliest paths; a node's token is its rank."""
     paths, probs = likeliest_paths(table, count)
@@ -266,6 +296,29 @@ def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------
+
+
+#: What a plain step forwards.
+PLAIN = Tree.roots(torch.zeros(1, dtype=torch.long))
+
+
+def test_finished_rows_and_limits_count_for_nothing() -> None:
+    """A candidate that no row can use is not forwarded."""
+    rows = [found(CHANCES), found(0.9 * CHANCES)]
+    for active, limits, alone in (
+        ([True, False], [9, 9], rows[0]),
+        ([False, True], [0, 9], rows[1]),
+    ):
+        sizes = []
+        for one, on, most in ((rows, active, limits), ([alone], [True], [9])):
+            policy = StepPolicy(SpecStats(), knowing(line(0.05), 1.5), HERE)
+            tree = policy.choose(Tree.of_rows(one, "cpu"), Probing(), on, most)
+            sizes.append(tree.num_nodes)
+        assert sizes[0] == sizes[1] > 2
+    policy = StepPolicy(SpecStats(), knowing(line(0.0001), 1.5), HERE)
+    tree = policy.choose(Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [1])
+    used = tree.depths[0] == 1
+    assert used[-1] and used.sum() == 10 == len(CHANCES[0])
 
 
 def test_a_later_call_starts_from_what_was_learned() -> None:
