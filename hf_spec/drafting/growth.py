@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -18,10 +18,6 @@ from hf_spec.drafting.grow import Expands, grow
 from hf_spec.drafting.held import Holds
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.programs import DraftProgram
-
-#: Makes trees in a program: a drafter as the program sees it, the roots ``(batch,)``, what tokens
-#: will be sampled with if they are, and :attr:`GrowingDrafter.trust`, to packed trees.
-Make = Callable[[Any, Tensor, Tensor | None, Tensor], Tensor]
 
 
 class GrowingDrafter(Drafter):
@@ -101,25 +97,23 @@ class ProgramDrafter(GrowingDrafter, Holds):
         """What :meth:`received` gets besides the trees."""
         return ()
 
+    def packed_trees(
+        self, root: Tensor, noise: Tensor | None, trust: Tensor, count: int, depth: int,
+        expanded: int | None,
+    ) -> Tensor:  # fmt: skip
+        """What a program makes, packed; the arguments as of :meth:`levels` and :func:`grow`."""
+        levels = self.levels(root, depth, count, noise)
+        return grow(levels, root, count, depth, trust, expanded)
+
     def grows(
-        self, state: DecodeState, tree: Tree, count: int, depth: int, expanded: int | None = None
-    ) -> DraftProgram | None:
-        """:meth:`program` with trees that grow; the last arguments are those of :func:`grow`."""
-
-        def make(own: Any, root: Tensor, noise: Tensor | None, trust: Tensor) -> Tensor:
-            levels = own.levels(root, depth, count, noise)
-            return grow(levels, root, count, depth, trust, expanded)
-
-        return self.makes(state, tree, make, (count, depth, expanded), depth)
-
-    def makes(
-        self, state: DecodeState, tree: Tree, make: Make, kind: Hashable, depth: int = 0
-    ) -> DraftProgram | None:
-        """:meth:`program` with trees that a function makes.
+        self, state: DecodeState, tree: Tree, count: int, depth: int, expanded: int | None = None,
+        kind: Hashable = None,
+    ) -> DraftProgram | None:  # fmt: skip
+        """See :meth:`program`.
 
         Args:
-            kind: what the function depends on besides the shapes of its tensors.
-            depth: number of levels whose noise it needs, if tokens are sampled.
+            count, depth, expanded: see :func:`grow`.
+            kind: what :meth:`packed_trees` depends on besides these, and shapes.
         """
         graphs = state.target.graphs
         if graphs is None:
@@ -137,8 +131,9 @@ class ProgramDrafter(GrowingDrafter, Holds):
             drafting.advance(result, hidden)
             if noise is not None and drafting.token_ids is not None:
                 noise = noise[..., drafting.token_ids]
-            return make(drafting, root, noise, trust), *drafting.kept()
+            made = drafting.packed_trees(root, noise, trust, count, depth, expanded)
+            return made, *drafting.kept()
 
         inputs = [*changing, sent(self._next_trust, state.root.device)]
-        key = "draft tree", key, kind, len(buffers)
+        key = "draft tree", key, count, depth, expanded, kind, len(buffers)
         return DraftProgram(key, buffers, inputs, function, depth, 1 + self.num_kept)

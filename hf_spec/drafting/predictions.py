@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,18 +105,18 @@ class Predictions:
         trust = 1.0 if self._noise is None else TRUST
         return reweighed(self._head, previous, self.tokens, self.log_probs, self.states, trust)
 
-    def ranked(self, shapes: Shapes, root: Tensor) -> Tensor:
+    def ranked(self, shapes: Sequence[Tensor], deepest: int, root: Tensor) -> Tensor:
         """Tokens of the nodes of given trees: a node of rank r gets the r-th likeliest token.
 
         Args:
-            shapes: the tree of each row; no deeper than the distances, and with ranks below the
-                width.
+            shapes: the tree of each row, see :func:`levels`; with ranks below the width.
+            deepest: depth of the deepest node, at most the number of distances.
             root: ``(batch,)``
 
         Returns:
             ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
-        parents, depths, ranks, deepest = shapes
+        parents, depths, ranks = shapes
         tokens = root.to(self.device)[:, None].expand(parents.shape)
         choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=self.device)
         for depth in range(deepest):  # level by level, of all nodes
@@ -170,31 +170,11 @@ def likeliest(logits: Tensor, width: int, others: Tensor | None = None) -> tuple
     return best.indices, log_probs.masked_fill(log_probs.isnan(), alike)
 
 
-class Shapes(NamedTuple):
-    """Static trees, padded to the largest.
-
-    Attributes:
-        parents, depths, ranks: ``(trees, nodes)`` int64; 0 for padding and the root.
-        deepest: depth of the deepest node.
-    """
-
-    parents: Tensor
-    depths: Tensor
-    ranks: Tensor
-    deepest: int
-
-    def of_rows(self, trees: Tensor) -> Shapes:
-        """The tree of each row, by these indices ``(batch,)``."""
-        parents, depths, ranks, deepest = self
-        return Shapes(parents[trees], depths[trees], ranks[trees], deepest)
-
-
 @lru_cache(maxsize=1024)
-def shapes(trees: tuple[TokenTree, ...], device: str) -> Shapes:
-    """The shapes of some trees on a device."""
-    found = [
+def levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depths and ranks of the nodes of trees, ``(trees, nodes)``; padding has 0."""
+    parents, depths, ranks = (
         filled([[max(n, 0) for n in getattr(tree, name)] for tree in trees])
         for name in ("parents", "depths", "ranks")
-    ]
-    parents, depths, ranks = sent(found, device)
-    return Shapes(parents, depths, ranks, max(tree.max_depth for tree in trees))
+    )
+    return sent(parents, device), sent(depths, device), sent(ranks, device)

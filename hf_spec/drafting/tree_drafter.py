@@ -23,7 +23,7 @@ from hf_spec.drafting.grow import grow
 from hf_spec.drafting.growth import ProgramDrafter
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
 from hf_spec.drafting.options import AUTO, CHAIN, fixed_size
-from hf_spec.drafting.predictions import Predictions, shapes
+from hf_spec.drafting.predictions import Predictions, levels
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
@@ -113,8 +113,8 @@ class TreeDrafter(ProgramDrafter):
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         if not grows:
             return None
-        if (states := self.source.states) is not None:
-            return self.makes(state, tree, lambda own, root, *_: own.packed_trees(root), states)
+        if self.source.states is not None:
+            return self.grows(state, tree, 0, 0, kind=self.source.states)
         # Those of the step after this one, as :meth:`observe` will say.
         count = self.exactly or (MOST if tree.num_tokens > FEWEST else FEWEST)
         return self.grows(state, tree, count, self.source.max_depth)
@@ -162,17 +162,17 @@ class TreeDrafter(ProgramDrafter):
         drafted = state.grown.packed.chunk(4, dim=1)[2][:, 1 : empty.num_tokens]
         return empty.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
 
-    def packed_trees(self, root: Tensor) -> Tensor:
-        """The static trees with their tokens, as a program makes them."""
+    def packed_trees(self, root: Tensor, *args: Any) -> Tensor:
         states, known = self.source.states, self.num_predicted
-        assert states is not None
+        if states is None:
+            return super().packed_trees(root, *args)
         if not isinstance(known, Tensor):
             known = torch.full_like(root, self.distances)
-        every = shapes(tuple(one.tree for one in states.states), str(root.device))
-        own = every.of_rows(known.clamp(max=states.max_probes))
-        predictions = self.levels(root, every.deepest, 1 + states.max_rank)
-        tokens = predictions.ranked(own, root)
-        return Tree.packed(own.parents, own.depths, tokens, torch.zeros_like(own.parents).float())
+        trees = tuple(one.tree for one in states.states)
+        deepest, index = max(tree.max_depth for tree in trees), known.clamp(max=states.max_probes)
+        shapes = [part[index] for part in levels(trees, str(root.device))]
+        tokens = self.levels(root, deepest, 1 + states.max_rank).ranked(shapes, deepest, root)
+        return Tree.packed(*shapes[:2], tokens, torch.zeros(tokens.shape, device=root.device))
 
     def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int
@@ -185,7 +185,8 @@ class TreeDrafter(ProgramDrafter):
         """
         width = 1 + max(max(tree.ranks) for tree in trees)
         predictions = self.levels(state.root, depth, width)
-        return predictions.ranked(shapes(tuple(trees), str(predictions.device)), state.root), None
+        shapes = levels(tuple(trees), str(predictions.device))
+        return predictions.ranked(shapes, depth, state.root), None
 
     def levels(
         self, root: Tensor, depth: int, width: int, noise: Tensor | None = None
@@ -285,5 +286,5 @@ class TreeDrafter(ProgramDrafter):
         (states,) = self.future_states(torch.cat([input_ids, own], dim=1), last)
         own = own[0].to(states.device)
         predictions = self._predictions(states, own, (self.distances,), 1)
-        alone = shapes((TokenTree.chain(self.distances),), str(predictions.device))
-        return predictions.ranked(alone, own)[0].tolist()
+        chain = levels((TokenTree.chain(self.distances),), str(predictions.device))
+        return predictions.ranked(chain, self.distances, own)[0].tolist()

@@ -15,7 +15,7 @@ from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.block_diffusion.predictions import PathPredictions, with_confidence
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.noise import TRUST
-from hf_spec.drafting.predictions import shapes
+from hf_spec.drafting.predictions import levels
 
 DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11
 #: Tokens that are predicted.
@@ -115,7 +115,7 @@ def test_static_trees_take_tokens_by_rank(kind: str) -> None:
     head, logits, states, root = made(kind)
     trees = [TokenTree.from_paths([[0], [1], [0, 1], [1, 0], [1, 0, 2]]), TokenTree.chain(2)]
     predictions = PathPredictions(logits, 5, (3, 3), head, states, IDS)
-    tokens = predictions.ranked(shapes(tuple(trees), "cpu"), root)
+    tokens = predictions.ranked(levels(tuple(trees), "cpu"), 3, root)
     for row, tree in enumerate(trees):
         for node in range(1, len(tree)):
             path, at = [], node

@@ -15,7 +15,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.losses import NEVER, Ahead, Own, future_losses
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.noise import TRUST
-from hf_spec.drafting.predictions import SHORTLIST, Predictions, shapes
+from hf_spec.drafting.predictions import SHORTLIST, Predictions, levels
 from hf_spec.model.sequences import IGNORED
 
 BATCH, DISTANCES, HIDDEN, WIDTH, RANK = 2, 3, 5, 6, 4
@@ -159,7 +159,7 @@ TREES = [
 @pytest.mark.parametrize("trees", [TREES, TREES[::-1], TREES[:1] * 2])
 def test_tokens_on_the_nodes_of_trees(trees: list[TokenTree], with_markov_head: bool) -> None:
     case = Example(23)
-    found = case.predictions(5, with_markov_head).ranked(shapes(tuple(trees), "cpu"), ROOTS)
+    found = case.predictions(5, with_markov_head).ranked(levels(tuple(trees), "cpu"), 3, ROOTS)
     assert found.shape == (BATCH, max(map(len, trees)))
     for row, tree in enumerate(trees):
         tokens = [int(ROOTS[row])]

@@ -66,8 +66,8 @@ class SharedKVDrafter(AssistantDrafter):
         self._attention = TreeAttention(assistant, beside=model)
         with_given_masks(assistant, self._attention.changes)
         self._hidden: Tensor | None = None  # (batch, hidden) the model's, before each root
-        #: In a program: keys and values by layer, lengths before the step, and shift of positions.
-        self._given: Sequence[Tensor] = ()
+        #: In a program: the model's cache, lengths before the step, and shift of positions.
+        self._given: tuple[TreeCache, Tensor, Tensor] | None = None
         self._seen: Seen | None = None  # while a tree grows
         self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
@@ -80,10 +80,9 @@ class SharedKVDrafter(AssistantDrafter):
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self._hidden = hidden
-        if self._given:
-            *parts, lengths, shift = self._given
-            cache = self._target.cache
-            self._seen = self._see(cache, parts, lengths + result.counts, cache.capacity, shift)
+        if self._given is not None:
+            cache, lengths, shift = self._given
+            self._seen = self._see(cache, lengths + result.counts, cache.capacity, shift)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         if not grows or self._kind is None:
@@ -96,11 +95,13 @@ class SharedKVDrafter(AssistantDrafter):
     def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
         target = self._target
         changing = [target.cache.lengths, target.position_shift]
-        return self._parts(target.cache), changing, (self._kind, target.cache.layout)
+        return target.cache.tensors(), changing, (self._kind, target.cache.layout)
 
     def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        own = copy.copy(self)
-        own._given = tensors
+        *held, lengths, shift = tensors
+        own, root = copy.copy(self), Tree.roots(lengths)
+        cache = self._target.cache.traced_with(held, lengths, lengths[:, None], root, in_place)
+        own._given = cache, lengths, shift
         return own
 
     def select(self, rows: Sequence[int]) -> None:
@@ -108,38 +109,21 @@ class SharedKVDrafter(AssistantDrafter):
             self._hidden = self._hidden[sent(rows, self._hidden.device)]
 
     def catch_up(self, state: DecodeState) -> None:
-        self._seen = self._seen_in(state.cache, state.target.position_shift)
-
-    def _seen_in(self, cache: TreeCache, shift: Tensor) -> Seen:
-        """The tokens that a cache holds."""
+        cache = state.cache
         keys = aligned(cache.max_length)
-        return self._see(cache, self._parts(cache), cache.lengths, keys, shift)
+        self._seen = self._see(cache, cache.lengths, keys, state.target.position_shift)
 
-    def _parts(self, cache: TreeCache) -> list[Tensor]:
-        """Keys and values of each layer that it reads, in all slots."""
-        layers = [cache.layers[source.layer] for source in self._sources.values()]
-        return [part for layer in layers for part in (layer.keys, layer.values)]
-
-    def _see(
-        self, cache: TreeCache, parts: Sequence[Tensor], lengths: Tensor, keys: int, shift: Tensor
-    ) -> Seen:
-        """The tokens before the roots.
-
-        Args:
-            cache: whose slots they are in.
-            parts: see :meth:`_parts`.
-            lengths: ``(batch,)`` how many tokens there are.
-            keys: slots of layers without a window that hold them all.
-            shift: ``(batch, 1)`` of positions.
-        """
+    def _see(self, cache: TreeCache, lengths: Tensor, keys: int, shift: Tensor) -> Seen:
+        """The tokens before the roots, ``lengths`` (batch,) of a cache, in so many slots of layers
+        without a window; ``shift``: (batch, 1) of their positions."""
         device, dtype = placement(self.assistant)
-        lengths, seen, pairs = lengths.to(device), {}, iter(parts)
+        lengths, seen = lengths.to(device), {}
         states, none = {}, torch.zeros(len(lengths), 1, 0, dtype=torch.bool, device=device)
-        for (kind, source), pair in zip(self._sources.items(), zip(pairs, pairs)):
-            window = cache.layers[source.layer].window
-            slots = Slots.of(cache.states, lengths, 0, keys, window)
-            cut = (part[:, :, : slots.held.shape[1]] for part in pair)
-            states[kind] = tuple(part.to(device, dtype) for part in cut)
+        for kind, source in self._sources.items():
+            layer = cache.layers[source.layer]
+            slots = Slots.of(cache.states, lengths, 0, keys, layer.window)
+            parts = (part[:, :, : slots.held.shape[1]] for part in (layer.keys, layer.values))
+            states[kind] = tuple(part.to(device, dtype) for part in parts)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
             # which the cache of a longer prompt has nothing.
             at = lengths[:, None]
@@ -189,6 +173,6 @@ class SharedKVDrafter(AssistantDrafter):
         cache = TreeCache(len(source.layers), 1, known.device)
         take_over(cache, source, more=0)
         own = copy.copy(self)
-        own._hidden = states[0][:, -1]
-        own._seen = own._seen_in(cache, torch.zeros_like(known[:, :1]))
+        own._hidden, none = states[0][:, -1], torch.zeros_like(known[:, :1])
+        own._seen = own._see(cache, cache.lengths, aligned(cache.max_length), none)
         return own.chain_after(input_ids[:, -1:])
