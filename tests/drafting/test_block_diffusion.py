@@ -91,7 +91,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
     log = json.loads((folder_of(name) / "meta.json").read_text())["log"]
     ids, width, distances = io["ids"], 64, drafter.network.config.distances
     state = SimpleNamespace(
-        batch_size=2, max_depth=99, noise=None, timed=False, active=[True] * 2,
+        batch_size=2, max_depth=99, noise=None, timed=False, active=[True] * 2, grown=None,
         cache=TreeCache(1, 2, "cpu"),
         target=SimpleNamespace(graphs=None), root=ids[:, 0].expand(2),
     )  # fmt: skip
