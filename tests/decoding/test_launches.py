@@ -102,6 +102,8 @@ MOST = {
     ("medusa", "processed"): (137, 84, 84),
     ("space", "greedy"): (160, 50, 13),
     ("eagle3", "greedy"): (430, 240, 9),
+    ("medusa sparse", "greedy"): (90, 30, 12),
+    ("propd online", "greedy"): (140, 28, 9),
 }
 
 
@@ -121,11 +123,11 @@ def test_few_launches(
     sized = name == "space"  # whose policy also chooses how many probes there are
     if not sized:
         draft_everything(monkeypatch)  # whatever time it takes here
-    model = adapt(shallow(layers=1), name)
-    kwargs = {
-        **drafting(name, max_depth=3, **({"num_draft_tokens": 6} if sized else {})),
-        **SETTINGS[setting], **WAYS[way],
-    }  # fmt: skip
+    options = {"max_depth": 3, **({"num_draft_tokens": 6} if sized else {})}
+    strategy, *trees = name.split()
+    options |= {"tree": trees[0]} if trees else {}
+    model = adapt(shallow(layers=2 if strategy == "propd" else 1), strategy)
+    kwargs = {**drafting(strategy, **options), **SETTINGS[setting], **WAYS[way]}
     # Much is made in a first call that later ones find.
     torch.manual_seed(0)
     generate(model, prompt(), max_new_tokens=NEW, eos_token_id=None, **kwargs)
