@@ -25,21 +25,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
 
 import torch
-from gpu_model import (
-    COMPILED,
-    COUNTS,
-    EAGER,
-    FORWARD,
-    LAYER,
-    RANDOM,
-    RECORDED,
-    SPEED,
-    TRANSFORMERS,
-    Cell,
-)  # fmt: skip
+from gpu_model import RANDOM, TRANSFORMERS, Cell, Row, Way, What
 from gpu_worker import Worker
 from wide import SHAPES
 
@@ -52,14 +40,12 @@ from hf_spec.tools.bench.report import aligned
 from hf_spec.tools.bench.synthetic import SyntheticRates
 from hf_spec.tools.cli.options import whole_numbers
 
-Row = dict[str, Any]
 #: Seconds until a process measures, for a row, and for one that compiles.
 LOADING, LIMIT, COMPILING = 150.0, 60.0, 400.0
 #: What is measured at every size, by the way it runs: the first one counts as 1.
-LINEUP = [
-    (TRANSFORMERS, EAGER), ("plain", RECORDED), ("medusa", RECORDED), ("prompt_lookup", RECORDED),
-    ("eagle3", RECORDED),
-]  # fmt: skip
+LINEUP = [(TRANSFORMERS, Way.EAGER)]
+LINEUP += [(name, Way.RECORDED) for name in ("plain", "medusa", "prompt_lookup", "eagle3")]
+DEMO = Path(hf_spec.__file__).parent / "tools/demo"
 #: Tokens of forwards.
 TOKENS = (1, 4, 8, 16, 32, 64)
 #: Figures of rows by column: their names, and digits.
@@ -69,16 +55,11 @@ COLUMNS = {
     "other": ("other_ms", 2), "first call, s": ("first_call_s", 1), "making, s": ("making_s", 1),
     "to a usual step, s": ("to_usual_step_s", 1), "peak, GiB": ("peak_gib", 1),
 }  # fmt: skip
+#: Model, shape, batches, contexts, new tokens and prompts by device.
 _DEFAULTS = {
-    "cuda": {
-        "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "shape": "8b", "batches": "1,4,16,64",
-        "contexts": "512,8192,32768", "new_tokens": 64, "prompts": 3,
-    },
-    "cpu": {
-        "model": str(Path(hf_spec.__file__).parent / "tools/demo/model"), "shape": "tiny",
-        "batches": "1,2", "contexts": "200,300", "new_tokens": 12, "prompts": 1,
-    },
-}  # fmt: skip
+    "cuda": ("HuggingFaceTB/SmolLM2-135M-Instruct", "8b", "1,4,16,64", "512,8192,32768", 64, 3),
+    "cpu": (f"{DEMO}/model", "tiny", "1,2", "200,300", 12, 1),
+}
 
 
 def plan(args: argparse.Namespace) -> list[Cell]:
@@ -96,22 +77,24 @@ def plan(args: argparse.Namespace) -> list[Cell]:
         Cell(name, way, context=context, kernel=cuda and name != TRANSFORMERS)
         for context, (name, way) in product(longer, everywhere)
     ]
-    contexts += [Cell("medusa", RECORDED, context=context) for context in longer if cuda]
+    contexts += [Cell("medusa", Way.RECORDED, context=context) for context in longer if cuda]
     sampled = [Cell(name, way, **at, temperature=0.7) for name, way in LINEUP[:4]]
     beside = [Cell(name, way, **at, lora=True) for name, way in LINEUP[:3]]
-    with_assistant = [Cell("draft_model", RECORDED, **at), Cell(STOCK_ASSISTED, **at)]
-    counted = [Cell(name, way, **at, what=COUNTS) for name, way in [*LINEUP[:3], ("medusa", EAGER)]]
+    with_assistant = [Cell("draft_model", Way.RECORDED, **at), Cell(STOCK_ASSISTED, **at)]
+    with_assistant *= bool(args.assistant or args.shape)
+    ways = [*LINEUP[:3], ("medusa", Way.EAGER)]
+    counted = [Cell(name, way, **at, what=What.COUNTS) for name, way in ways]
     forwards = [
-        Cell("forward", way, **at, what=FORWARD, tokens=count)
-        for way, count in product((RECORDED, EAGER), TOKENS)
+        Cell("forward", way, **at, what=What.FORWARD, tokens=count)
+        for way, count in product((Way.RECORDED, Way.EAGER), TOKENS)
     ]
     sizes = product(longer, (16, 64), (1, 8)) if cuda else [(short, 16, 1)]
     layers = [
-        Cell("attention", what=LAYER, context=context, tokens=count, batch=batch)
+        Cell("attention", what=What.LAYER, context=context, tokens=count, batch=batch)
         for context, count, batch in sizes
         if cuda or "TRITON_INTERPRET" in os.environ
     ]
-    compiled = [Cell(name, COMPILED, **at) for name in (TRANSFORMERS, "plain", "medusa")]
+    compiled = [Cell(name, Way.COMPILED, **at) for name in (TRANSFORMERS, "plain", "medusa")]
     found = [
         *first, *eager, *compiled[:1], *batches, *contexts, *sampled, *counted, *forwards,
         *with_assistant, *beside, *layers, *compiled[1:],
@@ -120,7 +103,7 @@ def plan(args: argparse.Namespace) -> list[Cell]:
 
 
 def limit_of(cell: Cell) -> float:
-    return COMPILING if cell.way == COMPILED else LIMIT
+    return COMPILING if cell.way == Way.COMPILED else LIMIT
 
 
 def messages(args: argparse.Namespace, cells: Sequence[Cell]) -> Iterator[Row]:
@@ -230,7 +213,7 @@ def title(cell: Cell) -> str:
     words = [cell.contender, cell.way]
     words += [f"batch {cell.batch}"] * (cell.batch > 1) + [f"{cell.context} tokens"]
     words += [f"temperature {cell.temperature}"] * bool(cell.temperature) + ["LoRA"] * cell.lora
-    words += [f"over {cell.tokens}"] * bool(cell.tokens) + ["counted"] * (cell.what == COUNTS)
+    words += [f"over {cell.tokens}"] * bool(cell.tokens) + ["counted"] * (cell.what == What.COUNTS)
     return ", ".join(words)
 
 
@@ -247,7 +230,7 @@ def print_results(results: Row) -> None:
     rows = [(Cell(*row["cell"]), row) for row in results["rows"]]
     lines, base = [], dict[Cell, float]()
     for cell, row in rows:
-        if cell.what != SPEED:
+        if cell.what != What.SPEED:
             continue
         star = "*" if row.get("synthetic") else ""
         words = [f"{cell.contender}{star}", cell.way + ", kernel" * cell.kernel]
@@ -256,7 +239,7 @@ def print_results(results: Row) -> None:
         if "error" in row:
             lines.append([*words, row["error"], *[""] * (len(COLUMNS) + 1)])
             continue
-        plain = cell._replace(contender=TRANSFORMERS, way=EAGER, kernel=False)
+        plain = cell._replace(contender=TRANSFORMERS, way=Way.EAGER, kernel=False)
         if cell == plain:
             base[cell] = row["tokens_per_second"]
         ratio = f"{row['tokens_per_second'] / base[plain]:.2f}x" if plain in base else ""
@@ -271,7 +254,7 @@ def print_results(results: Row) -> None:
     if any(row.get("synthetic") for _, row in rows):
         print(f"* accepts at rates of {about['synthetic_acceptance']}, whatever is drafted")
     for cell, row in rows:
-        if cell.what != SPEED:
+        if cell.what != What.SPEED:
             print(f"{title(cell)}: {said(row)}")
     if results["left"]:
         print(f"{results['left']} rows are left: the same command goes on")
@@ -285,22 +268,21 @@ RESUMED = (
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    default = _DEFAULTS["cuda" if cuda else "cpu"]
+    name, shape, batches, contexts, new, prompts = _DEFAULTS["cuda" if cuda else "cpu"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default=default["model"], help="a folder, a name on the Hub, or random")
-    add("--shape", default=None, help=f"of {', '.join(SHAPES)}; '' for the model's own, the "
-        f"default of a --model that is given")  # fmt: skip
+    add("--model", default=name, help="a folder, a name on the Hub, or random")
+    add("--shape", help=f"of {', '.join(SHAPES)}; '' for the own one of a --model, the default")
     add("--adapter", type=Path, action="append", help="its adapters' folders")
     add("--assistant", help="the model that drafts; of a widened model the small one")
     add("--rates", default="0.75,0.55,0.4,0.28,0.2,0.12", help="default: %(default)s")
-    add("--batches", default=default["batches"], help="default: %(default)s")
-    add("--contexts", default=default["contexts"], help="default: %(default)s")
+    add("--batches", default=batches, help="default: %(default)s")
+    add("--contexts", default=contexts, help="default: %(default)s")
     add("--only", help="contenders, with commas")
-    add("--new-tokens", type=int, default=default["new_tokens"], help="default: %(default)s")
-    add("--prompts", type=int, default=default["prompts"], help="of batch 1 (default: %(default)s)")
+    add("--new-tokens", type=int, default=new, help="default: %(default)s")
+    add("--prompts", type=int, default=prompts, help="of batch 1 (default: %(default)s)")
     add("--minutes", type=float, default=7.8, help="default: %(default)s")
     add("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
     add("--dtype", default="bfloat16" if cuda else "float32", help="default: %(default)s")
@@ -309,13 +291,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--here", action="store_true", help="in this process, without limits")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    own = args.model == default["model"]
+    own = args.model == name
     if args.shape is None:
-        args.shape = default["shape"] if own or args.model == RANDOM else ""
+        args.shape = shape if own or args.model == RANDOM else ""
     if args.adapter is None:
-        shipped = "hub_cards/adapters/smollm2-135m-instruct-medusa"
-        demo = Path(hf_spec.__file__).parent / "tools/demo/adapters/medusa"
-        args.adapter = [Path(__file__).parents[1] / shipped if cuda else demo] * own
+        shipped = Path(__file__).parents[1] / "hub_cards/adapters/smollm2-135m-instruct-medusa"
+        args.adapter = [shipped if cuda else DEMO / "adapters/medusa"] * own
     try:
         if args.shape not in ("", *SHAPES) or (args.model == RANDOM and not args.shape):
             raise ValueError(f"--shape {args.shape!r}: choose from {', '.join(SHAPES)}")

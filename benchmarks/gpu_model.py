@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +18,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )  # fmt: skip
-from wide import SHAPES, Shape, widen_adapter, widened
+from wide import SHAPES, Shape, built, widen_adapter, widened
 
 import hf_spec
-from hf_spec.methods.registry import get_method
 from hf_spec.model.captures import CUDA_GRAPHS
-from hf_spec.tools.bench.contenders import (
-    STOCK_ASSISTED,
-    STOCK_LOOKUP,
-    STOCK_LOOKUP_OPTIONS,
-    add_untrained,
-    untrained,
-)  # fmt: skip
+from hf_spec.tools.bench import contenders as entries
 from hf_spec.tools.bench.prompts import BUNDLED, encode, read_prompts, spread
 from hf_spec.tools.bench.session import pad_left
 from hf_spec.tools.bench.synthetic import SyntheticRates
@@ -37,11 +31,6 @@ from modeling_patches.attention_masks import TREE_ATTENTION
 Row = dict[str, Any]
 #: Plain generation by Transformers.
 TRANSFORMERS = "transformers"
-#: How steps run: as they are; recorded as CUDA graphs; compiled.
-EAGER, RECORDED, COMPILED = "eager", "recorded", "compiled"
-#: What is measured: calls; launches and waits per step; the forward over some tokens; attention of
-#: one layer.
-SPEED, COUNTS, FORWARD, LAYER = "speed", "counts", "forward", "layer"
 #: A model of random weights, in place of a name.
 RANDOM = "random"
 #: Words that a random model is asked with, and repeats: lookups find what they need.
@@ -50,10 +39,28 @@ WORDS = 16
 LINEAR = r".*model\.layers\..*(q|k|v|o|gate|up|down)_proj"
 
 
-def compiling(way: str, device: torch.device) -> CompileConfig:
+class Way(StrEnum):
+    """How steps run: as they are, recorded as CUDA graphs, or compiled."""
+
+    EAGER = "eager"
+    RECORDED = "recorded"
+    COMPILED = "compiled"
+
+
+class What(StrEnum):
+    """What is measured: calls; launches and waits of a step; a forward over some tokens; attention
+    of one layer."""
+
+    SPEED = "speed"
+    COUNTS = "counts"
+    FORWARD = "forward"
+    LAYER = "layer"
+
+
+def compiling(way: Way, device: torch.device) -> CompileConfig:
     """How steps are recorded or compiled; off CUDA, where nothing can be recorded, their code is
     captured and runs as it is."""
-    backend = {RECORDED: CUDA_GRAPHS, COMPILED: "inductor"}[way]
+    backend = {Way.RECORDED: CUDA_GRAPHS, Way.COMPILED: "inductor"}[way]
     config = CompileConfig(backend=backend if device.type == "cuda" else "eager")
     config._compile_all_devices = True  # Transformers', too
     return config
@@ -63,7 +70,6 @@ class Cell(NamedTuple):
     """A row of the results: what is measured, and how.
 
     Attributes:
-        what: see :data:`SPEED`.
         context: tokens of a prompt, about, or in the cache.
         lora: whether a LoRA adapter of the user's is active, too.
         tokens: of a forward, or nodes of a tree.
@@ -71,12 +77,12 @@ class Cell(NamedTuple):
     """
 
     contender: str
-    way: str = EAGER
+    way: Way = Way.EAGER
     batch: int = 1
     context: int = 0
     temperature: float = 0.0
     lora: bool = False
-    what: str = SPEED
+    what: What = What.SPEED
     tokens: int = 0
     kernel: bool = False
 
@@ -88,14 +94,8 @@ def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         intermediate_size=shape.intermediate, pad_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
-    before = torch.get_default_dtype()
     torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    model = built(LlamaForCausalLM, config, device, dtype)
     with torch.no_grad():
         model.lm_head.weight[:WORDS] *= 10
     return model
@@ -112,15 +112,15 @@ class Subject:
     def __init__(self, args: Any, cells: Sequence[Cell]):
         self.args, self.device = args, args.device
         self.rates = SyntheticRates.parse(args.rates)
-        self.tokenizer, self.assistant = None, None
+        self.tokenizer, self.assistant, self.filler = None, None, list[int]()
         self.synthetic: set[str] = set()
         self.model = self._load()
         names = {cell.contender for cell in cells} & {*hf_spec.strategies()}
         if args.model == RANDOM:
             self.synthetic = names - {"plain"}
         self.adapters = {name: name for name in getattr(self.model, "peft_config", {})}
-        made = untrained([name for name in names if name not in self.adapters], ())
-        add_untrained(self.model, made)
+        made = entries.untrained([name for name in names if name not in self.adapters], ())
+        entries.add_untrained(self.model, made)
         self.adapters |= {one.strategy: one.name for one in made}
         self.synthetic |= {one.strategy for one in made}
         if any(cell.lora for cell in cells):
@@ -128,17 +128,20 @@ class Subject:
         self.attention = self.model.config._attn_implementation
         config = self.model.generation_config
         config.update(eos_token_id=None, pad_token_id=config.pad_token_id or 0)
-        longest = max(cell.context for cell in cells) + args.new_tokens + REST
-        self.model.config.max_position_embeddings = max(
-            self.model.config.max_position_embeddings, longest
-        )
+        longest, config = max(cell.context for cell in cells), self.model.config
+        longest = max(longest + args.new_tokens + REST, config.max_position_embeddings)
+        config.max_position_embeddings = longest
 
     def _load(self) -> Any:
         args, dtype = self.args, self.args.dtype
         if args.model == RANDOM:
-            self.assistant = random_llama(SHAPES["tiny"], self.device, dtype)
-            return random_llama(SHAPES[args.shape], self.device, dtype)
-        self.tokenizer = AutoTokenizer.from_pretrained(args.model)
+            shape = SHAPES[args.shape]
+            few = shape._replace(layers=max(shape.layers // 8, 1))
+            self.assistant = random_llama(few, self.device, dtype)
+            return random_llama(shape, self.device, dtype)
+        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(args.model)
+        docs = tokenizer(text_of(KINDS["docs"]), add_special_tokens=False, verbose=False)
+        self.filler = docs["input_ids"]
         model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
         for folder in args.adapter:
             kind = json.loads((folder / "adapter_config.json").read_text())["peft_type"]
@@ -168,11 +171,10 @@ class Subject:
             rows = torch.randint(WORDS, (count, max(cell.context, REST)), generator=draw).tolist()
         else:
             texts = [one.text for one in spread(read_prompts(BUNDLED), count)]
-            docs = self.tokenizer(text_of(KINDS["docs"]), add_special_tokens=False, verbose=False)
             room, rows = max(cell.context - REST, 0), []
             for place in range(count):
-                start = place * 97 % max(len(docs["input_ids"]) - room, 1)
-                before = self.tokenizer.decode(docs["input_ids"][start : start + room])
+                start = place * 97 % max(len(self.filler) - room, 1)
+                before = self.tokenizer.decode(self.filler[start : start + room])
                 text = texts[place % len(texts)]
                 rows.append(encode(self.tokenizer, f"{before}\n\n{text}".strip()))
         rows = [rows[at : at + cell.batch] for at in range(0, count, cell.batch)]
@@ -191,13 +193,13 @@ class Subject:
             self.model.set_adapter(active)
         elif getattr(self.model, "peft_config", None):
             self.model.disable_adapters()
-        if name == STOCK_LOOKUP:
-            given |= STOCK_LOOKUP_OPTIONS
-        elif name not in (TRANSFORMERS, STOCK_ASSISTED):
+        if name == entries.STOCK_LOOKUP:
+            given |= entries.STOCK_LOOKUP_OPTIONS
+        elif name not in (TRANSFORMERS, entries.STOCK_ASSISTED):
             given["assistant_strategy"] = name
-        if name == STOCK_ASSISTED or (name != TRANSFORMERS and _needs_assistant(name)):
+        if entries.needs_assistant(name):
             given["assistant_model"] = self.assistant
-        if cell.way != EAGER:
+        if cell.way != Way.EAGER:
             config = compiling(cell.way, self.device)
             given |= {"cache_implementation": "static", "compile_config": config}
             if name == TRANSFORMERS:
@@ -205,7 +207,3 @@ class Subject:
         if cell.temperature:
             given |= {"do_sample": True, "temperature": cell.temperature}
         return given
-
-
-def _needs_assistant(name: str) -> bool:
-    return name in hf_spec.strategies() and get_method(name).needs_assistant

@@ -15,19 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_attention import WARM, layer
-from gpu_model import (
-    COUNTS,
-    EAGER,
-    FORWARD,
-    LAYER,
-    SPEED,
-    TRANSFORMERS,
-    Cell,
-    Row,
-    Subject,
-    compiling,
-)  # fmt: skip
+from gpu_attention import layer, microseconds
+from gpu_model import TRANSFORMERS, Cell, Row, Subject, Way, What, compiling
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
@@ -47,8 +36,8 @@ from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.session import MOST_COMPILING
 from modeling_patches.cache_name import CACHE
 
-#: New tokens of a call whose launches are counted; forwards that are timed.
-COUNTED, TIMED = 12, 12
+#: New tokens of a call whose launches are counted.
+COUNTED = 12
 
 
 class Ticks(StoppingCriteria):
@@ -138,9 +127,9 @@ class Worker:
         """A cell's figures."""
         memory(self.model).clear()  # code, buffers, and what was learned
         free_memory()
-        if cell.what == LAYER:
+        if cell.what == What.LAYER:
             return layer(cell, self.device, self.args.dtype, self.args.tune)
-        run = {SPEED: self.speed, COUNTS: self.counts, FORWARD: self.forward}[cell.what]
+        run = getattr(self, cell.what)
         if cell.contender not in self.subject.synthetic:
             return {**run(cell), "synthetic": False}
         with self.subject.rates.of(self.model):
@@ -268,20 +257,15 @@ class Worker:
         take_over(cache, past, more=cell.tokens)
         last = torch.full((batch,), context + cell.tokens, device=self.device)
         kind = Target
-        if cell.way != EAGER:
+        if cell.way != Way.EAGER:
             config = compiling(cell.way, self.device)
             kind = partial(CompiledTarget, graphs=Graphs(self.model, config, "L(n)"))  # type: ignore[assignment]
         target = kind(self.model, cache, last)
         tree = Tree.chain(inputs["input_ids"][:, :1].expand(-1, cell.tokens).contiguous())
-        found = []
-        for _ in range(WARM + TIMED):
-            synchronize(self.device)
-            start = time.perf_counter()
+
+        def run() -> None:
             target(tree)
-            synchronize(self.device)
-            found.append(time.perf_counter() - start)
-            target.cache.rollback()
-        return {
-            "ms": 1e3 * statistics.median(found[WARM:]), "limit_ms": self.limit_ms(cell, [inputs]),
-            "prompt_tokens": context,
-        }  # fmt: skip
+            cache.rollback()
+
+        ms = microseconds(run, self.device) / 1e3
+        return {"ms": ms, "limit_ms": self.limit_ms(cell, [inputs]), "prompt_tokens": context}

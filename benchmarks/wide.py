@@ -1,7 +1,7 @@
 """A small model in the shape of a larger one: the same text, the step times of the larger one.
 
-``python benchmarks/wide.py MODEL --shape 8b --output D``, for :mod:`gpu`; or ``--layers 48``, a
-deeper one, with copies of adapters (``--adapter``) in ``D/adapters`` that fit it.
+For :mod:`gpu`. ``python benchmarks/wide.py MODEL --layers 48 --output D`` makes a deeper one, with
+copies of adapters (``--adapter``) in ``D/adapters`` that fit it.
 
 Hidden states are padded with zeros, for which norms are scaled. Heads and neurons that are new have
 random weights and end in zeros; new layers add nothing. Adapters are widened alike, so that what is
@@ -56,10 +56,9 @@ class Shape(NamedTuple):
 
     def doubled(self) -> Shape:
         """Twice of everything, with one layer more."""
-        return Shape(
-            2 * self.hidden, self.layers + 1, 2 * self.heads, 2 * self.kv_heads,
-            2 * self.intermediate, self.vocabulary,
-        )  # fmt: skip
+        return Shape(*(2 * size for size in self))._replace(
+            layers=self.layers + 1, vocabulary=self.vocabulary
+        )
 
 
 #: Shapes of about so many parameters that SmolLM2-135M, with heads of 64, fits into; a tiny one.
@@ -69,6 +68,17 @@ SHAPES = {
     "3b": Shape(3072, 30, 48, 12, 8192),
     "8b": Shape(4096, 32, 64, 16, 14336),
 }
+
+
+def built(kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of random weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return kind(config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 @torch.no_grad()
@@ -89,13 +99,7 @@ def widened(small: Any, shape: Shape, device: torch.device, dtype: torch.dtype) 
         "intermediate_size": shape.intermediate, "tie_word_embeddings": False,
         "rms_norm_eps": config.rms_norm_eps * own.hidden / shape.hidden,
     })  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            wide = type(small)(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    wide = built(type(small), config, device, dtype)
     tensors = small.state_dict()
     for name, weight in wide.state_dict().items():
         kind = _kind(name)
@@ -175,18 +179,14 @@ def _heads(small: Any, wide: Any) -> Tensor:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder of a Llama, or repository on the Hub")
+    parser.add_argument("--layers", type=int, required=True, help="number of layers afterwards")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    shape = parser.add_mutually_exclusive_group(required=True)
-    shape.add_argument("--shape", choices=SHAPES)
-    shape.add_argument("--layers", type=int, help="number of layers afterwards")
-    parser.add_argument("--adapter", type=Path, action="append", default=[], help="with --layers")
+    parser.add_argument("--adapter", type=Path, action="append", default=[], help="folder")
     args = parser.parse_args(given)
     small: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
-    to = SHAPES[args.shape] if args.shape else Shape.of(small.config)._replace(layers=args.layers)
+    shape = Shape.of(small.config)._replace(layers=args.layers)
     try:
-        wide = widened(small, to, torch.device("cpu"), small.dtype)
-        if args.adapter and args.shape:
-            raise ValueError("--adapter needs --layers: gpu.py widens adapters in memory")
+        wide = widened(small, shape, torch.device("cpu"), small.dtype)
     except ValueError as error:
         parser.error(str(error))
     wide.save_pretrained(args.output)

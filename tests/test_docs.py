@@ -1,7 +1,9 @@
 """What the documentation says runs."""
 
 import dataclasses
+import html
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -108,6 +110,21 @@ def test_the_picture_of_gains_shows_what_the_benchmark_page_says(
     shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "gain.svg").read_text())
     assert [*gains] == [text for text in shown if text in gains]
     assert [f"{value:g}" for value in gains.values()] == [text for text in shown if text.isdigit()]
+
+
+def test_charts_show_what_their_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    charts = importlib.import_module("charts")
+    pages = " ".join(page.read_text() for page in (DOCS / "inside").glob("*.md"))
+    for name in charts.CHARTS:
+        picture = (DOCS / "figures" / f"{name}.svg").read_text()
+        [said] = re.findall(r"<dc:description>(.*?)</dc:description>", picture, re.DOTALL)
+        places, series = charts.data_of(name)
+        assert json.loads(html.unescape(said)) == [places, series]
+        assert all(len(values) == len(places) > 2 for values in series.values())
+        assert f"](../figures/{name}.svg)" in pages
+    with pytest.raises(ValueError, match="there is no table below 'nothing'"):
+        charts.read_table("text", "nothing")
 
 
 def test_the_readme_has_no_figure_that_the_benchmark_page_lacks() -> None:

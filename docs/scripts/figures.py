@@ -11,7 +11,6 @@ import io
 import re
 import sys
 from collections.abc import Callable, Sequence
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ matplotlib.use("svg")
 # Text stays text, and the same drawing is the same file.
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "hf_spec", "font.size": 11}
 
+import charts  # noqa: E402
+from charts import read_table  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 from step_plots import plot_texts  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -39,10 +40,10 @@ FILLS = {
 #: The benchmark table that ``gain.svg`` shows, and its rows by what they are called there.
 GPU_TABLE = "## On a GPU"
 GAINS = {
-    "plain `generate`": "plain generate",
-    "plain `generate`, compiled by Transformers": "plain generate, compiled: 44 s",
-    "`prompt_lookup`, [CUDA graphs](../guides/compiled.md)": "prompt_lookup, recorded: 4 s",
-    "`medusa`, CUDA graphs": "medusa, recorded: 4 s",
+    "plain generate": "plain generate",
+    "plain generate, compiled by Transformers": "plain generate, compiled: 44 s",
+    "prompt_lookup, [CUDA graphs](../guides/compiled.md)": "prompt_lookup, recorded: 4 s",
+    "medusa, CUDA graphs": "medusa, recorded: 4 s",
 }
 #: The benchmark table that ``speed.svg`` shows, and its columns by what they are called there.
 TABLE = "### bfloat16, with AMX"
@@ -423,8 +424,7 @@ def gain() -> Scheme:
 
 def read_gains(text: str) -> dict[str, float]:
     """Tokens per second of the rows of `GAINS`, by their names in the picture."""
-    rows = [line.split("|") for line in text.partition(GPU_TABLE)[2].splitlines() if is_row(line)]
-    cells = {row[1].strip(): row[2].strip() for row in rows}
+    cells = {name: speed for name, speed, *_ in read_table(text, GPU_TABLE)[1]}
     return {shown: float(cells[name]) for name, shown in GAINS.items()}
 
 
@@ -456,13 +456,10 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     Raises:
         ValueError: the page has no such table or column.
     """
-    lines = iter(text.partition(TABLE)[2].splitlines())
-    table = takewhile(is_row, dropwhile(lambda line: not is_row(line), lines))
-    head, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+    head, rows = read_table(text, TABLE)
     if not {*SHOWN} <= {*head}:
         raise ValueError(f"{BENCHMARKS} has no table with {list(SHOWN)} below {TABLE!r}")
-    contenders = {row[0].replace("`", ""): row for row in rows}
-    contenders = {name: row for name, row in contenders.items() if name not in ("---", "generate")}
+    contenders = {row[0]: row for row in rows if row[0] != "generate"}
     speeds = {
         label: [speed_in(row[head.index(column)]) for row in contenders.values()]
         for column, label in SHOWN.items()
@@ -473,10 +470,6 @@ def read_speeds(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     return [names[i] for i in order], {
         label: [values[i] for i in order] for label, values in speeds.items()
     }
-
-
-def is_row(line: str) -> bool:
-    return line.startswith("|")
 
 
 def speed_in(cell: str) -> float | None:
@@ -497,13 +490,16 @@ FIGURES: dict[str, Callable[[], Scheme]] = {
 def main(target: Path = DOCS / "figures") -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
-        file = io.BytesIO()
-        scheme = draw()
-        scheme.figure.savefig(
-            file, format="svg", bbox_inches="tight", facecolor="white", metadata={"Date": None}
-        )
-        plt.close(scheme.figure)
-        write_atomically(target / f"{name}.svg", file.getvalue().decode())
+        write(target / f"{name}.svg", draw().figure)
+    for name in charts.CHARTS:
+        write(target / f"{name}.svg", *charts.draw(name))
+
+
+def write(path: Path, figure: Any, description: str | None = None) -> None:
+    file, facts = io.BytesIO(), {"Date": None, "Description": description}
+    figure.savefig(file, format="svg", bbox_inches="tight", facecolor="white", metadata=facts)
+    plt.close(figure)
+    write_atomically(path, file.getvalue().decode())
 
 
 if __name__ == "__main__":
