@@ -103,12 +103,6 @@ def recurrent_rules(model: nn.Module) -> dict[int, Rule]:
     return {found.module.layer_idx: found.rule for found in recurrent_modules(model)}
 
 
-def loses_state(model: nn.Module) -> bool:
-    """Whether a recurrent state is lost where a forward of several tokens continues it."""
-    # Of Mamba-1 in Transformers and in its kernels, several tokens start without a state.
-    return MAMBA1 in recurrent_rules(model).values()
-
-
 @functools.lru_cache(maxsize=1024)  # asked for every module in each call
 def _names(kind: type) -> frozenset[str]:
     """The names that the code of a class's methods uses."""

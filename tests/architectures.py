@@ -169,7 +169,7 @@ REFUSED: dict[str, str] = {
     "modernbert-decoder": f"{_NO_MLP} {_TRANSFORM} {_READS}",
     "bert-generation": _NO_MLP,
     **_same(f"{_NO_LAYERS} {_READS}", "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
-    "longcat_flash": _KEYS,
+    "longcat_flash": f"{_KEYS} mtp",  # layers with lists of norms
     **_same(f"{_NO_MLP} {_KEYS}", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba",
             "zamba2"),
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",

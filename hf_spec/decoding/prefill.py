@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.tree_cache import TreeCache
@@ -30,7 +30,6 @@ from hf_spec.model.instructions import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
-from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
 
 
@@ -126,7 +125,6 @@ class _Prompt:
             check_packable(handover.given)
             if handover.filled is not None:
                 _check_alone(self.input_ids, self.real)
-            _check_state_stays(model, handover.given, self.input_ids, self.config, self.mask)
         run, chunks = model._prefill, []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
             changes = Changes()
@@ -176,31 +174,6 @@ def _check_alone(input_ids: Tensor, real: Tensor | None) -> None:
             f"a DynamicCache as {CACHE} with {what}: strategies go on with one of a single row "
             "without padding. Leave it out, and give the TreeCache that a call with "
             f"return_dict_in_generate=True returns as {CACHE} of the next."
-        )
-
-
-def _check_state_stays(
-    model: Any, given: DynamicCache, input_ids: Tensor, config: GenerationConfig,
-    mask: Tensor | None,
-) -> None:  # fmt: skip
-    """Refuse prompts in which Transformers loses a recurrent state."""
-    if not loses_state(model):
-        return
-    width = input_ids.shape[1]
-    known = (getattr(layer, "has_previous_state", {}).values() for layer in given.layers)
-    continued = any(map(any, known))
-    whole = mask is None or mask.shape[1] == width
-    keyed = any(getattr(layer, "keys", None) is not None for layer in given.layers)
-    new = width - given.get_seq_length() if continued and whole and keyed else width
-    chunk = config.prefill_chunk_size or max(new, 1)
-    # The first forward may be of any size if no state is there before it.
-    sizes = [min(chunk, new - start) for start in range(0, new, chunk)][0 if continued else 1 :]
-    if any(size > 1 for size in sizes):
-        what = f"prefill_chunk_size={chunk}" if chunk < new else f"a DynamicCache as {CACHE}"
-        raise ValueError(
-            f"{what}: {type(model).__name__} loses its recurrent state where a forward of several "
-            "tokens continues it, in plain generation, too. Give the whole prompt at once without "
-            "a cache, or with the TreeCache that a call with assistant_strategy returned."
         )
 
 
