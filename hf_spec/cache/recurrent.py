@@ -34,8 +34,6 @@ class Committed(NamedTuple):
     before: Version  # the states that it began with
     kept: dict[Place, list[Kept]]  # what it kept of its nodes
     path: Tensor  # (batch, depth) accepted nodes
-    narrow: set[Place]  # the states of layers that ran on some of the nodes only
-    narrowed: Tensor  # the accepted nodes as these layers number them
 
 
 class RecurrentStates:
@@ -59,7 +57,6 @@ class RecurrentStates:
         self._steps: dict[torch.device, Step] = {}
         self._kept: dict[Place, list[Kept]] = {}
         self._index: dict[Place, tuple[int, int]] = {}
-        self._narrowed: set[Place] = set()
         self._running, self._calls = (0, 0), 0
         self._device = torch.device("cpu")
         self._last: Committed | None = None
@@ -98,7 +95,7 @@ class RecurrentStates:
         """Open a block, ``visible`` as of :class:`Step`, ``first`` nodes of which were forwarded
         earlier in this step."""
         self.visible, self._steps = visible, {}
-        self.plain, self._last, self._narrowed = plain, None, set()
+        self.plain, self._last = plain, None
         if not first:
             self._kept = {}
 
@@ -109,14 +106,6 @@ class RecurrentStates:
         if device not in self._steps:
             self._steps[device] = Step(self.visible.to(device), False if self._traced else None)
         return self._steps[device]
-
-    def narrow(self, rows: Tensor) -> None:
-        """Keep only these nodes, ``(batch, n)``, in the layers that are yet to run."""
-        rows = rows.to(self.visible.device)
-        some = self.visible.gather(1, rows[:, :, None].expand(-1, -1, self.visible.shape[2]))
-        self.visible = some.gather(2, rows[:, None].expand(-1, rows.shape[1], -1))
-        self._steps = {}
-        self._narrowed = set(self._index) - set(self._kept)
 
     def run_next(self, layer: int, number: int = 0) -> None:
         """The rules that run next are those of this layer and state."""
@@ -168,12 +157,9 @@ class RecurrentStates:
 
     # -- after a step --------------------------------------------------------------------------
 
-    def commit(
-        self, before: list[int], counts: Sequence[int], path: Tensor, narrowed: Tensor
-    ) -> None:
-        """Advance the states by ``counts`` nodes of each row's accepted path, where rows had the
-        lengths ``before`` the step; ``narrowed`` is ``path`` ``(batch, depth)`` among the nodes
-        that deeper layers have kept."""
+    def commit(self, before: list[int], counts: Sequence[int], path: Tensor) -> None:
+        """Advance the states by ``counts`` nodes of each row's accepted path ``(batch, depth)``,
+        where rows had the lengths ``before`` the step."""
         missing = [place for place in self._index if place not in self._kept]
         if missing and any(counts):
             raise RuntimeError(
@@ -181,7 +167,7 @@ class RecurrentStates:
                 "that is not known."
             )
         start = Version(before, self.version.tensors)
-        last = Committed(start, self._kept, path, self._narrowed, narrowed)
+        last = Committed(start, self._kept, path)
         lengths = [length + count for length, count in zip(before, counts)]
         self._last, self.version = last, Version(lengths, self._advanced(last, counts))
 
@@ -192,17 +178,8 @@ class RecurrentStates:
         found = []
         for places, states in zip(self.groups, last.before.tensors):
             count = sent(list(counts), states.device)
-            whole, narrowed = (
-                path[:, : max(counts)].to(states.device) for path in (last.path, last.narrowed)
-            )
-            # Layers behind the one where nodes were dropped number them anew; they come last.
-            first = sum(place not in last.narrow for place in places)
-            parts = [
-                self._advance(places[some], states[some], last, path, count)
-                for some, path in ((slice(first), whole), (slice(first, None), narrowed))
-                if places[some]
-            ]
-            found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+            path = last.path[:, : max(counts)].to(states.device)
+            found.append(self._advance(places, states, last, path, count))
         return found
 
     def _advance(
@@ -310,7 +287,7 @@ class RecurrentStates:
         """The same with other :meth:`tensors`, as a graph sees them, in a block."""
         own = copy.copy(self)
         own.version = Version([], list(tensors))
-        own._traced, own._kept, own._narrowed = True, {}, set()
+        own._traced, own._kept = True, {}
         own.visible, own._steps = visible, {}
         return own
 

@@ -192,8 +192,6 @@ class TreeCache(StatefulCache):
         assert self.block is not None
         slots = self.lengths[:, None] + self.block.first + rows.to(self.lengths.device)
         self.block = self.block._replace(slots=slots)
-        if self.recurrent is not None:
-            self.recurrent.narrow(rows)
 
     def commit(
         self, counts: Sequence[int], path: Tensor | None = None, slots: Tensor | None = None,
@@ -215,7 +213,7 @@ class TreeCache(StatefulCache):
         if path is not None:
             places = path if slots is None else slots.gather(1, path.to(slots.device))
             if self.recurrent is not None:
-                self.recurrent.commit(self.host_lengths, counts, places, path)
+                self.recurrent.commit(self.host_lengths, counts, places)
             if not moved:
                 self.states.move(self.lengths, places)
         self.block = None

@@ -46,7 +46,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ppd": ({"num_ept": 2, "num_prompt_tokens": 3}, {}),
     "bita": ({"num_mask_tokens": 3, "prompt_depth": "none"}, {}),
     "space": ({"num_mask_tokens": 3}, {}),
-    "propd": ({"num_heads": 3, "prune_layer": 2}, {"prune": True, "prune_top_k": 2}),
+    "propd": ({"num_heads": 3, "prune_layer": 2}, {}),
 }
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +100,12 @@ def test_every_strategy(kind: str, name: str) -> None:
     check(kind, model, **drafting(name, **options))
     stats = hf_spec.last_stats(model)
     assert stats is not None and stats.num_drafted_tokens > 20
-    assert name != "propd" or stats.num_pruned_tokens > 0
+
+
+def test_pruning_is_refused() -> None:
+    model = with_adapter(recurrent("qwen3_5_text"), "propd", {"num_heads": 2})
+    with pytest.raises(ValueError, match="prune=True: Qwen3_5ForCausalLM has recurrent layers"):
+        model.generate(**one_row(), **GREEDY, **drafting("propd", prune=True))
 
 
 def with_adapter(model: Any, name: str, fields: dict[str, Any]) -> Any:
