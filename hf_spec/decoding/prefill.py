@@ -18,8 +18,8 @@ from transformers import GenerationConfig
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
-from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens
-from hf_spec.decoding.handover import Handover
+from hf_spec.decoding.cache_owner import CacheOwner
+from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
@@ -57,7 +57,7 @@ def prefill(
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    handover: Handover,
+    owner: CacheOwner,
     drafter: Drafter | None,
     reads: Reads,
     graphs: Graphs | None = None,
@@ -70,11 +70,11 @@ def prefill(
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
     probes = None if drafter is None else drafter.probe_inputs
-    prompt = _Prompt(model, input_ids, config, model_kwargs, handover, probes, reads, graphs)
-    continued = isinstance(handover.given, TreeCache)
+    prompt = _Prompt(model, input_ids, config, model_kwargs, owner, probes, reads, graphs)
+    continued = isinstance(owner.given, TreeCache)
     found = prompt.run_as_trees() if continued else prompt.run_by_transformers()
-    handover.begin(found.target.cache)
-    begin_rope(found.target, handover)
+    owner.begin(found.target.cache)
+    begin_rope(found.target, owner)
     return found
 
 
@@ -86,31 +86,31 @@ class _Prompt:
     input_ids: Tensor
     config: GenerationConfig
     model_kwargs: dict[str, Any]
-    handover: Handover
+    owner: CacheOwner
     probe_inputs: ProbeInputs | None
     reads: Reads
     graphs: Graphs | None
 
     def __post_init__(self) -> None:
-        sequences, given = self.handover.sequences, (self.model, self.input_ids, self.model_kwargs)
+        sequences, given = self.owner.sequences, (self.model, self.input_ids, self.model_kwargs)
         self.first, self.later = PromptInputs.of(*given), LaterInputs.of(*given)
         self.budget = sequences.max_length - sequences.width
         mask = self.mask = self.model_kwargs.get("attention_mask")
         self.real = None if mask is None else mask.bool()
         columns = self.budget + (sequences.width if mask is None else mask.shape[1])
-        continued = isinstance(self.handover.given, TreeCache)
+        continued = isinstance(self.owner.given, TreeCache)
         self.gaps = check_gaps(self.model, self.real, continued, columns)
 
     def run_as_trees(self) -> Prefilled:
         """Append the new tokens to a continued ``TreeCache``."""
-        handover, cache = self.handover, self.handover.given
-        rows = new_tokens(handover, self.mask, self.config, self.model)
+        owner, cache = self.owner, self.owner.given
+        rows = new_tokens(owner, self.mask, self.config, self.model)
         new = list(map(len, rows))
         self.first.check_tokens_alone(self.later, new, cache.generated)
-        if handover.allocate is None:
+        if owner.allocate is None:
             cache.states.allocate_by(None)
         else:
-            cache.states.rehouse(handover.allocate)
+            cache.states.rehouse(owner.allocate)
         lengths = [length + count for length, count in zip(cache.host_lengths, new)]
         cache.states.limit = max(lengths) + self.budget
         target = self._target(cache, sent(lengths, cache.lengths.device), self.later)
@@ -120,10 +120,10 @@ class _Prompt:
 
     def run_by_transformers(self) -> Prefilled:
         """Run the prompt as plain generation does, and take over its cache."""
-        model, handover, reads = self.model, self.handover, self.reads
-        if handover.given is not None:
-            check_packable(handover.given)
-            if handover.filled is not None:
+        model, owner, reads = self.model, self.owner, self.reads
+        if owner.given is not None:
+            check_packable(owner.given)
+            if owner.filled is not None:
                 _check_alone(self.input_ids, self.real)
         run, chunks = model._prefill, []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
@@ -138,7 +138,7 @@ class _Prompt:
         hidden, following = _read(reads, chunks, self.input_ids, self.real)
         chunks.clear()
         front = 0 if self.probe_inputs is None else self.probe_inputs.num_front
-        cache = handover.take_over(source, self.real, self.budget, front, logits)
+        cache = owner.take_over(source, self.real, self.budget, front, logits)
         later = LaterInputs.of(model, self.input_ids, self.model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(self.first.once(later) + self.gaps)

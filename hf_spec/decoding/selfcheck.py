@@ -27,8 +27,8 @@ from hf_spec.core.memory import memory
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.call_sequences import Sequences
-from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.hidden_states import Reads, output_logits, taken
@@ -166,10 +166,8 @@ class Trial:
         """The tree forward that continues the prompts; see :func:`prefill`."""
         inputs = self._inputs()
         sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
-        handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
-        return prefill(
-            self.model, self.prompt, self.config, inputs, handover, drafter, reads
-        ).target
+        owner = CacheOwner(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
+        return prefill(self.model, self.prompt, self.config, inputs, owner, drafter, reads).target
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
         """What is wrong if the error, which is the largest relative one, is too large.

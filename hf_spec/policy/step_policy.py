@@ -131,8 +131,8 @@ class StepPolicy:
         expected: list[float] = sums.cumsum().tolist()
         choices = plans(most, group)
         costs = setting.times.curve([width(1 + size, n * group) for size, n in choices])
-        if setting.tries or costs is None:
-            size = setting.tries.popleft() if setting.tries and most else SIZES[2]
+        if setting.sizes_to_time or costs is None:
+            size = setting.sizes_to_time.popleft() if setting.sizes_to_time and most else SIZES[2]
             size = min(size, most)
             probed = next(n for drafted, n in reversed(choices) if drafted <= size)
             return Plan(size, probed)

@@ -81,7 +81,7 @@ class Row:
         """The cache holds the states of each row's tokens."""
         cache = cache or self.cache
         assert cache.host_lengths == self.lengths and cache.recurrent is not None
-        assert cache.recurrent.version.lengths == self.lengths
+        assert cache.recurrent.snapshot.lengths == self.lengths
         found = dict(cache.recurrent.states())
         for row, tokens in enumerate(self.tokens):
             wanted = self.states(tokens) if tokens else {}

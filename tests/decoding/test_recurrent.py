@@ -205,7 +205,7 @@ def check_close(found: Tensor, wanted: Tensor) -> None:
 def check_states(model: Any, cache: TreeCache, sequences: list[list[int]]) -> None:
     """The cache holds the start of each row."""
     assert cache.recurrent is not None and cache.tokens is not None
-    assert cache.recurrent.version.lengths == cache.host_lengths
+    assert cache.recurrent.snapshot.lengths == cache.host_lengths
     for row, (tokens, length) in enumerate(zip(cache.tokens, cache.host_lengths)):
         assert tokens == sequences[row][:length] and len(tokens) == length
         if not length:

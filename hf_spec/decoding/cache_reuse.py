@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding.handover import Handover
+from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.appending import append
 from hf_spec.model.target import Target
@@ -23,10 +23,10 @@ from modeling_patches.linear_attention import recurrent_rules
 
 
 def new_tokens(
-    handover: Handover, attention_mask: Tensor | None, config: GenerationConfig, model: Any
+    owner: CacheOwner, attention_mask: Tensor | None, config: GenerationConfig, model: Any
 ) -> list[list[int]]:
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
-    cache, sequences = handover.given, handover.sequences
+    cache, sequences = owner.given, owner.sequences
     rows, width = sequences.tokens, sequences.width
     _check_continued(cache, rows, width, model)
     cache.count_appended()
@@ -40,12 +40,12 @@ def new_tokens(
                 "a sliding window had dropped what comes before. Give the whole conversation as "
                 "input_ids."
             )
-        handover.cache = cache
+        owner.cache = cache
         if cache.tokens is not None and list(map(len, cache.tokens)) == cache.host_lengths:
-            handover.history = cache.tokens
+            owner.history = cache.tokens
         return [list(row) for row in rows]
     _keep_what_fits(cache, rows, model)
-    handover.cache, handover.history = cache, [[] for _ in rows]
+    owner.cache, owner.history = cache, [[] for _ in rows]
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
 
@@ -131,14 +131,14 @@ def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:
     return length if shared == len(known) and length < len(row) else shared
 
 
-def begin_rope(target: Target, handover: Handover) -> None:
+def begin_rope(target: Target, owner: CacheOwner) -> None:
     """After the prompt, prepare steps of a model whose rotary frequencies follow the longest
     sequence; see :class:`DynamicRope`.
 
     Raises:
         ValueError: the call's result would not be that of plain generation.
     """
-    rope, sequences, name = target.rope, handover.sequences, type(target.model).__name__
+    rope, sequences, name = target.rope, owner.sequences, type(target.model).__name__
     end = rope_end(target.model, "dynamic")
     if rope is None and end is None:
         return
