@@ -57,7 +57,7 @@ def fingerprint(model: Any) -> Fingerprint:
         _registered(text._attn_implementation), torch.nn.functional.scaled_dot_product_attention
     )  # fmt: skip
     modules: list[Any] = list(model.modules())
-    kinds = [(type(module), type(module).forward) for module in modules]
+    kinds: list[Any] = [(type(module), type(module).forward) for module in modules]
     own = ((index, own_function(module, "forward")) for index, module in enumerate(modules))
     forwards = [(index, forward) for index, forward in own if forward is not None]
     hooks = _hooks(modules)
@@ -182,8 +182,7 @@ def _settings(thing: Any, depth: int = 3) -> Hashable:
 class _Same(ref[Any]):
     """A key of an object, which it does not keep alive, that no later object gets."""
 
-    def __init__(self, thing: Any):
-        super().__init__(thing)
+    def __init__(self, thing: Any):  # which `ref.__new__` has taken
         self._hash = id(thing)
 
     def __hash__(self) -> int:

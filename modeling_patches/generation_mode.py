@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from modeling_patches.around import around
+from modeling_patches.patch_method import patch_method
 
 logger = logging.getLogger(__name__)
 #: A mode's option in a call of ``generate`` that loads a method from a repository.
@@ -86,7 +86,7 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
     for attribute in mode.attributes:
         setattr(GenerationConfig, attribute, None)
 
-    @around(GenerationConfig, "__init__")
+    @patch_method(GenerationConfig, "__init__")
     def init(original: Any, self: GenerationConfig, **kwargs: Any) -> None:
         # Transformers drops unknown fields of a saved configuration that was derived from a
         # model's. The attributes would get lost when a model is saved and loaded.
@@ -95,11 +95,11 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
         for name, value in given.items():
             setattr(self, name, value)
 
-    @around(GenerationConfig, "get_generation_mode")
+    @patch_method(GenerationConfig, "get_generation_mode")
     def get_generation_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs) if mode.option(self) is None else member
 
-    @around(GenerationConfig, "from_pretrained")
+    @patch_method(GenerationConfig, "from_pretrained")
     def from_pretrained(original: Any, cls: Any, place: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(cls, place, *args, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with unused keywords
@@ -107,7 +107,7 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
             mode.loaded(config, str(place))
         return found
 
-    @around(GenerationMixin, "_validate_generation_mode")
+    @patch_method(GenerationMixin, "_validate_generation_mode")
     def validate_generation_mode(
         original: Any, self: Any, generation_mode: Any, config: Any, mode_kwargs: Any
     ) -> None:
@@ -124,7 +124,7 @@ def _wrap_generate(mode: Mode) -> None:
     """``mode.custom`` stands for the mode; other methods, and paged caches, are refused."""
     switch = mode.attributes[0]
 
-    @around(GenerationMixin, "generate")
+    @patch_method(GenerationMixin, "generate")
     def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         own = kwargs.get("custom_generate")
         if own is None:
@@ -145,14 +145,14 @@ def _wrap_generate(mode: Mode) -> None:
         finally:
             _asked.reset(token)
 
-    @around(GenerationMixin, "load_custom_generate")
+    @patch_method(GenerationMixin, "load_custom_generate")
     def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         function = original(self, *args, **kwargs)
         if switch not in inspect.getsource(function):  # those of adapters take it themselves
             mode.refuse_both(repr(str(*args[:1])), _asked.get(), "")
         return function
 
-    @around(GenerationMixin, "generate_batch")
+    @patch_method(GenerationMixin, "generate_batch")
     def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values(), self.generation_config)
         config = next(value for value in values if isinstance(value, GenerationConfig))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from modeling_patches import recurrences as rules
-from modeling_patches.mamba import MAMBA1, MAMBA2
+from modeling_patches.mamba import MAMBA2
 from modeling_patches.per_call import Changes, Replaceable
 from modeling_patches.recurrences import Rule
 
@@ -29,7 +29,6 @@ RULES: dict[str, Rule] = {
     "torch_chunk_gated_delta_rule": rules.DELTA,
     "chunk_kimi_delta_attention": rules.KDA,
     "mamba2_chunk_scan": MAMBA2,
-    "mamba_selective_scan": MAMBA1,
 }
 #: Those that return the state after their last token unasked.
 RETURNS_STATE = frozenset({"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"})
@@ -101,12 +100,6 @@ def recurrent_rules(model: nn.Module) -> dict[int, Rule]:
         ValueError: see :func:`recurrent_modules`.
     """
     return {found.module.layer_idx: found.rule for found in recurrent_modules(model)}
-
-
-def loses_state(model: nn.Module) -> bool:
-    """Whether a recurrent state is lost where a forward of several tokens continues it."""
-    # Of Mamba-1 in Transformers and in its kernels, several tokens start without a state.
-    return MAMBA1 in recurrent_rules(model).values()
 
 
 @functools.lru_cache(maxsize=1024)  # asked for every module in each call

@@ -5,7 +5,7 @@ A module that PEFT has wrapped is found inside the wrapper, under its original n
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import regex
@@ -135,13 +135,7 @@ def linear_modules(
     roots = decoder_of(model), model.get_output_embeddings()  # type: ignore[operator]
     text = {id(module) for root in roots if root is not None for _, module in walk(root)}
     everything = {name: m for name, m in walk(model) if _is_linear(m) and id(m) in text}
-    if targets is None or targets == "all-linear":
-        inside = {id(module) for module in decoder_layers(model).modules()}
-        matches = {"the decoder layers": [n for n, m in everything.items() if id(m) in inside]}
-    elif isinstance(targets, str):
-        matches = {targets: _matching(targets, everything)}
-    else:
-        matches = {end: [n for n in everything if f".{n}".endswith(f".{end}")] for end in targets}
+    matches = _matches(model, targets, everything)
     unmatched = [target for target, names in matches.items() if not names]
     if unmatched or not matches:
         last = sorted({name.rpartition(".")[2] for name in everything})
@@ -153,6 +147,18 @@ def linear_modules(
         )
     found = {name for names in matches.values() for name in names}
     return {name: module for name, module in everything.items() if name in found}
+
+
+def _matches(
+    model: nn.Module, targets: str | Sequence[str] | None, modules: Mapping[str, nn.Module]
+) -> dict[str, list[str]]:
+    """The names of the modules that each of the targets stands for."""
+    if targets is None or targets == "all-linear":
+        inside = {id(module) for module in decoder_layers(model).modules()}
+        return {"the decoder layers": [n for n, m in modules.items() if id(m) in inside]}
+    if isinstance(targets, str):
+        return {targets: _matching(targets, modules)}
+    return {end: [n for n in modules if f".{n}".endswith(f".{end}")] for end in targets}
 
 
 def output_projections(model: nn.Module) -> dict[str, nn.Module]:

@@ -98,16 +98,13 @@ _LAYOUTS = (
         "layers.{}.embed_tokens.": None,
         "layers.{}.": BLOCK,
     }, continued=True),
-    # MiMo-V2, LongCat-Flash, Nemotron-H
+    # MiMo-V2, Nemotron-H
     Layout({
         "mtp.layers.{}.eh_proj.": "eh_proj.",
-        "mtp.layers.{}.enorm.m.": "enorm.",
-        "mtp.layers.{}.hnorm.m.": "hnorm.",
         "mtp.layers.{}.enorm.": "enorm.",
         "mtp.layers.{}.hnorm.": "hnorm.",
         "mtp.layers.{}.final_layernorm.": "post_norm.",
         "mtp.layers.{}.pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
-        "mtp.layers.{}.transformer_layer.": BLOCK,
         "mtp.layers.{}.": BLOCK,
         "mtp.norm.": "post_norm.",
         "mtp.embed_tokens.": None,

@@ -42,10 +42,11 @@ class Recipe:
         self.name, layer = type(model).__name__, in_use(decoder_layers(model)[-1])
         self.kind: Any = type(layer)
         norm = getattr(layer, self.norm_name, None)
-        self.norm: Any = in_use(norm[0] if isinstance(norm, nn.ModuleList) else norm)
+        self.norm: Any = in_use(norm)
         self.rotary: Any = getattr(decoder_of(model), "rotary_emb", None) if self.rotates else None
         takes_rotations = "position_embeddings" in inspect.signature(self.kind.forward).parameters
-        if norm is None or self.rotates and not (takes_rotations and self.rotary is not None):
+        usable = norm is not None and not isinstance(norm, nn.ModuleList)  # as LongCat-Flash's
+        if not usable or self.rotates and not (takes_rotations and self.rotary is not None):
             needs = self.norm_name + " and the position_embeddings" * self.rotates
             raise ValueError(
                 f"{self.name}: its decoder layers ({self.kind.__name__}) do not have the "
@@ -107,32 +108,8 @@ class PartsRecipe(Recipe):
         return Parts(parts)
 
 
-class Dense(nn.Module):
-    """Attention and MLP, each behind a norm: the first ones of a layer that has lists of them."""
-
-    def __init__(self, layer: Any):
-        super().__init__()
-        self.input_layernorm, self.self_attn = layer.input_layernorm[0], layer.self_attn[0]
-        self.post_attention_layernorm = layer.post_attention_layernorm[0]
-        self.mlp = layer.mlps[0]
-
-    def forward(self, hidden: Tensor, **inputs: Any) -> Tensor:
-        hidden = hidden + self.self_attn(hidden_states=self.input_layernorm(hidden), **inputs)[0]
-        made: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return made
-
-
-class DenseRecipe(Recipe):
-    """LongCat-Flash: one attention and one MLP where its layers have two of each, and experts."""
-
-    def make(self, config: Any, index: int) -> nn.Module:
-        made = Dense(super().make(config, index))
-        made.self_attn.layer_idx = index
-        return made
-
-
 #: By the model's type.
-RECIPES: dict[str, type[Recipe]] = {"nemotron_h": PartsRecipe, "longcat_flash": DenseRecipe}
+RECIPES: dict[str, type[Recipe]] = {"nemotron_h": PartsRecipe}
 
 
 def recipe_of(model: Any) -> Recipe:

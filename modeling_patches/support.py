@@ -1,7 +1,7 @@
 """Checks whether a model can be decoded with trees, before any work is done."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,42 +55,46 @@ def _obstacles(model: Any) -> Iterator[str]:
         yield " is an encoder-decoder model: strategies decode decoder-only models"
     text = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=text).layers
-    states = {index for index, layer in enumerate(layers) if hasattr(layer, "conv_states")}
-    try:
-        known = set(recurrent_rules(model))
-    except ValueError as error:
-        yield f": {error}"
-    else:
-        stateful = getattr(model, "_is_stateful", False)
-        own_cache = not model._supports_default_dynamic_cache()
-        if states - known or (not known and (stateful or own_cache)):
-            yield " keeps a recurrent state in a way that is not written for trees"
-    kinds = [type(layer).__name__ for layer in layers]
-    for kind in kinds:
-        if kind not in LAYERS:
-            yield (
-                f" has a cache layer of type {kind}, which cannot forget rejected tokens or takes "
-                "no tree mask"
-            )
-    if "DynamicIndexedLayer" in kinds:
-        for module in model.modules():
-            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-            if code is not None and "indexer_position_ids" in code.co_names:
-                yield (
-                    f": {type(module).__name__} keeps positions of its own beside the index of the "
-                    "cache, which cannot forget rejected tokens"
-                )
-    chunked = getattr(text, "attention_chunk_size", None) is not None
-    if chunked and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
-        yield " has chunked attention in layers that its config does not name in layer_types"
-    if not takes(model, CACHE):
-        yield f".forward takes no {CACHE}: it has no KV cache"
+    yield from _in_states(model, layers)
+    yield from _in_caches(model, text, [type(layer).__name__ for layer in layers])
     attends = any(hasattr(layer, "keys") for layer in layers)
     if attends and not takes(model, "position_ids"):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
     slots = _COUNTS_SLOTS.get(text.model_type)
     if slots and getattr(text, "alibi", True):
         yield f": its {slots} counts slots of the cache, which siblings in a tree cannot share"
+
+
+def _in_states(model: Any, layers: Sequence[Any]) -> Iterator[str]:
+    try:
+        known = set(recurrent_rules(model))
+    except ValueError as error:
+        yield f": {error}"
+        return
+    states = {index for index, layer in enumerate(layers) if hasattr(layer, "conv_states")}
+    own_cache = not model._supports_default_dynamic_cache()
+    if states - known or (not known and (getattr(model, "_is_stateful", False) or own_cache)):
+        yield " keeps a recurrent state in a way that is not written for trees"
+
+
+def _in_caches(model: Any, text: Any, kinds: Sequence[str]) -> Iterator[str]:
+    if unknown := [kind for kind in kinds if kind not in LAYERS]:
+        yield (
+            f" has a cache layer of type {unknown[0]}, which cannot forget rejected tokens or "
+            "takes no tree mask"
+        )
+    for module in model.modules() if "DynamicIndexedLayer" in kinds else ():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and "indexer_position_ids" in code.co_names:
+            yield (
+                f": {type(module).__name__} keeps positions of its own beside the index of the "
+                "cache, which cannot forget rejected tokens"
+            )
+    chunked = getattr(text, "attention_chunk_size", None) is not None
+    if chunked and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
+        yield " has chunked attention in layers that its config does not name in layer_types"
+    if not takes(model, CACHE):
+        yield f".forward takes no {CACHE}: it has no KV cache"
 
 
 def activated_loras(model: Any) -> list[str]:

@@ -19,7 +19,7 @@ FAMILIES = {
     "deepseek_v3": "numbered", "glm4_moe": "numbered", "glm4_moe_lite": "numbered",
     "exaone_moe": "shared", "mellum": "shared", "qwen3_next": "shared", "qwen3_5_text": "shared",
     "qwen3_5_moe_text": "shared", "mimo_v2_flash": "mimo", "ernie4_5_moe": "ernie",
-    "nemotron_h": "nemotron", "longcat_flash": "longcat",
+    "nemotron_h": "nemotron",
 }  # fmt: skip
 NAMES = {
     "numbered": ("model.layers.4.", "model.layers.4.", {"post_norm": "shared_head.norm"}),
@@ -38,16 +38,10 @@ NAMES = {
         {"eh_proj": "0.eh_proj", "enorm": "0.enorm", "hnorm": "0.hnorm",
          "post_norm": "1.final_layernorm"},
     ),
-    "longcat": (
-        "model.mtp.layers.0.", "model.mtp.",
-        {"eh_proj": "layers.0.eh_proj", "enorm": "layers.0.enorm.m", "hnorm": "layers.0.hnorm.m",
-         "post_norm": "norm"},
-    ),
 }  # fmt: skip
 #: Parts of blocks that are called otherwise.
 RENAMED = {
     "mimo": ("post_attention_layernorm", "pre_mlp_layernorm"),
-    "longcat": ("mlp.", "transformer_layer.mlp."),
 }
 
 
@@ -96,8 +90,6 @@ def checkpoint(model_type: str, folder: Path) -> tuple[Any, dict[str, Tensor], M
     if ernie:
         made.layers[0].post_norm.weight = model.model.norm.weight
     stored = released(model_type, made.layers[0])
-    if model_type == "longcat_flash":  # a copy, which is not read
-        stored["model.mtp.embed_tokens.weight"] = torch.full((64, 32), torch.nan)
     tensors = load_file(folder / SINGLE)
     save_file({**tensors, **stored}, folder / SINGLE, metadata={"format": "pt"})
     model.config.name_or_path = model.name_or_path = str(folder)

@@ -21,11 +21,11 @@ from hf_spec.adapters.layer import (
     layers_of,
     left_out,
 )
-from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
+from modeling_patches.patch_method import patch_method
 
 
-@around(BaseTuner, "inject_adapter")
+@patch_method(BaseTuner, "inject_adapter")
 def inject_beside(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Adding an adapter of another type: hf_spec's are not there meanwhile, as PEFT freezes a base
     with the first adapter only."""
@@ -40,7 +40,7 @@ def inject_beside(original: Any, self: Any, model: Any, *args: Any, **kwargs: An
             setattr(base, CONTAINER, ours)
 
 
-@around(PeftAdapterMixin, "set_adapter")
+@patch_method(PeftAdapterMixin, "set_adapter")
 def set_beside_others(original: Any, self: Any, adapter_name: str | list[str]) -> None:
     """`PreTrainedModel.set_adapter`: several adapters, some for drafting, which Transformers would
     refuse to save the others beside, or one with `modules_to_save` or `trainable_token_indices`,
@@ -60,7 +60,7 @@ def set_beside_others(original: Any, self: Any, adapter_name: str | list[str]) -
             module.set_adapter([] if own is None else own)
 
 
-@around(BaseTuner, "_unload_and_optionally_merge")
+@patch_method(BaseTuner, "_unload_and_optionally_merge")
 def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`BaseTuner.unload` and `merge_and_unload`: what they remove are not hf_spec's adapters."""
     model = original(self, *args, **kwargs)
@@ -72,7 +72,7 @@ def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return model
 
 
-@around(PreTrainedModel, "save_pretrained")
+@patch_method(PreTrainedModel, "save_pretrained")
 def save_base(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """`PreTrainedModel.save_pretrained`: the model without adapters of hf_spec, unless one is in
     training, or one of another type is attached by Transformers' methods, which saves it alone.

@@ -30,19 +30,19 @@ from hf_spec.adapters.layer import layer_of, layers_of, name_on_disk
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path
-from modeling_patches.around import around
 from modeling_patches.modules import unwrapped
+from modeling_patches.patch_method import patch_method
 from modeling_patches.weights import placement
 
 
-@around(PeftModel, "from_pretrained")
+@patch_method(PeftModel, "from_pretrained")
 def load_new(original: Any, cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`PeftModel.from_pretrained`, which attaches an adapter before it reads the weights."""
     with unchanged_on_error(unwrapped(model)):
         return original(cls, model, *args, **kwargs)
 
 
-@around(PeftModel, "load_adapter")
+@patch_method(PeftModel, "load_adapter")
 def load_into(
     original: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
@@ -64,7 +64,7 @@ def load_into(
     return result
 
 
-@around(PeftAdapterMixin, "load_adapter")
+@patch_method(PeftAdapterMixin, "load_adapter")
 def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.load_adapter`, which knows no checks of PEFT's tuners."""
     bound = inspect.signature(original).bind(self, *args, **kwargs)

@@ -30,9 +30,9 @@ GROWTH, NODES = 256, 64
 #: Allocates a buffer of the given shape, dtype and device.
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 #: Selects this process's heads from learned states ``(kv_heads, slots, head_dim)``.
-Share = Callable[[Tensor, int], Tensor]
+HeadSelector = Callable[[Tensor, int], Tensor]
 #: A layer's index and ``keys``, ``values`` or ``indexer_keys``.
-Member = tuple[int, str]
+BufferKey = tuple[int, str]
 #: Heads, their dimension, dtype, device and window, which are equal in a buffer.
 Signature = tuple[int, int, torch.dtype, torch.device, int | None]
 
@@ -67,7 +67,7 @@ class AttentionStates:
         self.front = 0  # number of front slots
         self.traced = False  # whether this is what a graph sees, see traced_with
         self.limit: int | None = None
-        self._groups: list[tuple[Tensor, list[Member]]] = []
+        self._groups: list[tuple[Tensor, list[BufferKey]]] = []
         self.allocate_by(allocate)
         #: What :meth:`flat` has made, and for which slots.
         self._flat: tuple[Tensor, dict[tuple[int, int, torch.device], Tensor]] | None = None
@@ -79,7 +79,7 @@ class AttentionStates:
 
     # -- buffers -----------------------------------------------------------------------------
 
-    def buffers(self) -> Iterator[tuple[Tensor, Member]]:
+    def buffers(self) -> Iterator[tuple[Tensor, BufferKey]]:
         """Each buffer ``(batch, kv_heads, front + slots, head_dim)`` with its layer index and what
         it holds."""
         for storage, members in self._groups:
@@ -99,7 +99,7 @@ class AttentionStates:
         then recur, and one holds all layers of equal shape. None: where nothing is compiled."""
         self._new, self._recur = allocate or zeros, allocate is not None
 
-    def allocate(self, kinds: dict[Member, Signature]) -> Iterator[list[Member]]:
+    def allocate(self, kinds: dict[BufferKey, Signature]) -> Iterator[list[BufferKey]]:
         """Allocate buffers for layers' keys and values, one after the other. Gives those of each,
         which the caller fills before the next one is made, and may free what they come from."""
         for (heads, dim, dtype, device, window), members in self._shared(kinds):
@@ -116,9 +116,9 @@ class AttentionStates:
         for _ in self.allocate(kinds):
             pass
 
-    def _shared(self, kinds: dict[Member, Signature]) -> list[tuple[Signature, list[Member]]]:
+    def _shared(self, kinds: dict[BufferKey, Signature]) -> list[tuple[Signature, list[BufferKey]]]:
         """Which of them share a buffer, in the order of their layers."""
-        groups: dict[Signature, list[Member]] = {}
+        groups: dict[Signature, list[BufferKey]] = {}
         for member, kind in kinds.items():
             groups.setdefault(kind, []).append(member)
         parts = []
@@ -138,7 +138,7 @@ class AttentionStates:
         for group in self._groups:
             self._attach(*group)
 
-    def _attach(self, storage: Tensor, members: list[Member]) -> None:
+    def _attach(self, storage: Tensor, members: list[BufferKey]) -> None:
         for view, (index, name) in zip(storage[:, : self.batch_size], members):
             self.layers[index].attach(name, view, self.front)
 
@@ -195,10 +195,12 @@ class AttentionStates:
             self._attach(*self._groups[place])
         self.capacity = capacity
 
-    def _window_of(self, members: list[Member]) -> int | None:
+    def _window_of(self, members: list[BufferKey]) -> int | None:
         return self.windows.get(members[0][0])
 
-    def _enlarged(self, storage: Tensor, members: list[Member], front: int, slots: int) -> Tensor:
+    def _enlarged(
+        self, storage: Tensor, members: list[BufferKey], front: int, slots: int
+    ) -> Tensor:
         """A copy of a buffer with these numbers of front slots and token slots, neither of which
         is smaller than before."""
         shape = (*storage.shape[:3], front + slots, storage.shape[4])
@@ -286,7 +288,7 @@ class AttentionStates:
     # -- as inputs of a graph ----------------------------------------------------------------
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[BufferKey, ...]:
         """The layers' keys and values in the order of :meth:`tensors`."""
         return tuple(member for _, members in self._groups for member in members)
 
@@ -307,7 +309,9 @@ class AttentionStates:
 
     # -- learned states in front -------------------------------------------------------------
 
-    def set_front(self, states: Sequence[tuple[Tensor, Tensor]], own: Share | None = None) -> None:
+    def set_front(
+        self, states: Sequence[tuple[Tensor, Tensor]], own: HeadSelector | None = None
+    ) -> None:
         """Put learned keys and values into the last front slots.
 
         Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,24 +19,22 @@ from hf_spec.core.transfer import sent
 from modeling_patches.recurrences import CONV, Kept, Rule, Step
 
 #: ``conv`` or ``rule``, the layer, and the number of the state in it.
-Place = tuple[str, int, int]
+StateKey = tuple[str, int, int]
 
 
-class Version(NamedTuple):
+class StateSnapshot(NamedTuple):
     """The states that belong to certain lengths of the rows."""
 
     lengths: list[int]
-    tensors: list[Tensor]  # for each group of equal states, (places, batch, ...)
+    tensors: list[Tensor]  # for each group of equal states, (keys, batch, ...)
 
 
 class Committed(NamedTuple):
     """The last step."""
 
-    before: Version  # the states that it began with
-    kept: dict[Place, list[Kept]]  # what it kept of its nodes
+    before: StateSnapshot  # the states that it began with
+    kept: dict[StateKey, Kept]  # what it kept of its nodes
     path: Tensor  # (batch, depth) accepted nodes
-    narrow: set[Place]  # the states of layers that ran on some of the nodes only
-    narrowed: Tensor  # the accepted nodes as these layers number them
 
 
 class RecurrentStates:
@@ -50,20 +49,19 @@ class RecurrentStates:
 
     def __init__(self, rules: dict[int, Rule], batch_size: int):
         self.rules = rules
-        self.groups: list[list[Place]] = []
-        self.version = Version([0] * batch_size, [])
+        self.groups: list[list[StateKey]] = []
+        self.snapshot = StateSnapshot([0] * batch_size, [])
         self.visible = torch.empty(0, device="cpu")  # which nodes each node of the block sees
         #: Whether the running forward is one token per row, for which layers run their own code on
         #: copies of the states.
         self.plain = False
         self._steps: dict[torch.device, Step] = {}
-        self._kept: dict[Place, list[Kept]] = {}
-        self._index: dict[Place, tuple[int, int]] = {}
-        self._narrowed: set[Place] = set()
-        self._running, self._calls = (0, 0), 0
+        self._kept: dict[StateKey, Kept] = {}
+        self._index: dict[StateKey, tuple[int, int]] = {}
+        self._running = 0, 0
         self._device = torch.device("cpu")
         self._last: Committed | None = None
-        self._prompt: Version | None = None
+        self._prompt: StateSnapshot | None = None
         self._traced = False
 
     # -- taking over and giving back -----------------------------------------------------------
@@ -71,26 +69,26 @@ class RecurrentStates:
     def take_over(self, layers: Sequence[Any], lengths: list[int]) -> None:
         """Take over the states of Transformers' cache layers, which keep none of them."""
         self.beside_keys = any(getattr(layer, "keys", None) is not None for layer in layers)
-        found: dict[Hashable, list[tuple[Place, Tensor]]] = {}
-        for place, state in stock_states(layers):
-            kind = self._rule(place), state.shape[1:], state.dtype, state.device
-            found.setdefault(kind, []).append((place, state))
-        self.groups = [[place for place, _ in members] for members in found.values()]
+        found: dict[Hashable, list[tuple[StateKey, Tensor]]] = {}
+        for key, state in stock_states(layers):
+            kind = self._rule(key), state.shape[1:], state.dtype, state.device
+            found.setdefault(kind, []).append((key, state))
+        self.groups = [[key for key, _ in members] for members in found.values()]
         self._index = {
-            place: (group, index)
-            for group, places in enumerate(self.groups)
-            for index, place in enumerate(places)
+            key: (group, index)
+            for group, keys in enumerate(self.groups)
+            for index, key in enumerate(keys)
         }
         # All states have one layout, as code is compiled for each.
         stacked = [
             torch.stack([state for _, state in members]).contiguous() for members in found.values()
         ]
-        self.version = Version(lengths, stacked)
+        self.snapshot = StateSnapshot(lengths, stacked)
 
-    def states(self) -> Iterator[tuple[Place, Tensor]]:
+    def states(self) -> Iterator[tuple[StateKey, Tensor]]:
         """Each state, ``(batch, ...)``."""
-        for places, tensor in zip(self.groups, self.version.tensors):
-            yield from zip(places, tensor)
+        for keys, tensor in zip(self.groups, self.snapshot.tensors):
+            yield from zip(keys, tensor)
 
     # -- a block, as layers see it -------------------------------------------------------------
 
@@ -98,7 +96,7 @@ class RecurrentStates:
         """Open a block, ``visible`` as of :class:`Step`, ``first`` nodes of which were forwarded
         earlier in this step."""
         self.visible, self._steps = visible, {}
-        self.plain, self._last, self._narrowed = plain, None, set()
+        self.plain, self._last = plain, None
         if not first:
             self._kept = {}
 
@@ -110,131 +108,98 @@ class RecurrentStates:
             self._steps[device] = Step(self.visible.to(device), False if self._traced else None)
         return self._steps[device]
 
-    def narrow(self, rows: Tensor) -> None:
-        """Keep only these nodes, ``(batch, n)``, in the layers that are yet to run."""
-        rows = rows.to(self.visible.device)
-        some = self.visible.gather(1, rows[:, :, None].expand(-1, -1, self.visible.shape[2]))
-        self.visible = some.gather(2, rows[:, None].expand(-1, rows.shape[1], -1))
-        self._steps = {}
-        self._narrowed = set(self._index) - set(self._kept)
-
     def run_next(self, layer: int, number: int = 0) -> None:
         """The rules that run next are those of this layer and state."""
-        self._running, self._calls = (layer, number), 0
+        self._running = layer, number
 
     def copy(self, kind: str, layer: int, number: int) -> Tensor | None:
         """A copy of a state for the running layer's own code; None if the layer has no such state,
         or runs by a rule instead."""
-        place = kind, layer, number
-        if not self.plain or place not in self._index:
+        key = kind, layer, number
+        if not self.plain or key not in self._index:
             return None
-        state = self._state(place).clone()
-        self._kept[place] = [{"state": state}]
+        state = self._state(key).clone()
+        self._kept[key] = {"state": state}
         return state
 
     def append(self, layer: int, number: int, inputs: Tensor) -> None:
         """What a plain step adds to the inputs ``(batch, channels, n)`` of a convolution."""
         before = self._state(("conv", layer, number))
         state = torch.cat([before, inputs.to(before.dtype)], -1)[..., -before.shape[-1] :]
-        self._kept["conv", layer, number] = [{"state": state}]
+        self._kept["conv", layer, number] = {"state": state}
 
     def replace(self, layer: int, number: int, state: Tensor) -> None:
         """What a plain step makes of a recurrent state."""
-        self._kept["rule", layer, number] = [{"state": state}]
+        self._kept["rule", layer, number] = {"state": state}
 
     def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See :class:`modeling_patches.linear_attention.States`."""
-        place = (rule.kind, *self._running)
-        call = self._calls if rule.kind == "rule" else 0
-        state = self._state(place)
+        key = (rule.kind, *self._running)
+        state = self._state(key)
         self._device = state.device
-        if state.ndim > rule.state_ndim:  # a call per head
-            state = state[:, call]
-        kept = self._kept.get(place, [])
-        earlier = kept[call] if self.step.old and len(kept) > call else None
-        out, new = rule.run(state, self.step, earlier, *args, **kwargs)
-        self._kept[place] = [*kept[:call], new, *kept[call + 1 :]]
-        self._calls += rule.kind == "rule"
+        earlier = self._kept.get(key) if self.step.old else None
+        out, self._kept[key] = rule.run(state, self.step, earlier, *args, **kwargs)
         return out, state
 
-    def _rule(self, place: Place) -> Rule:
-        return CONV if place[0] == "conv" else self.rules[place[1]]
+    def _rule(self, key: StateKey) -> Rule:
+        return CONV if key[0] == "conv" else self.rules[key[1]]
 
-    def _state(self, place: Place) -> Tensor:
-        if place not in self._index:
-            raise RuntimeError(f"no state of layer {place[1]} was taken over from the prompt.")
-        group, index = self._index[place]
-        return self.version.tensors[group][index]
+    def _state(self, key: StateKey) -> Tensor:
+        if key not in self._index:
+            raise RuntimeError(f"no state of layer {key[1]} was taken over from the prompt.")
+        group, index = self._index[key]
+        return self.snapshot.tensors[group][index]
 
     # -- after a step --------------------------------------------------------------------------
 
-    def commit(
-        self, before: list[int], counts: Sequence[int], path: Tensor, narrowed: Tensor
-    ) -> None:
-        """Advance the states by ``counts`` nodes of each row's accepted path, where rows had the
-        lengths ``before`` the step; ``narrowed`` is ``path`` ``(batch, depth)`` among the nodes
-        that deeper layers have kept."""
-        missing = [place for place in self._index if place not in self._kept]
+    def commit(self, before: list[int], counts: Sequence[int], path: Tensor) -> None:
+        """Advance the states by ``counts`` nodes of each row's accepted path ``(batch, depth)``,
+        where rows had the lengths ``before`` the step."""
+        missing = [key for key in self._index if key not in self._kept]
         if missing and any(counts):
             raise RuntimeError(
                 f"layer {missing[0][1]} has a state that this step did not advance: it runs code "
                 "that is not known."
             )
-        start = Version(before, self.version.tensors)
-        last = Committed(start, self._kept, path, self._narrowed, narrowed)
+        start = StateSnapshot(before, self.snapshot.tensors)
+        last = Committed(start, self._kept, path)
         lengths = [length + count for length, count in zip(before, counts)]
-        self._last, self.version = last, Version(lengths, self._advanced(last, counts))
+        self._last, self.snapshot = last, StateSnapshot(lengths, self._advanced(last, counts))
 
     def _advanced(self, last: Committed, counts: Sequence[int]) -> list[Tensor]:
         """The states after so many nodes of each row's path."""
         if not any(counts):
             return last.before.tensors
         found = []
-        for places, states in zip(self.groups, last.before.tensors):
+        for keys, states in zip(self.groups, last.before.tensors):
             count = sent(list(counts), states.device)
-            whole, narrowed = (
-                path[:, : max(counts)].to(states.device) for path in (last.path, last.narrowed)
-            )
-            # Layers behind the one where nodes were dropped number them anew; they come last.
-            first = sum(place not in last.narrow for place in places)
-            parts = [
-                self._advance(places[some], states[some], last, path, count)
-                for some, path in ((slice(first), whole), (slice(first, None), narrowed))
-                if places[some]
-            ]
-            found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+            path = last.path[:, : max(counts)].to(states.device)
+            found.append(self._advance(keys, states, last, path, count))
         return found
 
     def _advance(
-        self, places: list[Place], states: Tensor, last: Committed, path: Tensor, count: Tensor
+        self, keys: list[StateKey], states: Tensor, last: Committed, path: Tensor, count: Tensor
     ) -> Tensor:
-        """Advance the states ``(places, batch, ...)`` of layers that are alike."""
-        kept = [last.kept[place] for place in places]
-        if "state" in kept[0][0]:
-            ends = torch.stack([calls[0]["state"] for calls in kept]).to(states.dtype)
+        """Advance the states ``(keys, batch, ...)`` of layers that are alike."""
+        kept = [last.kept[key] for key in keys]
+        if "state" in kept[0]:
+            ends = torch.stack([one["state"] for one in kept]).to(states.dtype)
             return torch.where((count > 0).view(1, -1, *[1] * (states.ndim - 2)), ends, states)
-        rule = self._rule(places[0])
         # Layers become rows of the batch.
+        flat = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
         paths, counts = path.repeat(len(kept), 1), count.repeat(len(kept))
-        split = states.ndim - 1 > rule.state_ndim  # a call per head
-        parts = []
-        for call in range(len(kept[0])):
-            flat = {
-                name: torch.cat([calls[call][name] for calls in kept]) for name in kept[0][call]
-            }
-            state = (states[:, :, call] if split else states).flatten(0, 1)
-            parts.append(rule.advance(state, flat, paths, counts).unflatten(0, states.shape[:2]))
-        return torch.stack(parts, 2) if split else parts[0]
+        ends = self._rule(keys[0]).advance(states.flatten(0, 1), flat, paths, counts)
+        return ends.unflatten(0, states.shape[:2])
 
     def repair(self, lengths: list[int]) -> list[int]:
         """Make the states those of these lengths after an exception, which may have left the keys'
         lengths behind; return the lengths that both have then."""
         last = self._last
-        if not self.groups or self.version.lengths == lengths:
+        if not self.groups or self.snapshot.lengths == lengths:
             return lengths
         if last is not None and last.before.lengths == lengths:  # in a commit
-            self.version, self._last = last.before, None
-        return self.version.lengths
+            self.snapshot, self._last = last.before, None
+        return self.snapshot.lengths
 
     def settle(self) -> None:
         """Forget the last step, whose nodes' rows take more memory than the states."""
@@ -242,22 +207,22 @@ class RecurrentStates:
 
     def remember(self) -> None:
         """Remember these states, so that rows can be cut to their present lengths later."""
-        self._prompt = self.version  # whose tensors never change
+        self._prompt = self.snapshot  # whose tensors never change
 
     def reachable(self, lengths: list[int]) -> list[int]:
         """The greatest lengths up to these that rows can be cut to."""
         if not self.groups:
             return lengths
-        last = self.version if self._last is None else self._last.before
+        last = self.snapshot if self._last is None else self._last.before
         prompt = [0] * len(lengths) if self._prompt is None else self._prompt.lengths
         return [
             min(length, now) if length >= start else end if length >= end else 0
-            for length, now, start, end in zip(lengths, self.version.lengths, last.lengths, prompt)
+            for length, now, start, end in zip(lengths, self.snapshot.lengths, last.lengths, prompt)
         ]
 
     def cut(self, lengths: list[int]) -> None:
         """Cut rows to lengths that are reachable."""
-        if not self.groups or lengths == self.version.lengths:
+        if not self.groups or lengths == self.snapshot.lengths:
             return
         prompt, (known, tensors) = self._prompt, self._shortened(lengths)
         rows = [row for row, (new, now) in enumerate(zip(lengths, known)) if new < now]
@@ -268,12 +233,12 @@ class RecurrentStates:
                 tensor[:, row] = prompt.tensors[index][:, row] if lengths[row] and prompt else 0
         if prompt is not None:  # what comes after a shorter start is another prompt
             ends = [end if new >= end else 0 for new, end in zip(lengths, prompt.lengths)]
-            self._prompt = Version(ends, prompt.tensors)
-        self.version, self._last = Version(list(lengths), tensors), None
+            self._prompt = StateSnapshot(ends, prompt.tensors)
+        self.snapshot, self._last = StateSnapshot(list(lengths), tensors), None
 
-    def _shortened(self, lengths: list[int]) -> Version:
+    def _shortened(self, lengths: list[int]) -> StateSnapshot:
         """The states in which rows that end within the last step have these lengths."""
-        last, now = self._last, self.version
+        last, now = self._last, self.snapshot
         if last is None:
             return now
         old = last.before.lengths
@@ -283,13 +248,13 @@ class RecurrentStates:
         if known == now.lengths:
             return now
         counts = [new - start for new, start in zip(known, old)]
-        return Version(known, self._advanced(last, counts))
+        return StateSnapshot(known, self._advanced(last, counts))
 
     # -- rows ----------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows in this order; they may repeat."""
-        self.version = _selected(self.version, rows)
+        self.snapshot = _selected(self.snapshot, rows)
         self._prompt = None if self._prompt is None else _selected(self._prompt, rows)
         self.settle()
 
@@ -304,13 +269,13 @@ class RecurrentStates:
         return tuple(map(tuple, self.groups)), self.plain
 
     def tensors(self) -> list[Tensor]:
-        return self.version.tensors
+        return self.snapshot.tensors
 
     def traced_with(self, tensors: Iterable[Tensor], visible: Tensor) -> Self:
         """The same with other :meth:`tensors`, as a graph sees them, in a block."""
         own = copy.copy(self)
-        own.version = Version([], list(tensors))
-        own._traced, own._kept, own._narrowed = True, {}, set()
+        own.snapshot = StateSnapshot([], list(tensors))
+        own._traced, own._kept = True, {}
         own.visible, own._steps = visible, {}
         return own
 
@@ -318,32 +283,25 @@ class RecurrentStates:
         """What the step has kept, as results of a graph; empty tensors for skipped layers."""
         kept = self._kept
         return [
-            kept[place][call][name] if place in kept else self._state(place).new_empty(0)
-            for place, call, name in self._names()
+            kept[key][name] if key in kept else self._state(key).new_empty(0)
+            for key, name in self._names()
         ]
 
     def set_kept(self, tensors: Sequence[Tensor]) -> None:
         """Take over :meth:`kept_tensors` of a graph."""
         self._kept = {}
-        for (place, call, name), tensor in zip(self._names(), tensors):
-            if not tensor.numel():
-                continue
-            calls = self._kept.setdefault(place, [])
-            if len(calls) == call:
-                calls.append({})
-            calls[call][name] = tensor
+        for (key, name), tensor in zip(self._names(), tensors):
+            if tensor.numel():
+                self._kept.setdefault(key, {})[name] = tensor
 
-    def _names(self) -> Iterator[tuple[Place, int, str]]:
-        for places, tensor in zip(self.groups, self.version.tensors):
-            for place in places:
-                rule = self._rule(place)
-                split = tensor.ndim - 1 > rule.state_ndim and not self.plain
-                names = ("state",) if self.plain else rule.keeps
-                for call in range(tensor.shape[2] if split else 1):
-                    yield from ((place, call, name) for name in names)
+    def _names(self) -> Iterator[tuple[StateKey, str]]:
+        for key in chain.from_iterable(self.groups):
+            yield from (
+                (key, name) for name in (("state",) if self.plain else self._rule(key).keeps)
+            )
 
 
-def stock_states(layers: Sequence[Any]) -> Iterator[tuple[Place, Tensor]]:
+def stock_states(layers: Sequence[Any]) -> Iterator[tuple[StateKey, Tensor]]:
     """The states of Transformers' cache layers, ``(batch, ...)`` each."""
     for index, layer in enumerate(layers):
         for kind, name in (("conv", "conv_states"), ("rule", "recurrent_states")):
@@ -352,6 +310,6 @@ def stock_states(layers: Sequence[Any]) -> Iterator[tuple[Place, Tensor]]:
                     yield (kind, index, number), state
 
 
-def _selected(version: Version, rows: Sequence[int]) -> Version:
-    tensors = [tensor.index_select(1, sent(rows, tensor.device)) for tensor in version.tensors]
-    return Version([version.lengths[row] for row in rows], tensors)
+def _selected(snapshot: StateSnapshot, rows: Sequence[int]) -> StateSnapshot:
+    tensors = [tensor.index_select(1, sent(rows, tensor.device)) for tensor in snapshot.tensors]
+    return StateSnapshot([snapshot.lengths[row] for row in rows], tensors)

@@ -95,7 +95,7 @@ def states_before(model: Any, batch_size: int) -> RecurrentStates | None:
     states = RecurrentStates(rules, 1)
     # The model's own code makes states of its shapes.
     states.take_over(one_token(model).layers, [0])
-    for tensor in states.version.tensors:
+    for tensor in states.snapshot.tensors:
         tensor.zero_()
     states.select([0] * batch_size)
     return states

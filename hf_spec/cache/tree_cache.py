@@ -192,8 +192,6 @@ class TreeCache(StatefulCache):
         assert self.block is not None
         slots = self.lengths[:, None] + self.block.first + rows.to(self.lengths.device)
         self.block = self.block._replace(slots=slots)
-        if self.recurrent is not None:
-            self.recurrent.narrow(rows)
 
     def commit(
         self, counts: Sequence[int], path: Tensor | None = None, slots: Tensor | None = None,
@@ -215,7 +213,7 @@ class TreeCache(StatefulCache):
         if path is not None:
             places = path if slots is None else slots.gather(1, path.to(slots.device))
             if self.recurrent is not None:
-                self.recurrent.commit(self.host_lengths, counts, places, path)
+                self.recurrent.commit(self.host_lengths, counts, places)
             if not moved:
                 self.states.move(self.lengths, places)
         self.block = None
@@ -309,26 +307,16 @@ class TreeCache(StatefulCache):
         """Remove the last ``-tokens_to_remove`` tokens of every row (a number <= 0).
 
         Raises:
-            ValueError: if the number is positive, removes more tokens than the shortest row has,
-                or leaves a sliding window without tokens that it needs.
+            ValueError: if the number is positive, or a row cannot be cut there.
         """
         self.count_appended()
-        if tokens_to_remove > 0 or -tokens_to_remove > min(self.host_lengths):
-            raise ValueError(
-                f"crop({tokens_to_remove}): give a number from -{min(self.host_lengths)} (the "
-                "shortest row) to 0, the tokens to remove."
-            )
         lengths = [length + tokens_to_remove for length in self.host_lengths]
-        if self.recurrent is not None and self.recurrent.reachable(lengths) != lengths:
+        reached = self.reachable(lengths)
+        if tokens_to_remove > 0 or reached != lengths:
             raise ValueError(
-                f"crop({tokens_to_remove}): a recurrent state holds all tokens at once and can be "
-                "taken back to the end of the prompt. Start without a cache."
-            )
-        if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
-            raise ValueError(
-                f"crop({tokens_to_remove}): a sliding window has dropped earlier tokens, or the "
-                f"states depend on more than tokens ({', '.join(self.inputs) or 'no'}), so "
-                f"that rows of {self.host_lengths} tokens cannot be cut below {self._floor}. "
+                f"crop({tokens_to_remove}): rows of {self.host_lengths} tokens can be cut to "
+                f"{reached}. A sliding window drops tokens, a recurrent state holds all at once, "
+                f"and states may depend on more than tokens ({', '.join(self.inputs) or 'no'}). "
                 "Remove fewer, or start without a cache."
             )
         self.truncate(lengths)

@@ -21,24 +21,11 @@ class ProbeGroup:
 
     Args:
         offsets: positions after the node, from 1; a probe at offset d predicts the token at d + 1.
-        visible: ``visible[q][k]``: probe q attends to probe k of its group.
-
-    Raises:
-        ValueError: if an offset is below 1, or a probe does not see itself.
+        visible: ``visible[q][k]``: probe q attends to probe k of its group, and to itself.
     """
 
     offsets: tuple[int, ...]
     visible: tuple[tuple[bool, ...], ...]
-
-    def __post_init__(self) -> None:
-        size = len(self.offsets)
-        if min(self.offsets, default=1) < 1:
-            raise ValueError(f"offsets={self.offsets}: a probe stands behind its node, from 1.")
-        square = len(self.visible) == size and all(len(row) == size for row in self.visible)
-        if not square or not all(self.visible[i][i] for i in range(size)):
-            raise ValueError(
-                f"visible must be {size} x {size} for {size} probes, with True on the diagonal."
-            )
 
     def __len__(self) -> int:
         return len(self.offsets)

@@ -14,8 +14,8 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.call_sequences import Sequences
-from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import prompt_ids
 from hf_spec.decoding.outputs import SpecGenerateOutput
 from hf_spec.decoding.prefill import prefill, real_tokens
@@ -73,16 +73,16 @@ def decode(
     watch = Stopwatch(stats, model.device, ranks.same)
     allocate = None if graphs is None else graphs.allocate
     given, rules = model_kwargs.get(CACHE), recurrent_rules(model)
-    handover = Handover(given, sequences, wants, allocate, rules)
+    owner = CacheOwner(given, sequences, wants, allocate, rules)
     with ExitStack() as stack:
-        stack.callback(handover.give_back)  # also after an error or interrupt
+        stack.callback(owner.give_back)  # also after an error or interrupt
         scorer = Scorer(logits_processor, sequences)
-        steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, handover, watch)
+        steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, owner, watch)
         prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
         _take_all(steps, synced_gpus)
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
-        past = handover.give_back()
+        past = owner.give_back()
     steps.finish()
     watch.step(last=True)
     if steps.earlier is None:
@@ -101,11 +101,11 @@ def decode(
 
 def _after_prompt(
     strategy: Strategy, config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any],
-    scorer: Scorer, handover: Handover, watch: Stopwatch,
+    scorer: Scorer, owner: CacheOwner, watch: Stopwatch,
 ) -> Steps:  # fmt: skip
     """Run the prompt and take the first token of each row."""
     model, drafter, graphs = strategy.model, strategy.drafter, strategy.graphs
-    rollouts, earlier, sequences = strategy.options.history, None, handover.sequences
+    rollouts, earlier, sequences = strategy.options.history, None, owner.sequences
     if rollouts is not None:
         earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
     seeds = None if earlier is None else earlier.seeds
@@ -113,7 +113,7 @@ def _after_prompt(
     acceptance = kind(config, strategy.options, scorer, seeds)
     with watch.phase("forward"):
         prefilled = strategy.run(
-            prefill, model, input_ids, config, model_kwargs, handover, drafter, drafter.reads,
+            prefill, model, input_ids, config, model_kwargs, owner, drafter, drafter.reads,
             graphs,
         )  # fmt: skip
     cache = prefilled.target.cache
@@ -128,7 +128,7 @@ def _after_prompt(
         draft_cost=policy.draft_cost, noise=acceptance.noise,
         lookups=BatchLookup(Limits(), sequences.tokens, history) if strategy.lookup else None,
     )  # fmt: skip
-    steps = Steps(state, strategy, acceptance, policy, watch, handover, history, earlier)
+    steps = Steps(state, strategy, acceptance, policy, watch, owner, history, earlier)
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
     if getattr(config, "_warms_up", False):
@@ -138,12 +138,12 @@ def _after_prompt(
 
 def _take_all(steps: Steps, synced: bool) -> None:
     """Take steps until all rows are finished; ``synced``: until those of all ranks are."""
-    state, strategy, handover = steps.state, steps.strategy, steps.handover
+    state, strategy, owner = steps.state, steps.strategy, steps.owner
     model, powers_of_two = strategy.model, strategy.graphs is not None
     nested = any(
         isinstance(one, (list, tuple, dict)) and one for one in state.target.model_kwargs.values()
     )
-    shrinks = not (strategy.rows_stay or handover.wanted or nested)
+    shrinks = not (strategy.rows_stay or owner.wanted or nested)
     while model._has_unfinished_sequences(not any(state.active), synced, model.device):
         if not any(state.active):
             strategy.run(steps.join)

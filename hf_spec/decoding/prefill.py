@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import sent
-from hf_spec.decoding.continued import begin_rope, check_gaps, new_tokens
-from hf_spec.decoding.handover import Handover
+from hf_spec.decoding.cache_owner import CacheOwner
+from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
@@ -30,7 +30,6 @@ from hf_spec.model.instructions import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
-from modeling_patches.linear_attention import loses_state
 from modeling_patches.per_call import Changes
 
 
@@ -58,7 +57,7 @@ def prefill(
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    handover: Handover,
+    owner: CacheOwner,
     drafter: Drafter | None,
     reads: Reads,
     graphs: Graphs | None = None,
@@ -71,11 +70,11 @@ def prefill(
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
     probes = None if drafter is None else drafter.probe_inputs
-    prompt = _Prompt(model, input_ids, config, model_kwargs, handover, probes, reads, graphs)
-    continued = isinstance(handover.given, TreeCache)
+    prompt = _Prompt(model, input_ids, config, model_kwargs, owner, probes, reads, graphs)
+    continued = isinstance(owner.given, TreeCache)
     found = prompt.run_as_trees() if continued else prompt.run_by_transformers()
-    handover.begin(found.target.cache)
-    begin_rope(found.target, handover)
+    owner.begin(found.target.cache)
+    begin_rope(found.target, owner)
     return found
 
 
@@ -87,46 +86,45 @@ class _Prompt:
     input_ids: Tensor
     config: GenerationConfig
     model_kwargs: dict[str, Any]
-    handover: Handover
+    owner: CacheOwner
     probe_inputs: ProbeInputs | None
     reads: Reads
     graphs: Graphs | None
 
     def __post_init__(self) -> None:
-        sequences, given = self.handover.sequences, (self.model, self.input_ids, self.model_kwargs)
+        sequences, given = self.owner.sequences, (self.model, self.input_ids, self.model_kwargs)
         self.first, self.later = PromptInputs.of(*given), LaterInputs.of(*given)
         self.budget = sequences.max_length - sequences.width
         mask = self.mask = self.model_kwargs.get("attention_mask")
         self.real = None if mask is None else mask.bool()
         columns = self.budget + (sequences.width if mask is None else mask.shape[1])
-        continued = isinstance(self.handover.given, TreeCache)
+        continued = isinstance(self.owner.given, TreeCache)
         self.gaps = check_gaps(self.model, self.real, continued, columns)
 
     def run_as_trees(self) -> Prefilled:
         """Append the new tokens to a continued ``TreeCache``."""
-        handover, cache = self.handover, self.handover.given
-        rows = new_tokens(handover, self.mask, self.config, self.model)
+        owner, cache = self.owner, self.owner.given
+        rows = new_tokens(owner, self.mask, self.config, self.model)
         new = list(map(len, rows))
         self.first.check_tokens_alone(self.later, new, cache.generated)
-        if handover.allocate is None:
+        if owner.allocate is None:
             cache.states.allocate_by(None)
         else:
-            cache.states.rehouse(handover.allocate)
+            cache.states.rehouse(owner.allocate)
         lengths = [length + count for length, count in zip(cache.host_lengths, new)]
         cache.states.limit = max(lengths) + self.budget
         target = self._target(cache, sent(lengths, cache.lengths.device), self.later)
         if target.rope is not None:
-            target.rope.move(max(lengths))
+            target.rope.length = max(lengths)
         return append(target, rows)
 
     def run_by_transformers(self) -> Prefilled:
         """Run the prompt as plain generation does, and take over its cache."""
-        model, handover, reads = self.model, self.handover, self.reads
-        if handover.given is not None:
-            check_packable(handover.given)
-            if handover.filled is not None:
+        model, owner, reads = self.model, self.owner, self.reads
+        if owner.given is not None:
+            check_packable(owner.given)
+            if owner.filled is not None:
                 _check_alone(self.input_ids, self.real)
-            _check_state_stays(model, handover.given, self.input_ids, self.config, self.mask)
         run, chunks = model._prefill, []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
             changes = Changes()
@@ -140,7 +138,7 @@ class _Prompt:
         hidden, following = _read(reads, chunks, self.input_ids, self.real)
         chunks.clear()
         front = 0 if self.probe_inputs is None else self.probe_inputs.num_front
-        cache = handover.take_over(source, self.real, self.budget, front, logits)
+        cache = owner.take_over(source, self.real, self.budget, front, logits)
         later = LaterInputs.of(model, self.input_ids, self.model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(self.first.once(later) + self.gaps)
@@ -176,31 +174,6 @@ def _check_alone(input_ids: Tensor, real: Tensor | None) -> None:
             f"a DynamicCache as {CACHE} with {what}: strategies go on with one of a single row "
             "without padding. Leave it out, and give the TreeCache that a call with "
             f"return_dict_in_generate=True returns as {CACHE} of the next."
-        )
-
-
-def _check_state_stays(
-    model: Any, given: DynamicCache, input_ids: Tensor, config: GenerationConfig,
-    mask: Tensor | None,
-) -> None:  # fmt: skip
-    """Refuse prompts in which Transformers loses a recurrent state."""
-    if not loses_state(model):
-        return
-    width = input_ids.shape[1]
-    known = (getattr(layer, "has_previous_state", {}).values() for layer in given.layers)
-    continued = any(map(any, known))
-    whole = mask is None or mask.shape[1] == width
-    keyed = any(getattr(layer, "keys", None) is not None for layer in given.layers)
-    new = width - given.get_seq_length() if continued and whole and keyed else width
-    chunk = config.prefill_chunk_size or max(new, 1)
-    # The first forward may be of any size if no state is there before it.
-    sizes = [min(chunk, new - start) for start in range(0, new, chunk)][0 if continued else 1 :]
-    if any(size > 1 for size in sizes):
-        what = f"prefill_chunk_size={chunk}" if chunk < new else f"a DynamicCache as {CACHE}"
-        raise ValueError(
-            f"{what}: {type(model).__name__} loses its recurrent state where a forward of several "
-            "tokens continues it, in plain generation, too. Give the whole prompt at once without "
-            "a cache, or with the TreeCache that a call with assistant_strategy returned."
         )
 
 

@@ -27,8 +27,8 @@ from hf_spec.core.memory import memory
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.call_sequences import Sequences
-from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.hidden_states import Reads, output_logits, taken
@@ -42,17 +42,9 @@ from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, empty_cache
 from modeling_patches.weights import placement
 
-#: The root with two children, of which the second has a child; the same in another order; and the
-#: longest path alone. Each with the nodes of the first tree that its nodes are.
-_TREE = TokenTree.from_paths([[0], [1], [1, 0]])
-_TREES = (
-    (TokenTree((-1, 0, 1, 0)), [0, 2, 3, 1]), (TokenTree((-1, 0, 1)), [0, 2, 3]),
-    (_TREE, [0, 1, 2, 3]),
-)  # fmt: skip
-#: What plain generation decodes instead: these nodes in turn. The second path is also what pruning
-#: leaves, and what is committed; the root follows it once more.
-_FORCED = [0, 1, 1, 0], [0, 2, 3, 0]
-_PATH = _FORCED[1][:3]
+#: The root with two children, of which the second has a child; and the path there, which plain
+#: generation decodes, which pruning leaves, and which is committed. The root follows it once more.
+_TREE, _PATH = TokenTree.from_paths([[0], [1], [1, 0]]), [0, 2, 3]
 _PROMPT, _PADDING = 8, 3
 #: Number of verdicts that are kept for a model.
 KEPT = 64
@@ -174,10 +166,8 @@ class Trial:
         """The tree forward that continues the prompts; see :func:`prefill`."""
         inputs = self._inputs()
         sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
-        handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
-        return prefill(
-            self.model, self.prompt, self.config, inputs, handover, drafter, reads
-        ).target
+        owner = CacheOwner(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
+        return prefill(self.model, self.prompt, self.config, inputs, owner, drafter, reads).target
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
         """What is wrong if the error, which is the largest relative one, is too large.
@@ -187,46 +177,39 @@ class Trial:
             reads: whether final states must be the inputs of the output embeddings.
         """
         model, rows, device = self.model, len(self.nodes), self.nodes.device
-        (root, first, *_), (_, second, third, again) = self._plain()
-        expected = torch.stack([root, first, second, third], 1)
-        errors = []
-        reads_last = Reads("last" if reads else None)
-        target = self._target(drafter, reads_last)
+        *path, again = self._plain()
+        expected = torch.stack(path, 1)
+        target = self._target(drafter, Reads("last" if reads else None))
         if drafter is not None and drafter.drafting is not None:
             for node in range(2):
                 chain = Tree.chain(self.nodes[:, : node + 1])
                 target(chain, first=node, changes=drafter.drafting)
             target.cache.rollback()
-        for shape, nodes in _TREES:
-            tree = Tree.of_shapes([shape] * rows, device).with_tokens(self.nodes[:, nodes])
-            if drafter is not None and drafter.probe_inputs is not None:
-                probes = len(drafter.probe_inputs.embeddings)
-                tree = tree.attach_probes(ProbeGroup.causal(probes))
-            output = target(tree)
-            if output.hidden is not None:
-                hidden = output.hidden[:, : tree.num_tokens]
-                error = _disagreement(output_logits(model, hidden), output.logits)
-                if not error <= tolerance(self.dtypes):
-                    return _NO_STATES, error
-            errors.append(_error(output.logits, expected[:, nodes]))
-        path = _PATH
+        tree = Tree.of_shapes([_TREE] * rows, device).with_tokens(self.nodes)
+        if drafter is not None and drafter.probe_inputs is not None:
+            probes = len(drafter.probe_inputs.embeddings)
+            tree = tree.attach_probes(ProbeGroup.causal(probes))
+        output = target(tree)
+        if output.hidden is not None:
+            hidden = output.hidden[:, : tree.num_tokens]
+            error = _disagreement(output_logits(model, hidden), output.logits)
+            if not error <= tolerance(self.dtypes):
+                return _NO_STATES, error
+        accepted, errors = _PATH, [_error(output.logits[:, _PATH], expected)]
         if drafter is not None and drafter.pruning is not None:
             output = target(tree, pruning=_Pruning(drafter.pruning.layer))
-            path = [*range(len(_PATH))]
-            errors.append(_error(output.logits, expected[:, _PATH]))
+            accepted = [*range(len(_PATH))]
+            errors.append(_error(output.logits, expected))
         # The cache must then hold the accepted path as if it had been forwarded alone.
-        accepted = torch.tensor([path] * rows, device=device)
-        target.cache.commit([len(path)] * rows, accepted, output.tree.slots)
+        nodes = torch.tensor([accepted] * rows, device=device)
+        target.cache.commit([len(accepted)] * rows, nodes, output.tree.slots)
         errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
-    def _plain(self) -> list[list[Tensor]]:
-        """Plain generation's logits ``(rows, vocab)`` after each node of each of ``_FORCED``."""
-        return [list(self._logits_along(self.nodes[:, path])) for path in _FORCED]
-
-    def _logits_along(self, forced: Tensor) -> Sequence[Tensor]:
-        """Plain generation's logits after each of these tokens ``(rows, n)``."""
-        changes = Changes()
+    def _plain(self) -> Sequence[Tensor]:
+        """Plain generation's logits ``(rows, vocab)`` after each node of the path, and after the
+        root once more."""
+        forced, changes = self.nodes[:, [*_PATH, 0]], Changes()
         changes.before(decoder_of(self.model), self._note_dtype)
 
         def force(ids: Tensor, scores: Tensor) -> Tensor:

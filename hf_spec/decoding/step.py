@@ -12,9 +12,9 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.continued import advance_rope
+from hf_spec.decoding.cache_owner import CacheOwner
+from hf_spec.decoding.cache_reuse import advance_rope
 from hf_spec.decoding.device_step import DeviceStep
-from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import History, merged
 from hf_spec.drafting.rollouts import Earlier
@@ -32,7 +32,7 @@ class Steps:
     acceptance: Acceptance
     policy: StepPolicy
     watch: Stopwatch
-    handover: Handover
+    owner: CacheOwner
     history: History | None
     earlier: Earlier | None
 
@@ -71,7 +71,7 @@ class Steps:
                 self.strategy.run(drafter.advance, result, ran.output.read(drafter.reads, result))
             state.grown = Grown(found[0], numbers, found[1:]) if found and grows else None
         seconds = watch.step()
-        streamer = self.handover.sequences.streamer
+        streamer = self.owner.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
             streamer.see_step(ran.output.tree, host)
         if not repeats:
@@ -122,7 +122,7 @@ class Steps:
     def finish(self) -> None:
         """Once the call is over: leave to later calls what they can use, and report."""
         state, drafter, noise = self.state, self.strategy.drafter, self.acceptance.noise
-        sequences, graphs = self.handover.sequences, self.strategy.graphs
+        sequences, graphs = self.owner.sequences, self.strategy.graphs
         if self.history is not None:
             self.history.add(sequences.answers)
         if self.earlier is not None:
@@ -130,7 +130,7 @@ class Steps:
         if noise is not None:
             noise.give_back(sequences.emitted[0])
         if graphs is not None:
-            graphs.spare([*self.handover.release(), *drafter.release()])
+            graphs.spare([*self.owner.release(), *drafter.release()])
         parts = drafter, self.policy, state.target
         state.stats.details = {
             name: value for part in parts for name, value in part.details().items()
@@ -144,7 +144,7 @@ class Steps:
         active, remaining = state.active, state.remaining
         if noise is not None:
             noise.advance([len(path) if on else 0 for path, on in zip(host.path, active)])
-        counts = self.handover.sequences.append(host, self.acceptance.recorded)
+        counts = self.owner.sequences.append(host, self.acceptance.recorded)
         for row, count in enumerate(counts):
             if active[row]:
                 depth = min(tree.row_depths[row], remaining[row] - 1)

@@ -31,7 +31,7 @@ from hf_spec.core.memory import locked
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.state import DecodeState
 from hf_spec.files import replacing
-from modeling_patches.contents import contents
+from modeling_patches.weights_version import weights_version
 
 #: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
 #: and random numbers of the whole vocabulary are held for each.
@@ -98,7 +98,7 @@ class RolloutHistory:
         """The earlier answers for a call with these prompts, whose random numbers are drawn on a
         device."""
         trained = (x for x in model.parameters() if x.requires_grad)
-        weights = contents([x for x in trained if is_plain(x)])
+        weights = weights_version([x for x in trained if is_plain(x)])
         self._round += weights != self._weights
         self._weights = weights
         keys = [blake2b(array("i", prompt), digest_size=16).hexdigest() for prompt in prompts]

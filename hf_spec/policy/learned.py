@@ -38,14 +38,14 @@ class Setting:
     Attributes:
         times: step times; those of pruned steps by step tokens before pruning.
         rate: tokens of all rows per second.
-        tries: draft tokens that the next steps must have.
+        sizes_to_time: draft tokens that the next steps must have.
         retries: when to try again what did not pay: ``plain`` steps, ``probes`` in steps without
             predictions.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
     rate: Average = field(default_factory=Average)
-    tries: deque[int] = field(default_factory=deque)
+    sizes_to_time: deque[int] = field(default_factory=deque)
     retries: defaultdict[str, Retry] = field(default_factory=lambda: defaultdict(Retry))
 
     def times_plain(self) -> bool:
@@ -77,6 +77,6 @@ class Learned:
                 new = Setting(self.settings[best].times.elsewhere(key[0] / best[0]))
             if len(new.times.means) < 2:
                 # Larger batches have fewer, as a step of many tokens may cost several plain ones.
-                new.tries.extend([7, 3] * WARM_UP if key[0] == 1 else [3, 1] * WARM_UP)
+                new.sizes_to_time.extend([7, 3] * WARM_UP if key[0] == 1 else [3, 1] * WARM_UP)
             self.settings[key] = new
         return self.settings[key]

@@ -131,21 +131,18 @@ class StepPolicy:
         expected: list[float] = sums.cumsum().tolist()
         choices = plans(most, group)
         costs = setting.times.curve([width(1 + size, n * group) for size, n in choices])
-        if setting.tries or costs is None:
-            size = setting.tries.popleft() if setting.tries and most else SIZES[2]
+        if setting.sizes_to_time or costs is None:
+            size = setting.sizes_to_time.popleft() if setting.sizes_to_time and most else SIZES[2]
             size = min(size, most)
             probed = next(n for drafted, n in reversed(choices) if drafted <= size)
             return Plan(size, probed)
         plain = setting.times.plain_seconds()
         # What the time of a step would otherwise yield, in tokens.
         costs *= setting.rate.value or live / max(plain or 0.0, TICK)
-        values = []
-        for (size, n), cost in zip(choices, costs.tolist()):
-            at_probes = 0.0  # rows that are expected to end at one of the n best nodes
-            if n:
-                ended = np.sort(ends(probs[:, : size + 1], parents), axis=1)[:, -n:]
-                at_probes = float(ended.sum())
-            values.append(expected[size] + learned.prediction_value * at_probes - cost)
+        values = [
+            expected[size] + learned.prediction_value * _at_probes(probs, parents, size, n) - cost
+            for (size, n), cost in zip(choices, costs.tolist())
+        ]
         best = int(np.argmax(values))
         if group and most:
             # Next to a step without predictions, which has them in the one after.
@@ -212,3 +209,11 @@ class StepPolicy:
                 ],
             }
         }
+
+
+def _at_probes(probs: Array, parents: Array, size: int, count: int) -> float:
+    """Rows of a step with so many draft tokens that are expected to end at one of its ``count``
+    best nodes."""
+    if not count:
+        return 0.0
+    return float(np.sort(ends(probs[:, : size + 1], parents), axis=1)[:, -count:].sum())

@@ -100,7 +100,7 @@ def test_rows_are_cut_as_far_as_their_windows_reach(windows: str, lengths: list[
         pair.cache.truncate(least)
         pair.naive.map_rows(lambda rows, least=least: [x[:n] for x, n in zip(rows, least)])
         pair.check()
-        with pytest.raises(ValueError, match="crop.-1.: a sliding window has dropped earlier"):
+        with pytest.raises(ValueError, match=r"crop\(-1\): rows of .* A sliding window drops"):
             pair.cache.crop(-1)
         for _ in range(3):
             pair.step(idle=False)

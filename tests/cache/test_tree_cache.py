@@ -268,7 +268,7 @@ def test_rows_are_shortened_and_emptied(lengths: list[int]) -> None:
     assert pair.cache.tokens == [list(range(length)) for length in pair.naive.lengths]
     shortest = min(pair.naive.lengths)
     for number in (1, shortest + 1, -shortest - 1):
-        with pytest.raises(ValueError, match=rf"crop\({number}\): give a number from -{shortest}"):
+        with pytest.raises(ValueError, match=rf"crop\({number}\): rows of .* can be cut to"):
             pair.cache.crop(number)
     pair.cache.crop(0)
     pair.cache.truncate([2, 99])

@@ -30,7 +30,7 @@ LAYERS = {
 }  # fmt: skip
 NAMES = [*LAYERS]
 #: Types whose layer is no decoder layer of theirs, or not as it is.
-BUILT = ["nemotron_h", "longcat_flash"]
+BUILT = ["nemotron_h"]
 #: Sums in other orders, over some hundred products.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 

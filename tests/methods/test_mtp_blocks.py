@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from step_by_hand import chain, commit, started
 from test_mtp import BUILT, CLOSE, model_of
 from torch import Tensor
-from torch.nn import functional
 
 import hf_spec
 from hf_spec.methods.mtp.weights import SINGLE, mtp_layers
@@ -66,55 +65,16 @@ def nemotron(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows:
     return norm(hidden + torch.stack(found), of("1.final_layernorm"), eps)
 
 
-def longcat(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
-    """Latent attention whose two latents are scaled, with interleaved rotations; a dense MLP."""
-    eps, small = config.rms_norm_eps, 1e-6
-    joined = [norm(embeddings, of("enorm.m"), eps), norm(rows, of("hnorm.m"), eps)]
-    hidden = torch.cat(joined, -1) @ of("eh_proj").T
-    inputs, width = norm(hidden, of("input_layernorm"), eps), config.hidden_size
-    turned, plain = config.qk_rope_head_dim, config.qk_nope_head_dim
-    heads = config.num_attention_heads
-    steps = torch.arange(0, turned, 2) / turned
-    angles = torch.arange(len(hidden))[:, None] * config.rope_parameters["rope_theta"] ** -steps
-    turns = torch.polar(torch.ones(()), angles)[:, None]
-
-    def rotated(value: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(value.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * turns).flatten(-2)
-
-    def of_attention(name: str) -> Tensor:
-        return of(f"self_attn.{name}")
-
-    latent = norm(inputs @ of_attention("q_a_proj").T, of_attention("q_a_layernorm"), small)
-    queries = latent @ of_attention("q_b_proj").T * (width / config.q_lora_rank) ** 0.5
-    still, moved = queries.unflatten(-1, (heads, -1)).split([plain, turned], -1)
-    queries = torch.cat([still, rotated(moved)], -1)
-    latent, shared = (inputs @ of_attention("kv_a_proj_with_mqa").T).split(
-        [config.kv_lora_rank, turned], -1
-    )
-    latent = norm(latent, of_attention("kv_a_layernorm"), small)
-    both = latent * (width / config.kv_lora_rank) ** 0.5 @ of_attention("kv_b_proj").T
-    keys, values = both.unflatten(-1, (heads, -1)).split([plain, config.v_head_dim], -1)
-    keys = torch.cat([keys, rotated(shared[:, None]).expand(-1, heads, -1)], -1)
-    hidden = hidden + attended(queries, keys, values) @ of_attention("o_proj").T
-    inputs = norm(hidden, of("post_attention_layernorm"), eps)
-    gate, up = (inputs @ of(f"transformer_layer.mlp.{one}_proj").T for one in ("gate", "up"))
-    hidden = hidden + (functional.silu(gate) * up) @ of("transformer_layer.mlp.down_proj").T
-    return norm(hidden, of("norm"), eps)
-
-
 def outputs(name: str, tokens: Tensor, rows: Tensor) -> Tensor:
     """``(n, hidden)`` what the layer makes of these tokens and the states before them."""
     model = model_of(name)
     stored = load_file(Path(model.name_or_path) / SINGLE)
-    start = "mtp.layers." if name == "nemotron_h" else "model.mtp.layers.0."
 
     def of(tensor: str) -> Tensor:
-        whole = f"{start}{tensor}" if tensor != "norm" else "model.mtp.norm"
+        whole = f"mtp.layers.{tensor}"
         return stored.get(f"{whole}.weight", stored.get(whole))  # type: ignore[return-value]
 
-    given = model.config, of, model.get_input_embeddings()(tokens), rows
-    return {"nemotron_h": nemotron, "longcat_flash": longcat}[name](*given)
+    return nemotron(model.config, of, model.get_input_embeddings()(tokens), rows)
 
 
 def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:

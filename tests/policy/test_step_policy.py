@@ -114,7 +114,7 @@ def knowing(seconds: Seconds, rate: float | None = None, **fields: Any) -> Learn
     one = Learned(**fields)
     setting = one.setting(HERE)
     setting.times = StepTimes.guessed({rows: seconds(rows) for rows in (1, 5, 20)})
-    setting.tries.clear()
+    setting.sizes_to_time.clear()
     if rate is not None:
         setting.rate = Average(rate, 1.0)
     return one
@@ -343,7 +343,7 @@ def test_threads_wait_for_each_other() -> None:
     with ThreadPoolExecutor(2) as pool:
         pool.submit(first)
         assert inside.wait(10)
-        two = pool.submit(lambda: order.append(len(Learned().setting(HERE).tries)))
+        two = pool.submit(lambda: order.append(len(Learned().setting(HERE).sizes_to_time)))
         assert not wait([two], 0.1).done and not order
         leave.set()
     assert order == ["first", 2 * WARM_UP]

@@ -27,6 +27,7 @@ from hf_spec.methods.propd.online_tree import (
 )
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
+from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
 
@@ -169,14 +170,20 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter
         method = drafting_method(options)
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
     if options.prune:
-        _check_exits(drafter, config.prune_layer)
+        _check_prunable(drafter, config.prune_layer)
         top_k = options.prune_top_k or config.prune_top_k
         drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k)
     return drafter
 
 
-def _check_exits(drafter: Drafter, layer: int) -> None:
-    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned."""
+def _check_prunable(drafter: Drafter, layer: int) -> None:
+    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned, or layers
+    have recurrent states, which are computed of all nodes."""
+    if recurrent_rules(drafter.model):
+        raise ValueError(
+            f"prune=True: {type(drafter.model).__name__} has recurrent layers, which run on all "
+            "draft tokens or none. Leave it out."
+        )
     exits = 1 if drafter.probe_inputs is None else drafter.probe_inputs.exits
     layers = num_layers(drafter.model)
     if layers - exits < layer:

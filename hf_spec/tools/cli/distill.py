@@ -68,17 +68,15 @@ def distill(
     """
     from hf_spec.drafting.options import AUTO
     from hf_spec.tools.training import distill as work
-    from hf_spec.tools.training.own_prompts import OWN_PROMPTS, write_own_prompts
 
     # Everything that can be checked without a model comes first.
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
     common.require("train", "accelerate", "datasets")
-    count = limit or OWN
     if prompts:
         chosen, files = work.read_sources(prompts, limit)
     else:
-        chosen, files, limit = [], {}, count
+        chosen, files, limit = [], {}, limit or OWN
     dtype = native_dtype(device) if dtype == NATIVE else dtype
     settings = work.Settings(
         model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
@@ -89,15 +87,26 @@ def distill(
     )  # fmt: skip
     common.check_writable(output)
     folder = work.AnswerFolder(output)
-    finished = folder.check(vars(settings))
+    finished, state = folder.check(vars(settings)), work.processes(device)
+    made = None
+    if not finished:
+        made = _answered(settings, folder, chosen, contender, adapters, state, device, threads)
+    done = f"finished before, with the same settings: {output}"
+    if state.is_main_process:
+        echo(done if made is None else _summary(made, output))
+    state.destroy_process_group()
 
-    state = work.processes(device)
-    main = state.is_main_process
-    if finished:
-        if main:
-            echo(f"finished before, with the same settings: {output}")
-        state.destroy_process_group()
-        return
+
+def _answered(
+    settings: Any, folder: Any, chosen: Any, contender: Any, adapters: Any, state: Any,
+    device: str | None, threads: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Answer the prompts, or those that the model writes first if none are chosen; returns the
+    provenance."""
+    from hf_spec.tools.training import distill as work
+    from hf_spec.tools.training.own_prompts import OWN_PROMPTS, write_own_prompts
+
+    main, output = state.is_main_process, folder.path
     refusal = (
         f"another hf-spec distill is writing to {str(output)!r}: wait for it, or give another "
         "--output"
@@ -109,24 +118,23 @@ def distill(
         if state.num_processes > 1 and device is None:
             device = str(state.device)
         if main:
-            echo(f"loading {model}", err=True)
-        loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
+            echo(f"loading {settings.model}", err=True)
+        loaded, tokenizer = load_model(settings.model, settings.dtype, device, adapters=adapters)
         opt.use_threads(threads)  # after accelerate has set a number, too
-        silent = nullcontext(lambda done, total, note: None)
-        if not prompts:
+        if not chosen:
             own = output / OWN_PROMPTS
             if main and not folder.begun:
                 with common.progress_bar("writing prompts") as progress:
-                    write_own_prompts(loaded, tokenizer, own, count, batch_size, seed, progress)
+                    count, size, seed = settings.limit, settings.batch_size, settings.seed
+                    write_own_prompts(loaded, tokenizer, own, count, size, seed, progress)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
+        silent = nullcontext(lambda done, total, note: None)
         with common.progress_bar("answering") if main else silent as progress:
-            made = work.distill(
+            made: dict[str, Any] = work.distill(
                 loaded, tokenizer, chosen, folder, settings, contender, state, progress
             )
-    state.destroy_process_group()
-    if main:
-        echo(_summary(made, output))
+    return made
 
 
 def _summary(made: dict[str, Any], output: Path) -> str:

@@ -47,18 +47,13 @@ def search(
 
     require("search", "optuna", "scipy")
 
-    from hf_spec.tools.search.layers import STRATEGY, LayerSearch, Settings
+    from hf_spec.tools.search.layers import LayerSearch, Settings
 
     settings = Settings(max_new_tokens, max_draft, seed)
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
     check_writable(output)
 
-    from hf_spec.files import write_atomically, writing
-    from hf_spec.methods.registry import get_method
-    from hf_spec.tools.bench.environment import environment_of, package_version
-    from hf_spec.tools.bench.report import write_results
-    from hf_spec.tools.hub.card import RESULTS, SEARCH, write_card
-    from hf_spec.tools.hub.folder import attached, save_adapter
+    from hf_spec.files import writing
 
     loaded, tokenizer = load_model(model, dtype, device)
     with writing(output), explained_interrupt("the same command continues the search"):
@@ -71,24 +66,7 @@ def search(
             work.search(trials, progress)
         with progress_bar("measuring the best") as update:
             choice, finalists, bench = work.confirm(others or chosen, update)
-
-    environment = environment_of(loaded, model, prompts)
-    config_class: Any = get_method(STRATEGY).adapter_config
-    with attached(loaded, config_class(**choice)) as peft_model:  # which has no weights
-        save_adapter(peft_model, output, STRATEGY, {"max_draft": max_draft})
-    row = bench.overall(STRATEGY)
-    data = {
-        "environment": {**environment, "optuna": package_version("optuna")},
-        "identity": work.study.user_attrs["identity"],
-        "trials": work.finished,
-        "held_out": len(others),
-        "best": {**choice, "speedup": row["speedup"], "tau": row["tau"]},
-        "finalists": finalists,
-    }
-    write_atomically(output / SEARCH, json.dumps(data, indent=1))
-    # The file of prompts is the same, the prompts are others.
-    write_results(output / RESULTS, bench, {**environment, "held_out": bool(others)})
-    write_card(output)
+    row = _write(output, model, prompts, work, choice, finalists, bench, len(others))
     echo(
         f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "
         f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}, "
@@ -98,6 +76,39 @@ def search(
     if row["speedup"] < 1:
         echo("note: not faster here; small models leave drafting little to save")
     echo(f"adapter: {output}")
+
+
+def _write(
+    output: Path, model: str, prompts: Path, work: Any, choice: Any, finalists: Any, bench: Any,
+    held_out: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Write the adapter, the search and what was measured; returns the figures of all prompts."""
+    from hf_spec.files import write_atomically
+    from hf_spec.methods.registry import get_method
+    from hf_spec.tools.bench.environment import environment_of, package_version
+    from hf_spec.tools.bench.report import write_results
+    from hf_spec.tools.hub.card import RESULTS, SEARCH, write_card
+    from hf_spec.tools.hub.folder import attached, save_adapter
+    from hf_spec.tools.search.layers import STRATEGY
+
+    environment = environment_of(work.model, model, prompts)
+    config_class: Any = get_method(STRATEGY).adapter_config
+    with attached(work.model, config_class(**choice)) as peft_model:  # which has no weights
+        save_adapter(peft_model, output, STRATEGY, {"max_draft": work.settings.max_draft})
+    row: dict[str, Any] = bench.overall(STRATEGY)
+    data = {
+        "environment": {**environment, "optuna": package_version("optuna")},
+        "identity": work.study.user_attrs["identity"],
+        "trials": work.finished,
+        "held_out": held_out,
+        "best": {**choice, "speedup": row["speedup"], "tau": row["tau"]},
+        "finalists": finalists,
+    }
+    write_atomically(output / SEARCH, json.dumps(data, indent=1))
+    # The file of prompts is the same, the prompts are others.
+    write_results(output / RESULTS, bench, {**environment, "held_out": bool(held_out)})
+    write_card(output)
+    return row
 
 
 def _divided(

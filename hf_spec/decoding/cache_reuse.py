@@ -12,21 +12,21 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding.handover import Handover
+from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.appending import append
 from hf_spec.model.target import Target
 from modeling_patches.attention_masks import local_attention
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import recompute_end
+from modeling_patches.dynamic_rope import recompute_end, rope_end
 from modeling_patches.linear_attention import recurrent_rules
 
 
 def new_tokens(
-    handover: Handover, attention_mask: Tensor | None, config: GenerationConfig, model: Any
+    owner: CacheOwner, attention_mask: Tensor | None, config: GenerationConfig, model: Any
 ) -> list[list[int]]:
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
-    cache, sequences = handover.given, handover.sequences
+    cache, sequences = owner.given, owner.sequences
     rows, width = sequences.tokens, sequences.width
     _check_continued(cache, rows, width, model)
     cache.count_appended()
@@ -40,12 +40,12 @@ def new_tokens(
                 "a sliding window had dropped what comes before. Give the whole conversation as "
                 "input_ids."
             )
-        handover.cache = cache
+        owner.cache = cache
         if cache.tokens is not None and list(map(len, cache.tokens)) == cache.host_lengths:
-            handover.history = cache.tokens
+            owner.history = cache.tokens
         return [list(row) for row in rows]
     _keep_what_fits(cache, rows, model)
-    handover.cache, handover.history = cache, [[] for _ in rows]
+    owner.cache, owner.history = cache, [[] for _ in rows]
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
 
@@ -131,19 +131,28 @@ def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:
     return length if shared == len(known) and length < len(row) else shared
 
 
-def begin_rope(target: Target, handover: Handover) -> None:
+def begin_rope(target: Target, owner: CacheOwner) -> None:
     """After the prompt, prepare steps of a model whose rotary frequencies follow the longest
     sequence; see :class:`DynamicRope`.
 
     Raises:
         ValueError: the call's result would not be that of plain generation.
     """
-    rope, sequences, name = target.rope, handover.sequences, type(target.model).__name__
-    if rope is None:
+    rope, sequences, name = target.rope, owner.sequences, type(target.model).__name__
+    end = rope_end(target.model, "dynamic")
+    if rope is None and end is None:
         return
     longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
-    rope.last = longest + sequences.max_length - sequences.width - 1
-    rope.move(longest + 1)
+    last = longest + sequences.max_length - sequences.width - 1
+    if end is not None and last > end:
+        raise ValueError(
+            f"prompt and max_new_tokens make {last + 1} tokens: beyond {end}, rotary frequencies "
+            f"of {name} change with each token (dynamic NTK), which draft tokens cannot follow. "
+            "Lower max_new_tokens, or generate without assistant_strategy."
+        )
+    if rope is None:
+        return
+    rope.last, rope.length = last, longest + 1
     if recompute_end(target.model) is not None and sequences.width <= rope.end:
         if bool(target.position_shift.any()):
             raise ValueError(
@@ -161,7 +170,7 @@ def advance_rope(state: DecodeState) -> None:
     if rope is None:
         return
     left = min(n for n, active in zip(state.remaining, state.active) if active)
-    rope.move(rope.last + 1 - left)
+    rope.length = rope.last + 1 - left
     if rope.recomputes and rope.length > rope.end:
         rope.recomputes = False
         cache.truncate([0] * cache.batch_size)

@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 
 
 @torch.no_grad()
-def contents(tensors: Sequence[Tensor]) -> Hashable:
+def weights_version(tensors: Sequence[Tensor]) -> Hashable:
     """A key that changes when one of these plain tensors is replaced or written to.
 
     It consists of addresses, version counters, steps of optimizers, and at least one entry of each
@@ -72,7 +72,7 @@ def made_anew(
 ) -> Made:  # fmt: skip
     """What ``store`` has for an owner; made anew where these tensors, or what else it depends on,
     have changed."""
-    key = contents(tensors), others
+    key = weights_version(tensors), others
     known = store.get(owner)
     if known is None or known[0] != key:
         known = None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling_patches.contents import contents
+from modeling_patches.weights_version import weights_version
 
 
 def fused_step(x: Tensor) -> None:
@@ -50,10 +50,10 @@ def column(x: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(3,), (40, 51), (51, 40), (40, 40), (3, 5, 7), ()])
 def test_writes_are_noticed(write: Callable[[Tensor], None], shape: tuple[int, ...]) -> None:
     x, y = torch.nn.Parameter(torch.ones(shape)), torch.arange(9)
-    before, kept = contents([y, x]), x.data
-    assert contents([y, x]) == before
+    before, kept = weights_version([y, x]), x.data
+    assert weights_version([y, x]) == before
     write(x)
-    assert contents([y, x]) != before
+    assert weights_version([y, x]) != before
     del kept  # its address must not be given away until here
 
 
@@ -62,17 +62,17 @@ def test_kinds_of_tensors() -> None:
         made = torch.ones(3)
     nan, empty = torch.full((3,), torch.nan), torch.zeros(0)
     several = [nan, empty, torch.ones(5, dtype=torch.bfloat16), torch.ones(2, 3).T, made]
-    assert contents(several) == contents(several), "NaN, too"
-    assert contents([]) == contents([])
+    assert weights_version(several) == weights_version(several), "NaN, too"
+    assert weights_version([]) == weights_version([])
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5), (1, 7), (7, 1), (2, 3, 4), (64, 256)])
 def test_each_row_and_column_is_compared(shape: tuple[int, ...]) -> None:
     x = torch.zeros(shape)
-    before = contents([x])
+    before = weights_version([x])
     flat = x.data.view(-1, shape[-1])
     for place in [*flat, *flat.T]:
         place.fill_(1)
-        assert contents([x]) != before
+        assert weights_version([x]) != before
         place.fill_(0)
-    assert contents([x]) == before
+    assert weights_version([x]) == before

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def patch_method(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace a method, of a class or inherited, by a function that gets the original one first.
 
     One that is wrapped already stays as it is, as modules may be loaded again.

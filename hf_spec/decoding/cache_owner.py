@@ -18,7 +18,7 @@ from hf_spec.decoding.call_sequences import Sequences
 from modeling_patches.recurrences import Rule
 
 
-class Handover:
+class CacheOwner:
     """Provides a call's cache and returns the caller's own cache to it.
 
     The returned cache holds the start of each row's conversation: the cached part of the prompt and
