@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from modeling_patches import recurrences as rules
-from modeling_patches.mamba import MAMBA2
+from modeling_patches.mamba import MAMBA1, MAMBA2
 from modeling_patches.per_call import Changes, Replaceable
 from modeling_patches.recurrences import Rule
 
@@ -29,6 +29,7 @@ RULES: dict[str, Rule] = {
     "torch_chunk_gated_delta_rule": rules.DELTA,
     "chunk_kimi_delta_attention": rules.KDA,
     "mamba2_chunk_scan": MAMBA2,
+    "mamba_selective_scan": MAMBA1,
 }
 #: Those that return the state after their last token unasked.
 RETURNS_STATE = frozenset({"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"})
@@ -82,6 +83,11 @@ def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
         forward = inspect.unwrap(kind.forward)
         owner = sys.modules[forward.__module__]
         functions = frozenset(names & set(RULES))
+        if kind.__name__ == "ZambaMambaMixer":
+            raise ValueError(
+                "ZambaMambaMixer applies its recurrence once for each head, which is not written "
+                "for trees"
+            )
         convolves, recurs = _CONV in functions, bool(functions - {_CONV})
         # Every rule follows a convolution, whose update tells which layer runs.
         if not (convolves and recurs == ("update_recurrent_state" in names)):

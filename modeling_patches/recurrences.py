@@ -21,6 +21,7 @@ products are in float32.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,8 @@ class Step:
         visible: ``(batch, n, m + n)`` bool, which of the step's tokens are each new token or above
             it. The first ``m`` were forwarded earlier in the step. Ancestors have smaller indices,
             and what an ancestor sees is what its descendants see before it.
-        sequential: whether to compute in parts that CPUs' caches hold; not in code that is traced.
+        sequential: whether to compute token by token where that is faster: on CPUs, in code that is
+            not traced.
     """
 
     def __init__(self, visible: Tensor, sequential: bool | None = None):
@@ -64,21 +66,35 @@ class Step:
         self.sequential = not visible.is_cuda if sequential is None else sequential
         self._taps: dict[tuple[int, int], Tensor] = {}
 
+    def newest(self, width: int) -> Tensor:
+        """``(batch, n, width)``: the token, its parent, its grandparent, ...; -1 above the root."""
+        order = torch.arange(self.all, device=self.visible.device)
+        found = torch.where(self.visible, order, -1).topk(min(width, self.all), dim=-1).values
+        return F.pad(found, (0, width - found.shape[-1]), value=-1)
+
     def taps(self, width: int, past: int) -> Tensor:
         """``(width, batch * n)`` places of the last inputs of each token, oldest first, in
         [``past`` inputs before the step, tokens of the step] of all rows one after the other."""
         key = width, past
         if key not in self._taps:
-            order = torch.arange(self.all, device=self.visible.device)
-            found = torch.where(self.visible, order, -1).topk(min(width, self.all), dim=-1).values
-            # The token, its parent, its grandparent, ...; -1 above the root.
-            newest = F.pad(found, (0, width - found.shape[-1]), value=-1)
+            newest = self.newest(width)
             count = (newest >= 0).sum(-1, keepdim=True)
             before = past - 1 - (torch.arange(width, device=newest.device) - count)
             places = torch.where(newest >= 0, past + newest, before).flip(-1)
             starts = torch.arange(len(places), device=places.device) * (past + self.all)
             self._taps[key] = (places + starts[:, None, None]).flatten(0, 1).t().contiguous()
         return self._taps[key]
+
+    @cached_property
+    def jumps(self) -> list[Tensor]:
+        """For path doubling: ``(batch, n)`` the ancestor 1, 2, 4, ... above; -1 above the root.
+        Only of a step without earlier tokens."""
+        above, found, reach = self.newest(2)[..., 1], list[Tensor](), 1
+        while reach < self.all:
+            found.append(above)
+            above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), -1)
+            reach *= 2
+        return found
 
     def sums(self, logs: Tensor) -> Tensor:
         """Sum of ``(batch, ..., m + n)`` logs along each new token's path: ``(batch, ..., n)``."""

@@ -46,7 +46,7 @@ from modeling_patches.modules import linear_modules
 CALLS = 6
 DTYPES = (torch.float32,) * 3 + (torch.float64,)
 #: Models that continue no DynamicCache: it tells no length, or the model has a cache of its own.
-NO_DYNAMIC = ("mamba2",)
+NO_DYNAMIC = ("mamba", "mamba2", "falcon_mamba")
 
 
 @dataclass

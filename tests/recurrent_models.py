@@ -32,6 +32,7 @@ _KDA: dict[str, Any] = {
     "head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
 }  # fmt: skip
+_MAMBA1 = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4}
 _MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
     "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
@@ -70,6 +71,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "expand": 2,
         "chunk_size": 16,
     },
+    "jamba": {
+        **_MAMBA1, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
+    },
+    "mamba": {"state_size": 8, "expand": 2},
+    "falcon_mamba": {"state_size": 8, "expand": 2},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 16},
     "lfm3": {
         "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
@@ -82,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 #: One for each rule; layers with keys and states both; none with keys; windows.
-KINDS = ("qwen3_5_text", "kimi_linear", "falcon_h1", "mamba2", "lfm3")
+KINDS = ("qwen3_5_text", "kimi_linear", "falcon_h1", "jamba", "mamba", "lfm3")
 
 
 def recurrent(kind: str, **fields: Any) -> PreTrainedModel:

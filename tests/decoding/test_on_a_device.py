@@ -201,7 +201,7 @@ OWN = {"falcon": "model/target forward: copied with a wait"}
 ATTENTION = [*ARCHITECTURES] if os.environ.get(EVERY_CASE) else ["falcon", "gpt2", *KINDS]
 
 
-@pytest.mark.parametrize("architecture", [*ATTENTION, "qwen3_5_text", "bamba", "lfm3"])
+@pytest.mark.parametrize("architecture", [*ATTENTION, "qwen3_5_text", "jamba", "lfm3"])
 def test_every_architecture(fresh: Any, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     model = fresh(architecture) if architecture in ARCHITECTURES else recurrent(architecture)
     settings = {"max_new_tokens": 6, "do_sample": False}

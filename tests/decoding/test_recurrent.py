@@ -128,7 +128,7 @@ def test_learned_states_beside_recurrent_ones() -> None:
 
 #: Two layers of each kind, each of which takes its time in a graph.
 TWO_LAYERS: dict[str, dict[str, Any]] = {
-    "mamba2": {}, "lfm3": {"layer_types": ["conv", "sliding_attention"]},
+    "mamba": {}, "lfm3": {"layer_types": ["conv", "sliding_attention"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
 }  # fmt: skip
 
@@ -137,7 +137,7 @@ TWO_LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *product(["mamba2", "lfm3"], ["prompt_lookup"]),
+        *product(["mamba", "lfm3"], ["prompt_lookup"]),
         ("qwen3_5_text", "space"), ("qwen3_5_text", "layer_skip"),
     ],
 )  # fmt: skip
@@ -150,7 +150,7 @@ def test_compiled(kind: str, name: str) -> None:
         "prompt_lookup": {"max_depth": 2, "max_nodes": 3}, "space": {"num_draft_tokens": 3},
         "layer_skip": {"skip_attention": [0], "skip_mlp": [], "max_draft": 2},
     }[name]  # fmt: skip
-    given = ragged() if kind in ("mamba2", "lfm3") else one_row()
+    given = ragged() if kind in ("mamba", "lfm3") else one_row()
     check_same(model, {**drafting(name, **options), **CAPTURED}, **given, **GREEDY)
     stats = hf_spec.last_stats(model)
     assert stats is not None and stats.num_drafted_tokens
@@ -176,7 +176,7 @@ def test_plain_steps_are_those_of_plain_generation(
         past = model.generate(**given, **settings)[CACHE]
         cache = model.generate(**given, **settings, **LOOKUP)[CACHE]
         theirs, ours = dict(stock_states(past.layers)), dict(cache.recurrent.states())
-        places = [place for place in theirs if kind == "mamba2" or place[1] == 0]
+        places = [place for place in theirs if kind == "mamba" or place[1] == 0]
         assert places and all(torch.equal(ours[place], theirs[place]) for place in places)
 
 
@@ -301,6 +301,22 @@ def test_padding_between_tokens(kind: str) -> None:
         model.generate(**given, **settings, **{CACHE: whole})
 
 
+def test_prompts_in_which_transformers_loses_a_state() -> None:
+    """It begins anew in each forward of several tokens; tokens are then those of plain generation,
+    which a TreeCache does not repeat."""
+    model = shared_recurrent("jamba")
+    parts = {**one_row(), **GREEDY, "prefill_chunk_size": 5}
+    wanted = model.generate(**parts).tolist()
+    assert wanted != plain("jamba", 1)
+    assert model.generate(**parts, **LOOKUP).tolist() == wanted
+    pasts = [DynamicCache(config=model.config) for _ in range(2)]
+    for past in pasts:
+        out = model.generate(**one_row(), **GREEDY, **{CACHE: past})
+    ids = torch.cat([out, prompt(6, seed=50)], 1)
+    wanted = model.generate(ids, **GREEDY, **{CACHE: pasts[0]}).tolist()
+    assert model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: pasts[1]}).tolist() == wanted
+
+
 def same(one: DynamicCache, other: DynamicCache) -> None:
     for mine, theirs in zip(one.layers, other.layers, strict=True):
         assert vars(mine).keys() == vars(theirs).keys()
@@ -314,7 +330,7 @@ def same(one: DynamicCache, other: DynamicCache) -> None:
                     assert found == wanted
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba"])
 def test_after_an_error(kind: str) -> None:
     """The start of each row; a call goes on from it."""
     model, given = shared_recurrent(kind), ragged()

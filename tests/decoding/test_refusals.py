@@ -173,7 +173,7 @@ def test_a_falcon_with_alibi(fresh: Tiny) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("bamba", r"layers \[0, .* of BambaForCausalLM have no KV.*prompt_depth='none' for BITA"),
+        ("jamba", r"layers \[0, .* of JambaForCausalLM have no KV.*prompt_depth='none' for BITA"),
         ("gemma4_text", "Gemma4ForCausalLM has KV of several shapes.*Choose an adapter without it"),
         ("gemma3n_text", r"layers \[2, 3\] of Gemma3nForCausalLM have no KV.*Choose an adapter"),
     ],

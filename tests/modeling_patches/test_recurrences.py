@@ -147,6 +147,21 @@ def mamba2() -> Case:
     return Case(mamba.MAMBA2, inputs, axes, normal(BATCH, HEADS, 6, 5), one, 1)
 
 
+def mamba1() -> Case:
+    def one(state: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
+        d, x = given["dt"], given["x"]
+        state = state * (d[:, None] * given["A"]).exp() + (d * x)[:, None] * given["B"]
+        return ((state @ given["C"]) + given["D"] * x) * F.silu(given["z"]), state
+
+    inputs = {
+        "x": normal(BATCH, 6, NODES), "dt": times(BATCH, 6, NODES), "A": -torch.rand(6, 5) * 2,
+        "B": normal(BATCH, 5, NODES), "C": normal(BATCH, 5, NODES), "D": normal(6),
+        "z": normal(BATCH, 6, NODES), "delta_bias": None, "delta_softplus": False,
+    }  # fmt: skip
+    axes = dict.fromkeys(("x", "dt", "B", "C", "z"), 2)
+    return Case(mamba.MAMBA1, inputs, axes, normal(BATCH, 6, 5), one, 2)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "convolution": lambda: conv(None),
     "convolution, activated": lambda: conv("silu"),
@@ -154,6 +169,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gated delta, normalized": lambda: delta(rules.DELTA, True),
     "KDA": lambda: delta(rules.KDA, True),
     "Mamba-2": mamba2,
+    "Mamba-1": mamba1,
 }
 
 
