@@ -83,11 +83,6 @@ def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
         forward = inspect.unwrap(kind.forward)
         owner = sys.modules[forward.__module__]
         functions = frozenset(names & set(RULES))
-        if kind.__name__ == "ZambaMambaMixer":
-            raise ValueError(
-                "ZambaMambaMixer applies its recurrence once for each head, which is not written "
-                "for trees"
-            )
         convolves, recurs = _CONV in functions, bool(functions - {_CONV})
         # Every rule follows a convolution, whose update tells which layer runs.
         if not (convolves and recurs == ("update_recurrent_state" in names)):

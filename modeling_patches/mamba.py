@@ -141,4 +141,4 @@ def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> T
 
 
 MAMBA2 = DELTA._replace(run=mamba2_run)
-MAMBA1 = Rule(mamba1_run, mamba1_advance, ("d", "x", "b", "a"))
+MAMBA1 = Rule(mamba1_run, mamba1_advance, 3, ("d", "x", "b", "a"))

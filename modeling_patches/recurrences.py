@@ -44,6 +44,7 @@ class Rule(NamedTuple):
 
     run: Callable[..., tuple[Tensor, Kept]]
     advance: Callable[[Tensor, Kept, Tensor, Tensor], Tensor]
+    state_ndim: int  # dimensions of its state, the batch included
     keeps: tuple[str, ...]  # names of what it keeps
     kind: str = "rule"  # or "conv": which of a layer's states it advances
 
@@ -290,6 +291,6 @@ def kda_run(
 
 
 _DECAYED = "g", "c", "k", "u"
-CONV = Rule(conv_run, conv_advance, ("x",), "conv")
-DELTA = Rule(delta_run, delta_advance, _DECAYED)
-KDA = Rule(kda_run, delta_advance, _DECAYED)
+CONV = Rule(conv_run, conv_advance, 3, ("x",), "conv")
+DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
+KDA = Rule(kda_run, delta_advance, 4, _DECAYED)

@@ -153,8 +153,7 @@ _ALL = " ".join(methods())
 REFUSED: dict[str, str] = {
     # Recurrent states by code of their own, or outside the cache.
     **_same(_ALL, "deepseek_v4", "inkling2_loop_text", "inkling2_text", "minimax", "qwen4_exp",
-            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm", "zamba",
-            "zaya"),
+            "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm", "zaya"),
     # Positions that are counted in slots of the cache.
     **_same(_ALL, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "gpt_neo",
             "inkling_text", "marian", "mbart", "moss_transcribe_diarize", "mpt", "mvp", "pegasus",
@@ -171,7 +170,8 @@ REFUSED: dict[str, str] = {
     "bert-generation": _NO_MLP,
     **_same(f"{_NO_LAYERS} {_READS}", "ctrl", "dbrx", "hrm_text", "phi4_multimodal"),
     "longcat_flash": f"{_KEYS} mtp",  # layers with lists of norms
-    **_same(f"{_NO_MLP} {_KEYS}", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2"),
+    **_same(f"{_NO_MLP} {_KEYS}", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba",
+            "zamba2"),
     **_same(_KEYS, "axk1", "axk2", "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified",
             "gemma4_unified_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_linear",
@@ -196,7 +196,8 @@ gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt-sw3 gpt2 
 gpt_neox gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 jamba kimi_linear lfm2
 lfm2_moe lfm3 mamba mamba2 megatron-bert mllama modernbert-decoder moshi
 nanochat olmo olmo2 olmo3 olmo_hybrid opt phi4_multimodal rembert roberta
-roberta-prelayernorm roc_bert xglm xlm-roberta xlm-roberta-xl xmod zamba2
+roberta-prelayernorm roc_bert xglm xlm-roberta xlm-roberta-xl xmod zamba
+zamba2
 """
 for _kind in NO_MTP.split():
     REFUSED[_kind] = f"{REFUSED.get(_kind, '')} mtp".strip()

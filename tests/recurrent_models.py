@@ -75,6 +75,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_MAMBA1, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
         "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
     },
+    "zamba": {
+        **_MAMBA1, "n_mamba_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_key_value_heads": 4,
+    },
     "mamba": {"state_size": 8, "expand": 2},
     "falcon_mamba": {"state_size": 8, "expand": 2},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 16},
@@ -112,6 +116,8 @@ def recurrent(kind: str, **fields: Any) -> PreTrainedModel:
                 parameter.fill_(0.1)
             elif convolves:
                 parameter.normal_(0, 0.5)
+            elif name.endswith(("x_proj_weight", "dt_proj_weight")):  # Zamba
+                parameter.normal_(0, 0.15)
             elif parameter.ndim >= 2:
                 parameter.mul_(4)
     model.generation_config.pad_token_id = 0

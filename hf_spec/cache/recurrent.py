@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -33,7 +32,7 @@ class Committed(NamedTuple):
     """The last step."""
 
     before: StateSnapshot  # the states that it began with
-    kept: dict[StateKey, Kept]  # what it kept of its nodes
+    kept: dict[StateKey, list[Kept]]  # what it kept of its nodes
     path: Tensor  # (batch, depth) accepted nodes
 
 
@@ -56,9 +55,9 @@ class RecurrentStates:
         #: copies of the states.
         self.plain = False
         self._steps: dict[torch.device, Step] = {}
-        self._kept: dict[StateKey, Kept] = {}
+        self._kept: dict[StateKey, list[Kept]] = {}
         self._index: dict[StateKey, tuple[int, int]] = {}
-        self._running = 0, 0
+        self._running, self._calls = (0, 0), 0
         self._device = torch.device("cpu")
         self._last: Committed | None = None
         self._prompt: StateSnapshot | None = None
@@ -110,7 +109,7 @@ class RecurrentStates:
 
     def run_next(self, layer: int, number: int = 0) -> None:
         """The rules that run next are those of this layer and state."""
-        self._running = layer, number
+        self._running, self._calls = (layer, number), 0
 
     def copy(self, kind: str, layer: int, number: int) -> Tensor | None:
         """A copy of a state for the running layer's own code; None if the layer has no such state,
@@ -119,26 +118,32 @@ class RecurrentStates:
         if not self.plain or key not in self._index:
             return None
         state = self._state(key).clone()
-        self._kept[key] = {"state": state}
+        self._kept[key] = [{"state": state}]
         return state
 
     def append(self, layer: int, number: int, inputs: Tensor) -> None:
         """What a plain step adds to the inputs ``(batch, channels, n)`` of a convolution."""
         before = self._state(("conv", layer, number))
         state = torch.cat([before, inputs.to(before.dtype)], -1)[..., -before.shape[-1] :]
-        self._kept["conv", layer, number] = {"state": state}
+        self._kept["conv", layer, number] = [{"state": state}]
 
     def replace(self, layer: int, number: int, state: Tensor) -> None:
         """What a plain step makes of a recurrent state."""
-        self._kept["rule", layer, number] = {"state": state}
+        self._kept["rule", layer, number] = [{"state": state}]
 
     def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See :class:`modeling_patches.linear_attention.States`."""
         key = (rule.kind, *self._running)
+        call = self._calls if rule.kind == "rule" else 0
         state = self._state(key)
         self._device = state.device
-        earlier = self._kept.get(key) if self.step.old else None
-        out, self._kept[key] = rule.run(state, self.step, earlier, *args, **kwargs)
+        if state.ndim > rule.state_ndim:  # a call per head
+            state = state[:, call]
+        kept = self._kept.get(key, [])
+        earlier = kept[call] if self.step.old and len(kept) > call else None
+        out, new = rule.run(state, self.step, earlier, *args, **kwargs)
+        self._kept[key] = [*kept[:call], new, *kept[call + 1 :]]
+        self._calls += rule.kind == "rule"
         return out, state
 
     def _rule(self, key: StateKey) -> Rule:
@@ -182,14 +187,21 @@ class RecurrentStates:
     ) -> Tensor:
         """Advance the states ``(keys, batch, ...)`` of layers that are alike."""
         kept = [last.kept[key] for key in keys]
-        if "state" in kept[0]:
-            ends = torch.stack([one["state"] for one in kept]).to(states.dtype)
+        if "state" in kept[0][0]:
+            ends = torch.stack([calls[0]["state"] for calls in kept]).to(states.dtype)
             return torch.where((count > 0).view(1, -1, *[1] * (states.ndim - 2)), ends, states)
+        rule = self._rule(keys[0])
         # Layers become rows of the batch.
-        flat = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
         paths, counts = path.repeat(len(kept), 1), count.repeat(len(kept))
-        ends = self._rule(keys[0]).advance(states.flatten(0, 1), flat, paths, counts)
-        return ends.unflatten(0, states.shape[:2])
+        split = states.ndim - 1 > rule.state_ndim  # a call per head
+        parts = []
+        for call in range(len(kept[0])):
+            flat = {
+                name: torch.cat([calls[call][name] for calls in kept]) for name in kept[0][call]
+            }
+            state = (states[:, :, call] if split else states).flatten(0, 1)
+            parts.append(rule.advance(state, flat, paths, counts).unflatten(0, states.shape[:2]))
+        return torch.stack(parts, 2) if split else parts[0]
 
     def repair(self, lengths: list[int]) -> list[int]:
         """Make the states those of these lengths after an exception, which may have left the keys'
@@ -283,22 +295,29 @@ class RecurrentStates:
         """What the step has kept, as results of a graph; empty tensors for skipped layers."""
         kept = self._kept
         return [
-            kept[key][name] if key in kept else self._state(key).new_empty(0)
-            for key, name in self._names()
+            kept[key][call][name] if key in kept else self._state(key).new_empty(0)
+            for key, call, name in self._names()
         ]
 
     def set_kept(self, tensors: Sequence[Tensor]) -> None:
         """Take over :meth:`kept_tensors` of a graph."""
         self._kept = {}
-        for (key, name), tensor in zip(self._names(), tensors):
-            if tensor.numel():
-                self._kept.setdefault(key, {})[name] = tensor
+        for (key, call, name), tensor in zip(self._names(), tensors):
+            if not tensor.numel():
+                continue
+            calls = self._kept.setdefault(key, [])
+            if len(calls) == call:
+                calls.append({})
+            calls[call][name] = tensor
 
-    def _names(self) -> Iterator[tuple[StateKey, str]]:
-        for key in chain.from_iterable(self.groups):
-            yield from (
-                (key, name) for name in (("state",) if self.plain else self._rule(key).keeps)
-            )
+    def _names(self) -> Iterator[tuple[StateKey, int, str]]:
+        for keys, tensor in zip(self.groups, self.snapshot.tensors):
+            for key in keys:
+                rule = self._rule(key)
+                split = tensor.ndim - 1 > rule.state_ndim and not self.plain
+                names = ("state",) if self.plain else rule.keeps
+                for call in range(tensor.shape[2] if split else 1):
+                    yield from ((key, call, name) for name in names)
 
 
 def stock_states(layers: Sequence[Any]) -> Iterator[tuple[StateKey, Tensor]]:

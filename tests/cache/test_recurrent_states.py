@@ -27,7 +27,7 @@ from modeling_patches.linear_attention import recurrent_rules
 #: fp32 with other reduction orders; states are of order 1 to 100.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 PARENTS = [-1, 0, 0, 1, 2, 3, 3, 5]
-KINDS = ("qwen3_5_text", "falcon_h1", "jamba", "lfm3")
+KINDS = ("qwen3_5_text", "falcon_h1", "zamba", "lfm3")
 
 
 class Row:
