@@ -18,7 +18,7 @@ from hf_spec.model.appending import append
 from hf_spec.model.target import Target
 from modeling_patches.attention_masks import local_attention
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import recompute_end, rope_end
+from modeling_patches.dynamic_rope import recompute_end
 from modeling_patches.linear_attention import recurrent_rules
 
 
@@ -139,20 +139,11 @@ def begin_rope(target: Target, owner: CacheOwner) -> None:
         ValueError: the call's result would not be that of plain generation.
     """
     rope, sequences, name = target.rope, owner.sequences, type(target.model).__name__
-    end = rope_end(target.model, "dynamic")
-    if rope is None and end is None:
-        return
-    longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
-    last = longest + sequences.max_length - sequences.width - 1
-    if end is not None and last > end:
-        raise ValueError(
-            f"prompt and max_new_tokens make {last + 1} tokens: beyond {end}, rotary frequencies "
-            f"of {name} change with each token (dynamic NTK), which draft tokens cannot follow. "
-            "Lower max_new_tokens, or generate without assistant_strategy."
-        )
     if rope is None:
         return
-    rope.last, rope.length = last, longest + 1
+    longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
+    rope.last = longest + sequences.max_length - sequences.width - 1
+    rope.move(longest + 1)
     if recompute_end(target.model) is not None and sequences.width <= rope.end:
         if bool(target.position_shift.any()):
             raise ValueError(
@@ -170,7 +161,7 @@ def advance_rope(state: DecodeState) -> None:
     if rope is None:
         return
     left = min(n for n, active in zip(state.remaining, state.active) if active)
-    rope.length = rope.last + 1 - left
+    rope.move(rope.last + 1 - left)
     if rope.recomputes and rope.length > rope.end:
         rope.recomputes = False
         cache.truncate([0] * cache.batch_size)

@@ -115,7 +115,7 @@ class _Prompt:
         cache.states.limit = max(lengths) + self.budget
         target = self._target(cache, sent(lengths, cache.lengths.device), self.later)
         if target.rope is not None:
-            target.rope.length = max(lengths)
+            target.rope.move(max(lengths))
         return append(target, rows)
 
     def run_by_transformers(self) -> Prefilled:

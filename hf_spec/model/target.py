@@ -26,7 +26,7 @@ from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.programs import DraftProgram
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import DynamicRope, rope_end
+from modeling_patches.dynamic_rope import DynamicRope, rope_ends
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
 from modeling_patches.linear_attention import Running, tree_recurrences
@@ -139,8 +139,7 @@ class Target:
         self.reads = reads
         self._changes = self.attention.changes
         #: For models whose rotary frequencies follow the longest sequence.
-        end = rope_end(model)
-        self.rope = None if end is None else DynamicRope(model, end, self._changes)
+        self.rope = DynamicRope(model, self._changes) if rope_ends(model) else None
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = Pass(), False

@@ -1,6 +1,5 @@
 """Models that do something else once a sequence is long: rotary frequencies that follow the
-longest position (LongRoPE; dynamic NTK is refused there), caches that are computed anew, keys that
-are not kept."""
+longest position (dynamic NTK, LongRoPE), caches that are computed anew, keys that are not kept."""
 
 import copy
 from functools import cache
@@ -24,6 +23,8 @@ _LONG = {
     "original_max_position_embeddings": END, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": END}),
+    "interleaved": ("cohere", {"rope_parameters": _DYNAMIC, "max_position_embeddings": END}),
     "longrope": ("llama", {"rope_parameters": _LONG}),
     # Plain generation computes the cache anew when frequencies change.
     "phi3": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": END}),
@@ -40,23 +41,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     }),
 }  # fmt: skip
-DYNAMIC: dict[str, tuple[str, dict[str, Any]]] = {
-    kind: (kind, {"rope_parameters": _DYNAMIC, "max_position_embeddings": END})
-    for kind in ("llama", "cohere")
-}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @cache
 def _build(kind: str) -> Any:
-    model_type, fields = (MODELS | DYNAMIC)[kind]
+    model_type, fields = MODELS[kind]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_LLAMA | fields))
     return model.eval()
 
 
 def fresh(kind: str) -> Any:
-    """A module remembers how long a sequence was, so that each call gets a model of its own."""
+    """Dynamic NTK remembers the longest position, so that each call gets a model of its own."""
     return copy.deepcopy(_build(kind))
 
 
@@ -94,8 +91,10 @@ def test_calls_that_cross_the_end(kind: str, lengths: tuple[int, ...], name: str
 @pytest.mark.parametrize(
     ("kind", "lengths", "new", "plain"),
     [
-        ("longrope", (5, 9), 20, 0),  # the call stays before the end
-        ("longrope", (20, 9), 36, 12),  # plain steps until the longest has passed the end
+        ("dynamic", (5, 9), 20, 0),  # the call stays before the end
+        ("dynamic", (20, 9), 24, 23),  # it does not: plain steps, in which rows stay together
+        ("dynamic", (33,), 12, 11),
+        ("longrope", (20, 9), 36, 12),  # until the longest has passed the end
         ("phi3", (33, 9), 24, 0),
     ],
     ids=str,
@@ -109,15 +108,6 @@ def test_where_steps_are_plain(kind: str, lengths: tuple[int, ...], new: int, pl
     assert ours.sequences.tolist() == expected.tolist()
     assert (ours.spec_stats.num_drafted_tokens == 0) == (plain == new - 1)
     assert plain + 1 <= ours.spec_stats.num_steps <= new
-
-
-@pytest.mark.parametrize("kind", DYNAMIC)
-def test_dynamic_ntk_goes_to_its_end(kind: str) -> None:
-    """Where it has the original frequencies, steps are as of any model."""
-    given = ragged((20, 9))
-    check_same(kind, given, STRATEGIES["layer_skip"], END + 1 - 20)
-    with pytest.raises(ValueError, match=r"make 34 tokens: beyond 32.*dynamic NTK.*Lower max_new"):
-        check_same(kind, given, STRATEGIES["layer_skip"], END + 2 - 20)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "phi3"])
