@@ -102,12 +102,7 @@ def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 class Subject:
-    """A model with its adapters and its assistant, for cells that all have LoRA beside, or none.
-
-    Args:
-        args: of the command line (:func:`gpu.parse`).
-        cells: what will be measured.
-    """
+    """The model of a command line with adapters and assistant, for cells alike in their LoRA."""
 
     def __init__(self, args: Any, cells: Sequence[Cell]):
         self.args, self.device = args, args.device

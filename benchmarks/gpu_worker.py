@@ -96,12 +96,7 @@ def copy_speed(device: torch.device) -> float:
 
 
 class Worker:
-    """Measures cells, one after the other.
-
-    Args:
-        args: of the command line (:func:`gpu.parse`).
-        cells: what will be measured.
-    """
+    """Measures these cells of a command line, one after the other."""
 
     def __init__(self, args: Any, cells: Sequence[Cell]):
         self.args, self.device = args, args.device
