@@ -117,6 +117,7 @@ class Subject:
         made = entries.untrained([name for name in names if name not in self.adapters], ())
         entries.add_untrained(self.model, made)
         self.adapters |= {one.strategy: one.name for one in made}
+        self.options = {one.strategy: one.options for one in made}
         self.synthetic |= {one.strategy for one in made}
         if any(cell.lora for cell in cells):
             self.model.add_adapter(LoraConfig(r=16, target_modules=LINEAR), "lora")
@@ -191,7 +192,7 @@ class Subject:
         if name == entries.STOCK_LOOKUP:
             given |= entries.STOCK_LOOKUP_OPTIONS
         elif name not in (TRANSFORMERS, entries.STOCK_ASSISTED):
-            given["assistant_strategy"] = name
+            given |= {"assistant_strategy": name, "assistant_kwargs": self.options.get(name)}
         if entries.needs_assistant(name):
             given["assistant_model"] = self.assistant
         if cell.way != Way.EAGER:

@@ -144,13 +144,15 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
 def untrained(names: Iterable[str], adapters: Iterable[Adapter]) -> list[Adapter]:
     """An adapter of random weights for each strategy that needs one and has none: for synthetic
-    acceptance, which does not depend on them. :func:`add_untrained` puts them on a model."""
+    acceptance, which does not depend on them. :func:`add_untrained` puts them on a model. Their
+    drafts are chains, as trees by probabilities of random weights are wide and not deep."""
     known = {adapter.strategy for adapter in adapters}
     missing = [
         name for name in dict.fromkeys(map(strategy_of, names))
         if name in methods() and get_method(name).needs_adapter and name not in known
     ]  # fmt: skip
-    return [Adapter("untrained", f"untrained_{name}", name, {}) for name in missing]
+    chain = {"tree": "chain"}
+    return [Adapter("untrained", f"untrained_{name}", name, chain) for name in missing]
 
 
 def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
