@@ -94,7 +94,7 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@every_config
+@pytest.mark.parametrize(("name", "kind"), covering(CONFIGS, lambda name, kind: [name]))
 def test_named_by_a_call(base_path: str, tmp_path: Path, name: str, kind: str) -> None:
     """It drafts as if it were attached, and the model does not know of it."""
     attached = load(base_path)

@@ -6,7 +6,6 @@ token. On a GPU these tests record CUDA graphs.
 
 import gc
 import logging
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,10 +14,10 @@ import peft
 import pytest
 import torch
 from conftest import Tiny, check_same, prompt, ragged
-from covering import EVERY_CASE
+from covering import covering
 from recurrent_models import recurrent
 from replay import RECORDED, Replay, Rerun
-from running import CAPTURED, drafting, proposals, without_pruning
+from running import CAPTURED, drafting, family, proposals, without_pruning
 from test_compiled import adapt, compiled, generate, strategy
 from test_method_contract import CASES, FIRST, adapted
 from test_method_contract import strategy as variant_of
@@ -70,11 +69,15 @@ def check(model: Any, spec: dict[str, Any], way: Any = RECORDED, **settings: Any
 
 #: Strategies with their second variant, or the only one.
 SECOND = [[case for case in CASES if case[0] == name][:2][-1] for name, _ in FIRST]
-#: Of the others, those whose heads are code of their own; all of them: ``--every-case``.
-SOME = [
-    case for case in CASES
-    if os.environ.get(EVERY_CASE) or case in FIRST + SECOND or case[1] in ("dspine", "xpress")
-]  # fmt: skip
+#: Each method, each kind of drafter greedy and sampled, and heads with code of their own.
+SOME = covering(
+    CASES,
+    lambda name, variant: [
+        name,
+        (family(name), (name, variant) in SECOND),
+        variant in ("dspine", "xpress") and variant,
+    ],
+)
 
 
 @pytest.mark.parametrize(("name", "variant"), SOME, ids=["-".join(case) for case in SOME])
