@@ -147,7 +147,9 @@ def test_the_page_of_models_is_that_of_the_sweep() -> None:
 
 
 def test_the_picture_of_steps_shows_the_tour() -> None:
-    shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "steps.svg").read_text())
+    pictures = [DOCS / "figures" / f"steps_{name}.svg" for name in ("plain", "medusa")]
+    text = "".join(picture.read_text() for picture in pictures)
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", text)
     tour = (DOCS / "tour.ipynb").read_text()
     for name, row in (("plain generate", "plain"), ("medusa", "medusa")):
         [title] = [text for text in shown if text.startswith(f"{name}: ")]
