@@ -50,11 +50,11 @@ def distill(
 ) -> None:
     """Let a model answer prompts: training data for its adapters.
 
-    Without --prompts, it writes these, too: as a user would, behind its chat template's beginning.
-    Writes prompts and answers, as tokens and text, to answers.jsonl for load_dataset, and how they
-    are made to provenance.json. Prompts longer than the model's context are cut at the beginning,
-    and counted. Repeat the command to continue an interrupted run. 'accelerate launch' distributes
-    the work over several processes.
+    Without --prompts the model also writes the prompts: it continues its chat template where the
+    words of a user begin. Prompts and answers are written to answers.jsonl, as tokens and text, for
+    load_dataset; provenance.json says how they were made. Prompts longer than the model's context
+    are cut at the beginning, and counted. Repeat the command to continue an interrupted run.
+    'accelerate launch' distributes the work over several processes.
 
     \b
     Examples:
