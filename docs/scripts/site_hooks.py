@@ -80,9 +80,17 @@ def on_files(files: Files, config: Any) -> Files:
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         page = Notebook(file.src_uri, file.src_dir, file.dest_dir, file.use_directory_urls)
         page.content_string = "\n\n".join(blocks(json.loads(file.content_string)))
+        if (url := repository()) and file.src_uri.startswith("examples/"):
+            page.content_string = f"{colab(url, file.src_uri)}\n\n{page.content_string}"
         files.remove(file)
         files.append(page)
     return files
+
+
+def colab(url: str, path: str) -> str:
+    """A link that opens a notebook of the documentation in Colab, from the repository on GitHub."""
+    place = f"{url.removeprefix('https://github.com/')}/blob/main/docs/{path}"
+    return f"[Open in Colab](https://colab.research.google.com/github/{place}){{ .md-button }}"
 
 
 def blocks(notebook: dict[str, Any]) -> Iterator[str]:
