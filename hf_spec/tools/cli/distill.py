@@ -26,19 +26,21 @@ def distill(
     ] = None,
     limit: Annotated[
         int | None,
-        Option(min=1, help=f"Most prompts, of all categories; of its own, {OWN:,} by default."),
+        Option(min=1, help=f"Most prompts, over all categories; {OWN:,} if the model writes them."),
     ] = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
     strategy: Annotated[
         str | None,
         Option(
-            help="One of 'hf-spec strategies', none for plain generate, or auto: what fits the "
-            "model.  [default: that of the adapter, else auto]"
+            help="One of 'hf-spec strategies'; none: plain generate; auto: what fits the model.  "
+            "[default: that of the adapter, else auto]"
         ),
     ] = None,
-    strategy_kwargs: Annotated[str | None, Option(help="Its options, a JSON object.")] = None,
-    adapter: Annotated[str | None, Option(help="Adapter folder or repository for it.")] = None,
+    strategy_kwargs: Annotated[str | None, Option(help="The strategy's options, JSON.")] = None,
+    adapter: Annotated[
+        str | None, Option(help="The strategy's adapter, folder or repository.")
+    ] = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
