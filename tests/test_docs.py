@@ -147,7 +147,9 @@ def test_the_page_of_models_is_that_of_the_sweep() -> None:
 
 
 def test_the_picture_of_steps_shows_the_tour() -> None:
-    shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "steps.svg").read_text())
+    pictures = [DOCS / "figures" / f"steps_{name}.svg" for name in ("plain", "medusa")]
+    text = "".join(picture.read_text() for picture in pictures)
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", text)
     tour = (DOCS / "tour.ipynb").read_text()
     for name, row in (("plain generate", "plain"), ("medusa", "medusa")):
         [title] = [text for text in shown if text.startswith(f"{name}: ")]
@@ -160,3 +162,20 @@ def test_every_file_names_the_same_version() -> None:
     changes = (DOCS.parent / "CHANGELOG.md").read_text()
     assert re.search(r"^version: (\S+)$", citation, re.MULTILINE)[1] == hf_spec.__version__
     assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == hf_spec.__version__
+
+
+def test_tables_of_few_columns_are_lists_on_phones_and_notebooks_open_in_colab(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    site = importlib.import_module("site_hooks")
+    rows = "<tr><td><code>a</code></td><td></td></tr>"
+    head = "<tr><th>name</th><th><em>so &amp; so</em></th></tr>"
+    table = f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+    expected = table.replace("<td><code>", '<td data-label="name"><code>')
+    expected = expected.replace("<td></td>", '<td data-label="so &amp; so"></td>')
+    assert site.on_page_content(f"<p>{table}</p>") == f"<p>{expected}</p>"
+    wide = table.replace("</th></tr>", f"</th>{'<th>x</th>' * 4}</tr>")
+    assert site.on_page_content(wide) == wide
+    address = "https://colab.research.google.com/github/a/b/blob/main/docs/examples/x.ipynb"
+    assert f"]({address})" in site.colab("https://github.com/a/b", "examples/x.ipynb")

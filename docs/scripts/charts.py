@@ -73,7 +73,7 @@ def contexts(text: str) -> tuple[list[str], Series]:
     """Tokens of a prompt, and tau of each strategy."""
     heads, rows = read_table(text, "### bfloat16, with AMX")
     short = {row[0]: float(row[heads.index("tau")]) for row in rows}
-    (*_, medusa, lookups, stock), longer = read_table(text, "Contexts filled with text of other")
+    (*_, medusa, lookups, stock), longer = read_table(text, "speed and tau behind long contexts")
     names = {"medusa": medusa, "prompt_lookup": lookups, "Transformers' prompt lookup": stock}
     found = {
         name: [short[name], *(float(row[3 + place].split(",")[-1]) for row in longer)]

@@ -1,12 +1,13 @@
 """Draws the figures of the documentation as SVG: ``python docs/scripts/figures.py``.
 
 Schemes are drawn from code; the speeds in ``speed.svg`` are read from the table in
-docs/inside/benchmarks.md, so that the picture cannot say anything else. ``steps.svg`` is what the
-demo model writes, as in docs/tour.ipynb.
+docs/inside/benchmarks.md, so that the picture cannot say anything else. ``steps_*.svg`` is what
+the demo model writes, as in docs/tour.ipynb.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import sys
@@ -47,7 +48,7 @@ GAINS = {
 }
 #: The benchmark table that ``speed.svg`` shows, and its columns by what they are called there.
 TABLE = "### bfloat16, with AMX"
-SHOWN = {"speedup (95 %)": "as it is", "compiled (95 %)": "compiled"}
+SHOWN = {"speedup (95 %)": "eager", "compiled (95 %)": "compiled"}
 
 
 class Scheme:
@@ -358,8 +359,9 @@ def architecture() -> Scheme:
     return scheme
 
 
-def steps() -> Scheme:
-    """The tour's text, plain and with Medusa's heads, in a color for each step."""
+@functools.cache
+def tour() -> tuple[Any, dict[str, Any]]:
+    """The tokenizer, and the tour's text by its steps, plain and with Medusa's heads."""
     model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype="float32")
     tok = AutoTokenizer.from_pretrained(model_folder())
     model.load_adapter(str(model_folder().parent / "adapters" / "medusa"))
@@ -373,7 +375,21 @@ def steps() -> Scheme:
         streamer = StepStreamer()
         model.generate(**inputs, max_new_tokens=46, do_sample=False, streamer=streamer, **strategy)
         runs[name] = streamer.steps
-    return drawn(plot_texts(tok, runs, width=46))
+    return tok, runs
+
+
+def steps(name: str) -> Scheme:
+    """The tour's text in a color for each step; one picture each, so that phones stack them."""
+    tok, runs = tour()
+    return drawn(plot_texts(tok, {name: runs[name]}, width=46, columns=1))
+
+
+def steps_plain() -> Scheme:
+    return steps("plain generate")
+
+
+def steps_medusa() -> Scheme:
+    return steps("medusa")
 
 
 def speed() -> Scheme:
@@ -407,15 +423,15 @@ def drawn(figure: Any) -> Scheme:
 def gain() -> Scheme:
     """Tokens per second on a GPU, plain and with strategies."""
     found = read_gains(BENCHMARKS.read_text())
-    figure, axes = plt.subplots(figsize=(8.6, 2.3))
+    figure, axes = plt.subplots(figsize=(4.4, 2.2))
     colors = ["#b9b9b9" if name.startswith("plain") else "#3f6fb5" for name in found]
     bars = axes.barh(list(found), list(found.values()), 0.62, color=colors)
     axes.bar_label(bars, padding=4)
     axes.invert_yaxis()
     axes.set(xlim=(0, max(found.values()) * 1.1), xticks=[])
     axes.set_title(
-        "tokens per second, a model of 8B parameters on one H200, one request", fontsize=11,
-        loc="left",
+        "Tokens per second, one request at a time:\na model of 8B parameters on one H200",
+        fontsize=11, loc="left", x=-0.68,
     )  # fmt: skip
     axes.tick_params("y", length=0)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
@@ -430,22 +446,23 @@ def read_gains(text: str) -> dict[str, float]:
 
 def choose() -> Scheme:
     """Which strategy to begin with."""
-    scheme = Scheme(15.6, 7.6)
+    scheme = Scheme(9.6, 7.6)
     questions = [
-        ("MTP layers in the checkpoint?", "mtp"),
-        ("a released drafter for it?", "hf-spec import: eagle3, dflash, dspark"),
-        ("a small model with its tokenizer?", "draft_model"),
-        ("an hour of a GPU?", "hf-spec distill, then train medusa"),
+        ("MTP layers\nin the checkpoint?", "mtp"),
+        ("a released drafter\nfor it?", "hf-spec import:\neagle3, dflash, dspark"),
+        ("a small model\nwith its tokenizer?", "draft_model"),
+        ("an hour of a GPU?", "hf-spec distill,\nthen train medusa"),
     ]
     for order, (question, answer) in enumerate(questions):
         y = 6.8 - 1.5 * order
-        asked = scheme.box(0.3, y, question, "root", width=6.6)
-        scheme.arrow((6.9, y), (8.4, y), gap=2)
-        scheme.text(7.6, y + 0.25, "yes", fontsize=9)
-        scheme.box(8.4, y, answer, "draft", width=7.0)
+        asked = scheme.box(0.3, y, question, "root", width=3.7)
+        scheme.arrow((4.0, y), (5.5, y), gap=2)
+        scheme.text(4.7, y + 0.25, "yes", fontsize=9)
+        scheme.box(5.5, y, answer, "draft", width=3.9)
         scheme.arrow((asked[0], y - 0.36), (asked[0], y - 1.14), gap=1)
         scheme.text(asked[0] + 0.5, y - 0.75, "no", fontsize=9)
-    scheme.box(0.3, 0.8, "prompt_lookup", "draft", width=6.6)
+    scheme.box(0.3, 0.8, "prompt_lookup", "draft", width=3.7)
+    plt.setp(scheme.axes.texts, fontsize=9)  # two lines in a box
     return scheme
 
 
@@ -481,8 +498,8 @@ def speed_in(cell: str) -> float | None:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        gain, speed, choose, steps, architecture, plain, prompt_lookup, layer_skip, bita, space,
-        ppd, medusa, eagle3, propd, mtp, draft_model, dflash, dspark,
+        gain, speed, choose, steps_plain, steps_medusa, architecture, plain, prompt_lookup,
+        layer_skip, bita, space, ppd, medusa, eagle3, propd, mtp, draft_model, dflash, dspark,
     )
 }  # fmt: skip
 

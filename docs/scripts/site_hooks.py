@@ -14,6 +14,7 @@ from __future__ import annotations
 import configparser
 import dataclasses
 import functools
+import html
 import inspect
 import json
 import logging
@@ -36,6 +37,12 @@ WIDTH = 96
 MEMBERS = (
     types.FunctionType, classmethod, staticmethod, property, functools.cached_property,
 )  # fmt: skip
+#: Columns of tables that are lists on phones.
+LISTED = 5
+TABLE, HEAD = (
+    re.compile(r"<table>.*?</table>", re.DOTALL),
+    re.compile(r"<th[ >].*?</th>", re.DOTALL),
+)
 MARKER = re.compile(r"<!-- generated: (\w+) ?(\w*) -->")
 
 
@@ -73,9 +80,17 @@ def on_files(files: Files, config: Any) -> Files:
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         page = Notebook(file.src_uri, file.src_dir, file.dest_dir, file.use_directory_urls)
         page.content_string = "\n\n".join(blocks(json.loads(file.content_string)))
+        if (url := repository()) and file.src_uri.startswith("examples/"):
+            page.content_string = f"{colab(url, file.src_uri)}\n\n{page.content_string}"
         files.remove(file)
         files.append(page)
     return files
+
+
+def colab(url: str, path: str) -> str:
+    """A link that opens a notebook of the documentation in Colab, from the repository on GitHub."""
+    place = f"{url.removeprefix('https://github.com/')}/blob/main/docs/{path}"
+    return f"[Open in Colab](https://colab.research.google.com/github/{place}){{ .md-button }}"
 
 
 def blocks(notebook: dict[str, Any]) -> Iterator[str]:
@@ -94,6 +109,26 @@ def blocks(notebook: dict[str, Any]) -> Iterator[str]:
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     return MARKER.sub(lambda found: GENERATED[found[1]](*filter(None, [found[2]])), markdown)
+
+
+def on_page_content(content: str, **kwargs: Any) -> str:
+    return TABLE.sub(lambda found: labeled(found[0]), content)
+
+
+def labeled(table: str) -> str:
+    """A table of few columns whose cells know the names of their columns: on a phone it is a list,
+    see docs/assets/site.css."""
+    names = [html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in HEAD.findall(table)]
+    if len(names) > LISTED:
+        return table
+
+    def row(found: re.Match[str]) -> str:
+        places = iter(names)
+        return re.sub(
+            r"<td", lambda cell: f'<td data-label="{html.escape(next(places, ""))}"', found[0]
+        )
+
+    return re.sub(r"<tr>.*?</tr>", row, table, flags=re.DOTALL)
 
 
 def undocumented() -> Iterator[str]:

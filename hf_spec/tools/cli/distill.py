@@ -26,19 +26,21 @@ def distill(
     ] = None,
     limit: Annotated[
         int | None,
-        Option(min=1, help=f"Most prompts, of all categories; of its own, {OWN:,} by default."),
+        Option(min=1, help=f"Most prompts, over all categories; {OWN:,} if the model writes them."),
     ] = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
     strategy: Annotated[
         str | None,
         Option(
-            help="One of 'hf-spec strategies', none for plain generate, or auto: what fits the "
-            "model.  [default: that of the adapter, else auto]"
+            help="One of 'hf-spec strategies'; none: plain generate; auto: what fits the model.  "
+            "[default: that of the adapter, else auto]"
         ),
     ] = None,
-    strategy_kwargs: Annotated[str | None, Option(help="Its options, a JSON object.")] = None,
-    adapter: Annotated[str | None, Option(help="Adapter folder or repository for it.")] = None,
+    strategy_kwargs: Annotated[str | None, Option(help="The strategy's options, JSON.")] = None,
+    adapter: Annotated[
+        str | None, Option(help="The strategy's adapter, folder or repository.")
+    ] = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -50,11 +52,11 @@ def distill(
 ) -> None:
     """Let a model answer prompts: training data for its adapters.
 
-    Without --prompts, it writes these, too: as a user would, behind its chat template's beginning.
-    Writes prompts and answers, as tokens and text, to answers.jsonl for load_dataset, and how they
-    are made to provenance.json. Prompts longer than the model's context are cut at the beginning,
-    and counted. Repeat the command to continue an interrupted run. 'accelerate launch' distributes
-    the work over several processes.
+    Without --prompts the model also writes the prompts: it continues its chat template where the
+    words of a user begin. Prompts and answers are written to answers.jsonl, as tokens and text, for
+    load_dataset; provenance.json says how they were made. Prompts longer than the model's context
+    are cut at the beginning, and counted. Repeat the command to continue an interrupted run.
+    'accelerate launch' distributes the work over several processes.
 
     \b
     Examples:

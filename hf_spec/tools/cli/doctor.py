@@ -30,9 +30,9 @@ def doctor(
 ) -> None:
     """Show versions and device, what works, and what to try.
 
-    With a model: each strategy generates a few tokens, with random weights if it needs an adapter
-    and none is given; what assistant_strategy="auto" takes, and why; how often its drafts are
-    accepted on some prompts, by position and by task; and what to do about it.
+    With a model, each strategy generates a few tokens, with random weights if it needs an adapter
+    and none is given. The command then says what assistant_strategy="auto" takes, and why; how
+    often its drafts are accepted on some prompts, by position and by task; and what to try.
 
     \b
     Examples:

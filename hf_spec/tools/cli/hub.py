@@ -122,8 +122,9 @@ def export(
 ) -> None:
     """Write an adapter as another program reads it.
 
-    'eagle3', 'dflash' and 'dspark' as 'speculators', which vLLM reads, too, or as 'sglang', in
-    SpecForge's layout. Neither knows all heads of blocks.
+    Adapters of 'eagle3', 'dflash' and 'dspark' become files as speculators writes them, which vLLM
+    reads, too, or files in SpecForge's layout, which SGLang reads. Neither layout has every head of
+    a block drafter.
 
     \b
     Examples:

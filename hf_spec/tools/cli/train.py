@@ -30,7 +30,7 @@ def train(
     ] = None,
     data: Annotated[
         Path | None,
-        Option(help="Of 'hf-spec distill', or your own prompts with answers, or ids. Needed."),
+        Option(help="Folder of 'hf-spec distill', or prompts with answers, or ids. Needed."),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
@@ -42,14 +42,14 @@ def train(
 ) -> None:
     """Train an adapter on answers that the base model gave.
 
-    Every field of the method's adapter config is an option, too (--num-mask-tokens 4), as are
-    --held-out, --max-length and others; 'hf-spec train METHOD --help' lists them. So is every field
-    of transformers.TrainingArguments (--max-steps, --num-train-epochs, --learning-rate,
-    --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard), which its
-    documentation explains; --optim may also be muon. Training uses transformers' Trainer:
-    'accelerate launch' runs it on several devices. Each evaluation decodes held-out prompts; the
-    checkpoint of the largest tau is kept, or that of the smallest loss if the method fine-tunes the
-    model. The base model is not changed, unless a field of the config says so.
+    There are three kinds of further options. 'hf-spec train METHOD --help' lists the fields of the
+    method's adapter config (--num-mask-tokens 4), and --held-out, --max-length and others. Every
+    field of transformers.TrainingArguments is an option, too (--max-steps, --num-train-epochs,
+    --learning-rate, --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard);
+    --optim may also be muon. Training uses transformers' Trainer, so 'accelerate launch' runs it on
+    several devices. Each evaluation decodes held-out prompts. The checkpoint of the largest tau is
+    kept, or that of the smallest loss if the method fine-tunes the model. The base model is not
+    changed, unless a field of the config says so.
 
     \b
     Examples:
