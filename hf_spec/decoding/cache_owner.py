@@ -113,14 +113,16 @@ class CacheOwner:
         cached = [
             min(have - begin, end) for have, begin, end in zip(cache.host_lengths, start, most)
         ]
-        own = [begin + have for begin, have in zip(start, cached)]
+        separately = [begin + have for begin, have in zip(start, cached)]
         unfinished = [have for have, end, on in zip(cached, most, active) if on or have < end]
         least = min(unfinished, default=max(cached))
         together = [begin + min(have, least) for begin, have in zip(start, cached)]
         # A recurrent state in the middle of the tokens is not known: give back the prompt. Nor is
         # what a window dropped: give back what each row has of its own, if anything.
-        options = together, start, own
-        lengths = next((one for one in options if cache.reachable(one) == one), own)
+        options = together, start, separately
+        lengths = next(
+            (lengths for lengths in options if cache.reachable(lengths) == lengths), separately
+        )
         cache.truncate(lengths)
         if cache.recurrent is not None:
             cache.recurrent.settle()
