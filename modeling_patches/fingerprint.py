@@ -58,8 +58,8 @@ def fingerprint(model: Any) -> Fingerprint:
     )  # fmt: skip
     modules: list[Any] = list(model.modules())
     kinds: list[Any] = [(type(module), type(module).forward) for module in modules]
-    own = ((index, own_function(module, "forward")) for index, module in enumerate(modules))
-    forwards = [(index, forward) for index, forward in own if forward is not None]
+    replaced = ((index, own_function(module, "forward")) for index, module in enumerate(modules))
+    forwards = [(index, forward) for index, forward in replaced if forward is not None]
     hooks = _hooks(modules)
     origins = {_origin(hook) for _, hook in hooks}
     device, dtype = placement(model)

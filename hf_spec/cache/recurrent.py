@@ -68,11 +68,11 @@ class RecurrentStates:
     def take_over(self, layers: Sequence[Any], lengths: list[int]) -> None:
         """Take over the states of Transformers' cache layers, which keep none of them."""
         self.beside_keys = any(getattr(layer, "keys", None) is not None for layer in layers)
-        found: dict[Hashable, list[tuple[StateKey, Tensor]]] = {}
+        by_kind: dict[Hashable, list[tuple[StateKey, Tensor]]] = {}
         for key, state in stock_states(layers):
             kind = self._rule(key), state.shape[1:], state.dtype, state.device
-            found.setdefault(kind, []).append((key, state))
-        self.groups = [[key for key, _ in members] for members in found.values()]
+            by_kind.setdefault(kind, []).append((key, state))
+        self.groups = [[key for key, _ in members] for members in by_kind.values()]
         self._index = {
             key: (group, index)
             for group, keys in enumerate(self.groups)
@@ -80,7 +80,8 @@ class RecurrentStates:
         }
         # All states have one layout, as code is compiled for each.
         stacked = [
-            torch.stack([state for _, state in members]).contiguous() for members in found.values()
+            torch.stack([state for _, state in members]).contiguous()
+            for members in by_kind.values()
         ]
         self.snapshot = StateSnapshot(lengths, stacked)
 
@@ -175,12 +176,12 @@ class RecurrentStates:
         """The states after so many nodes of each row's path."""
         if not any(counts):
             return last.before.tensors
-        found = []
+        advanced = []
         for keys, states in zip(self.groups, last.before.tensors):
             count = sent(list(counts), states.device)
             path = last.path[:, : max(counts)].to(states.device)
-            found.append(self._advance(keys, states, last, path, count))
-        return found
+            advanced.append(self._advance(keys, states, last, path, count))
+        return advanced
 
     def _advance(
         self, keys: list[StateKey], states: Tensor, last: Committed, path: Tensor, count: Tensor
@@ -254,13 +255,13 @@ class RecurrentStates:
         if last is None:
             return now
         old = last.before.lengths
-        known = [
+        shortened = [
             new if new >= start else have for start, new, have in zip(old, lengths, now.lengths)
         ]
-        if known == now.lengths:
+        if shortened == now.lengths:
             return now
-        counts = [new - start for new, start in zip(known, old)]
-        return StateSnapshot(known, self._advanced(last, counts))
+        counts = [new - start for new, start in zip(shortened, old)]
+        return StateSnapshot(shortened, self._advanced(last, counts))
 
     # -- rows ----------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.buffers import Allocate
 from hf_spec.cache.convert import take_over, unpack_into
@@ -23,8 +22,8 @@ class CacheOwner:
 
     The returned cache holds the start of each row's conversation: the cached part of the prompt and
     of the emitted tokens. If a call fails, unfinished rows are cut to the same number of emitted
-    tokens, so that rows of equal length stay equally long. If the prompt's first forward fails, a
-    ``DynamicCache`` is unchanged.
+    tokens, so that rows of equal length stay equally long. While the prompt runs, a
+    ``DynamicCache`` is as Transformers' own forwards leave it.
 
     Args:
         given: the call's KV cache, from the caller or created by ``generate``; or None.
@@ -59,8 +58,6 @@ class CacheOwner:
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self.filled: DynamicCache | None = given if callers else None
         self.wanted = returned or callers or isinstance(given, TreeCache)
-        #: The layers, and what brings each back to where it was before the prompt.
-        self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
         self._done = False
 
     def take_over(
@@ -75,7 +72,7 @@ class CacheOwner:
         """
         cache = TreeCache(len(source.layers), len(logits), logits.device, self.allocate, self.rules)
         # The call's before it takes over anything, as this empties what may be the caller's.
-        self.cache, self._before = cache, None
+        self.cache = cache
         if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
         take_over(cache, source, mask, more, front, self.sequences.width)
@@ -94,15 +91,7 @@ class CacheOwner:
 
         May be called again, also after an interrupt.
         """
-        if self._before is not None and self.filled is not None:
-            for layer, state in self._before:
-                if isinstance(state, int):
-                    layer.keys, layer.values = layer.keys[:, :, :state], layer.values[:, :, :state]
-                else:
-                    vars(layer).clear()
-                    vars(layer).update(state)
-            del self.filled.layers[len(self._before) :]
-        elif self.cache is not None and self.wanted and not self._done:
+        if self.cache is not None and self.wanted and not self._done:
             self._give_back(self.cache)
             self._done = True
         return self.cache if self.filled is None else self.filled
@@ -124,14 +113,16 @@ class CacheOwner:
         cached = [
             min(have - begin, end) for have, begin, end in zip(cache.host_lengths, start, most)
         ]
-        own = [begin + have for begin, have in zip(start, cached)]
+        separately = [begin + have for begin, have in zip(start, cached)]
         unfinished = [have for have, end, on in zip(cached, most, active) if on or have < end]
         least = min(unfinished, default=max(cached))
         together = [begin + min(have, least) for begin, have in zip(start, cached)]
         # A recurrent state in the middle of the tokens is not known: give back the prompt. Nor is
         # what a window dropped: give back what each row has of its own, if anything.
-        options = together, start, own
-        lengths = next((one for one in options if cache.reachable(one) == one), own)
+        options = together, start, separately
+        lengths = next(
+            (lengths for lengths in options if cache.reachable(lengths) == lengths), separately
+        )
         cache.truncate(lengths)
         if cache.recurrent is not None:
             cache.recurrent.settle()
@@ -143,18 +134,3 @@ class CacheOwner:
             cache.states.allocate_by(None)
         else:
             unpack_into(cache, self.filled)
-
-
-def _state_of(layer: Any) -> dict[str, Any] | int:
-    """What brings a layer back: the number of its tokens, if new ones come behind them; otherwise
-    its attributes, of which recurrent states, which it changes in place, are copied. Keys are
-    replaced, and with the old ones the cache of a long text would be there twice."""
-    if type(layer) is DynamicLayer and layer.get_seq_length():
-        return layer.get_seq_length()
-
-    def own(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: x.clone() if isinstance(x, Tensor) else x for key, x in value.items()}
-        return value
-
-    return {name: own(value) for name, value in vars(layer).items()}

@@ -72,10 +72,10 @@ def prefill(
     probes = None if drafter is None else drafter.probe_inputs
     prompt = _Prompt(model, input_ids, config, model_kwargs, owner, probes, reads, graphs)
     continued = isinstance(owner.given, TreeCache)
-    found = prompt.run_as_trees() if continued else prompt.run_by_transformers()
-    owner.begin(found.target.cache)
-    begin_rope(found.target, owner)
-    return found
+    prefilled = prompt.run_as_trees() if continued else prompt.run_by_transformers()
+    owner.begin(prefilled.target.cache)
+    begin_rope(prefilled.target, owner)
+    return prefilled
 
 
 @dataclass

@@ -71,9 +71,12 @@ def append(target: Target, rows: list[list[int]]) -> Prefilled:
             hidden |= {row: states[row, last[row]] for row in ended}
         elif reads.tokens == "committed":
             chunks.append(states)
-    stacked = torch.stack([logits[row] for row in sorted(logits)])
+    stacked = _in_order(logits)
     if chunks:
         following = [row[1:] for row in rows]
         return Prefilled(target, stacked, torch.cat(chunks, dim=1), following)
-    kept = torch.stack([hidden[row] for row in sorted(hidden)]) if hidden else None
-    return Prefilled(target, stacked, kept, [[]] * len(rows))
+    return Prefilled(target, stacked, _in_order(hidden) if hidden else None, [[]] * len(rows))
+
+
+def _in_order(by_row: dict[int, Tensor]) -> Tensor:
+    return torch.stack([by_row[row] for row in sorted(by_row)])

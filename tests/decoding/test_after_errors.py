@@ -285,7 +285,8 @@ def test_after_an_error_calls_go_on(tiny: Tiny, architecture: str, kind: str) ->
         *({"streamer": Fails(at)} for at in (1, 2, 6, None)),
     ]
     lengths = [turn.check_failure(**kwargs) for kwargs in failures]
-    lengths += [turn.check_failure(at) for at in (1, 2, 4)]
+    # In the prompt, Transformers' own forward fills a DynamicCache.
+    lengths += [turn.check_failure(at) for at in (1, 2, 4)[kind.startswith("dynamic") :]]
     assert len(set(lengths)) > 3 and max(lengths) > turn.width  # work that was done is kept
 
 
@@ -314,10 +315,10 @@ def test_after_an_error_in_chunks_of_the_prompt(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_spec.model.appending.CHUNK", 2)
-    for kind, chunk in zip(KINDS, (4, 2, None, None)):
+    for kind in KINDS[2:]:
         turn = Turn(tiny("llama_tied"), kind)
         for at in (1, 3):
-            turn.check_failure(at, **({"prefill_chunk_size": chunk} if chunk else {}))
+            turn.check_failure(at)
 
 
 def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,19 +317,6 @@ def test_prompts_in_which_transformers_loses_a_state() -> None:
     assert model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: pasts[1]}).tolist() == wanted
 
 
-def same(one: DynamicCache, other: DynamicCache) -> None:
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        assert vars(mine).keys() == vars(theirs).keys()
-        for name, value in vars(theirs).items():
-            values = value.items() if isinstance(value, dict) else [(None, value)]
-            for key, wanted in values:
-                found = vars(mine)[name] if key is None else vars(mine)[name][key]
-                if isinstance(wanted, Tensor):
-                    assert torch.equal(found, wanted)
-                else:
-                    assert found == wanted
-
-
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba"])
 def test_after_an_error(kind: str) -> None:
     """The start of each row; a call goes on from it."""

@@ -11,23 +11,44 @@ from hf_spec.tools.loading import NATIVE, load_model
 
 DEFAULT_BACKEND = "inductor"
 
+Strategies = Annotated[
+    str | None,
+    Option(
+        help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
+        "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
+        "those of the adapters, draft_model with --assistant, else prompt_lookup]"
+    ),
+]
+Assistants = Annotated[list[str] | None, Option(help="Smaller model that drafts; repeatable.")]
+RepetitionPenalty = Annotated[
+    float | None, Option(help="For greedy decoding and sampling.  [default: the model's]")
+]
+PackWeights = Annotated[
+    bool, Option(help="On a CPU, let strategies compute with packed copies of large weights.")
+]
+Compile = Annotated[
+    bool, Option("--compile", help="Measure compiled steps with a static cache, too.")
+]
+Backend = Annotated[
+    str | None,
+    Option(help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"),
+]
+SyntheticAcceptance = Annotated[
+    str | None,
+    Option(
+        help="Accept drafts at these rates, whatever they are: 0.8,0.6 accepts the first draft "
+        "token in 80% of the steps and the first two in 60%. Measures the speed that a tau would "
+        "bring, also without a trained adapter; outputs are not the model's."
+    ),
+]
+
 
 def bench(
     model: opt.Model,
     prompts: opt.Prompts = None,
-    strategies: Annotated[
-        str | None,
-        Option(
-            help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
-            "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
-            "those of the adapters, draft_model with --assistant, else prompt_lookup]"
-        ),
-    ] = None,
+    strategies: Strategies = None,
     adapter: opt.Adapters = None,
-    assistant: Annotated[
-        list[str] | None,
-        Option(help="Smaller model that drafts; repeatable."),
-    ] = None,
+    assistant: Assistants = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
     max_new_tokens: opt.NewTokens = 128,
@@ -38,31 +59,15 @@ def bench(
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
-    repetition_penalty: Annotated[
-        float | None, Option(help="For greedy decoding and sampling.  [default: the model's]")
-    ] = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: opt.Seed = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    pack_weights: Annotated[
-        bool, Option(help="On a CPU, let strategies compute with packed copies of large weights.")
-    ] = True,
+    pack_weights: PackWeights = True,
     attn_implementation: Annotated[str | None, Option(help="eager, sdpa, ...")] = None,
-    compile: Annotated[
-        bool, Option("--compile", help="Measure compiled steps with a static cache, too.")
-    ] = False,
-    backend: Annotated[
-        str | None,
-        Option(help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"),
-    ] = None,
-    synthetic_acceptance: Annotated[
-        str | None,
-        Option(
-            help="Accept drafts at these rates, whatever they are: 0.8,0.6 accepts the first draft "
-            "token in 80% of the steps and the first two in 60%. Measures the speed that a tau "
-            "would bring, also without a trained adapter; outputs are not the model's."
-        ),
-    ] = None,
+    compile: Compile = False,
+    backend: Backend = None,
+    synthetic_acceptance: SyntheticAcceptance = None,
     by_task: Annotated[bool, Option("--by-task", help="Print a row for each task, too.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -85,53 +90,77 @@ def bench(
           --strategies draft_model,transformers:assisted
       hf-spec bench --model M --strategies medusa,eagle3 --synthetic-acceptance 0.85,0.7,0.55,0.4
     """
-    from hf_spec.tools.bench import contenders as entries
+    from hf_spec.tools.bench.environment import environment_of
     from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
-    from hf_spec.tools.bench.synthetic import SyntheticRates
+    from hf_spec.tools.bench.runner import run
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
     if backend is not None and not compile:
         raise ValueError("--backend needs --compile")
-    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
-    adapters = entries.read_adapters(adapter or ())
-    default = [adapter.strategy for adapter in adapters] + ["draft_model"] * bool(assistant)
-    names = entries.parse_names(
-        (default or ["prompt_lookup"]) if strategies is None else strategies
+    options = {"do_sample": do_sample, **opt.sampling(do_sample, temperature, top_k, top_p)}
+    if repetition_penalty is not None:
+        options["repetition_penalty"] = repetition_penalty
+    lineup = _Lineup(
+        strategies, adapter or [], assistant or [], strategy_kwargs or [], synthetic_acceptance
     )
-    options = opt.parse_kwargs(strategy_kwargs or (), names)
-    synthetic, trained = None, list(adapters)
-    if synthetic_acceptance is not None:
-        synthetic = SyntheticRates.parse(synthetic_acceptance)
-        adapters = [*trained, *entries.untrained(names, trained)]
-    # Only checks that everything is used; assistants are loaded later.
-    entries.contenders(names, options, adapters, {name: {} for name in assistant or ()})
-    source = prompts or BUNDLED
-    read = read_prompts(source)
+    read = read_prompts(prompts or BUNDLED)
     check_writable(output)
 
-    loaded, tokenizer = load_model(model, dtype, device, attn_implementation, trained, pack_weights)
-    entries.add_untrained(loaded, adapters[len(trained) :])
-    assistants = {name: _assistant(name, loaded, tokenizer) for name in assistant or ()}
-    generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
-    if repetition_penalty is not None:
-        generate_kwargs["repetition_penalty"] = repetition_penalty
-
-    from hf_spec.tools.bench.environment import environment_of
-    from hf_spec.tools.bench.runner import run
-
-    environment = environment_of(loaded, model, source)
+    loaded, tokenizer = load_model(
+        model, dtype, device, attn_implementation, lineup.trained, pack_weights
+    )
+    contenders = lineup.load(loaded, tokenizer)
     with progress_bar("benchmark") as progress:
         result = run(
-            loaded, tokenizer, read, entries.contenders(names, options, adapters, assistants),
-            batch_sizes=sizes, max_new_tokens=max_new_tokens, limit=limit,
-            generate_kwargs=generate_kwargs, seed=seed,
-            compiled=(backend or DEFAULT_BACKEND) if compile else None, synthetic=synthetic,
-            progress=progress,
+            loaded, tokenizer, read, contenders, batch_sizes=sizes, max_new_tokens=max_new_tokens,
+            limit=limit, generate_kwargs=options, seed=seed,
+            compiled=(backend or DEFAULT_BACKEND) if compile else None,
+            synthetic=lineup.synthetic, progress=progress,
         )  # fmt: skip
     if prompts is None:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
+    environment = environment_of(loaded, model, prompts or BUNDLED)
     show_results(result, environment, output, by_task, as_json)
+
+
+class _Lineup:
+    """What takes part, by the command's options; a ValueError names what is wrong with them."""
+
+    def __init__(
+        self, strategies: str | None, adapters: list[str], assistants: list[str],
+        kwargs: list[str], synthetic: str | None,
+    ):  # fmt: skip
+        from hf_spec.tools.bench import contenders as entries
+        from hf_spec.tools.bench.synthetic import SyntheticRates
+
+        self.trained, self.assistants = entries.read_adapters(adapters), assistants
+        default = [one.strategy for one in self.trained] + ["draft_model"] * bool(assistants)
+        self.names = entries.parse_names(
+            (default or ["prompt_lookup"]) if strategies is None else strategies
+        )
+        self.options = opt.parse_kwargs(kwargs, self.names)
+        self.synthetic, self.untrained = None, []
+        if synthetic is not None:
+            self.synthetic = SyntheticRates.parse(synthetic)
+            self.untrained = entries.untrained(self.names, self.trained)
+        # Only checks that everything is used; assistants are loaded later.
+        self._contenders({name: {} for name in assistants})
+
+    def load(self, model: Any, tokenizer: Any) -> list[Any]:
+        """The contenders, with what they need beside the trained adapters."""
+        from hf_spec.tools.bench import contenders as entries
+
+        entries.add_untrained(model, self.untrained)
+        return self._contenders(
+            {name: _assistant(name, model, tokenizer) for name in self.assistants}
+        )
+
+    def _contenders(self, assistants: dict[str, Any]) -> list[Any]:
+        from hf_spec.tools.bench import contenders as entries
+
+        adapters = [*self.trained, *self.untrained]
+        return entries.contenders(self.names, self.options, adapters, assistants)
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:

@@ -147,6 +147,12 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
     if path.suffix == SAFE:
         with opened(path) as file:
             return {name: file.get_tensor(name) for name in list(file.keys()) if wants(name)}
+    tensors = _unpickled(path).items()
+    return {name: value for name, value in tensors if isinstance(value, Tensor) and wants(name)}
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    """What a file of ``torch.save`` holds by name, out of its wrappers."""
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling wrong bytes can raise anything
@@ -161,9 +167,7 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
         data = next((inner[key] for key in WRAPPERS if isinstance(inner.get(key), dict)), data)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise ValueError(f"{str(path)!r} holds a {type(data).__name__}, not tensors by name")
-    return {
-        name: value for name, value in data.items() if isinstance(value, Tensor) and wants(name)
-    }
+    return data
 
 
 def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
