@@ -115,8 +115,8 @@ class SpecStats:
             )
         code = self.details.get("compiled")
         if code:
-            reasons = [*code["refused"], *code["outside"]]
-            why = f"; some ran without: {reasons[0]}" if reasons else ""
+            reasons = [*code["refused"], code.get("outside")]
+            why = f"; some ran without: {reasons[0]}" if reasons[0] else ""
             lines.append(
                 f"{code['how']} steps: code ran {code['runs']} times, {code['made']} made{why}"
             )

@@ -129,12 +129,13 @@ class Steps:
             self.earlier.history.add(self.earlier, sequences.answers)
         if noise is not None:
             noise.give_back(sequences.emitted[0])
-        if graphs is not None:
-            graphs.spare([*self.owner.release(), *drafter.release()])
         parts = drafter, self.policy, state.target
         state.stats.details = {
             name: value for part in parts for name, value in part.details().items()
         }
+        if graphs is not None:
+            graphs.spare([*self.owner.release(), *drafter.release()])
+            state.stats.details["compiled"]["outside"] = drafter.outside
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree) -> HostResult:
         """Append and stream what was accepted of a tree, of which pruning left ``kept``, and

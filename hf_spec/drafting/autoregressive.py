@@ -110,6 +110,8 @@ class AutoregressiveDrafter(ForwardDrafter):
     ):  # fmt: skip
         super().__init__(model, options, key)
         self.network, self.reads, self.token_ids = network, reads, network.token_ids
+        if not network.compiles:
+            self.outside = "the drafter's logits are a forward of the model's"
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
         self._graphs: Graphs | None = None
@@ -118,11 +120,7 @@ class AutoregressiveDrafter(ForwardDrafter):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        graphs = state.target.graphs
-        if graphs is not None and not self.network.compiles:
-            graphs.outside.add("the drafter's logits are a forward of the model's")
-            graphs = None
-        self._graphs = graphs
+        graphs = self._graphs = state.target.graphs if self.network.compiles else None
         if graphs is not None:
             graphs.hold(self.network.own)
         self.cache: Any = DraftCache.beside(state, self.network, state.root.device, graphs)

@@ -51,6 +51,7 @@ class Drafter(ChainGenerator):
         distances: tokens after the next one that they predict.
         drafting: changes to the model while it drafts; None if drafting does not run it.
         beside: modules beside the model that drafting runs, such as an assistant.
+        outside: why drafting, or a part of it, is not in recorded or compiled code; None if it is.
         pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
             ones depends on their tokens, so a pruned tree must not carry distributions.
     """
@@ -67,6 +68,7 @@ class Drafter(ChainGenerator):
     distances: int = 0
     drafting: Changes | None = None
     beside: Sequence[nn.Module] = ()
+    outside: str | None = None
     pruning: Pruning | None = None
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions):

@@ -147,8 +147,6 @@ class Graphs:
         #: Of this call: ``made``, code that it has compiled, or tried to, and ``runs`` of what was
         #: there.
         self.counts: Counter[str] = Counter()
-        #: Why some of this call's drafting is outside of its code.
-        self.outside: set[str] = set()
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model, running.hooks, self.records)
         if self.obstacle is not None:
@@ -226,10 +224,6 @@ class Graphs:
         contain this one."""
         other = self.beside(model, "")
         if other is None or other.obstacle is not None:
-            self.outside.add(
-                "the assistant is on another device" if other is None else
-                f"the assistant: {other.obstacle}"
-            )  # fmt: skip
             return None
         self._tensors |= other._tensors
         return other._kind
@@ -271,13 +265,12 @@ class Graphs:
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``: what the steps' code is, code that this call has made
-        and that is kept for the model, how often it ran, and why some steps, or some of the
-        drafting, ran without."""
+        and that is kept for the model, how often it ran, and why some steps ran without."""
         kept = self._kept
         how = " and ".join(["compiled"] * self.compiles + ["recorded"] * self.records)
         return {
             "how": how, "made": self.made, "kept": len(kept.graphs), "runs": self.counts["runs"],
-            "refused": sorted(kept.warned), "outside": sorted(self.outside),
+            "refused": sorted(kept.warned),
         }  # fmt: skip
 
     def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:

@@ -41,6 +41,7 @@ class DraftModelDrafter(AssistantDrafter):
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
+        self.outside = "the assistant's forwards are code of their own"
         check_model(assistant)
         self._target: Target | None = None  # of the assistant
         self._logits: Tensor | None = None  # (batch, vocab) after each sequence's last token
@@ -103,8 +104,6 @@ class DraftModelDrafter(AssistantDrafter):
             logits = assistant(**given).logits
         self._logits = logits[:, -1].clone()
         graphs = state.target.graphs
-        if graphs is not None:
-            graphs.outside.add("the assistant's forwards are code of their own")
         self._graphs = graphs and graphs.beside(assistant, "draft_model")
         allocate = None if self._graphs is None or graphs is None else graphs.allocate
         cache = TreeCache(len(source.layers), len(rows), device, allocate, rules)

@@ -77,6 +77,8 @@ class SharedKVDrafter(AssistantDrafter):
         graphs = state.target.graphs
         #: What programs that contain the assistant depend on; None if there are none.
         self._kind = None if graphs is None else graphs.admit(self.assistant)
+        if self._kind is None:
+            self.outside = "the assistant is on another device, or cannot be recorded"
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self._hidden = hidden

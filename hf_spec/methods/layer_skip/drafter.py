@@ -44,6 +44,7 @@ class LayerSkipDrafter(GrowingDrafter):
 
     can_sample = True
     runs = FORWARDS
+    outside = "what a drafting forward says decides whether there is another"
     options: LayerSkipOptions
     drafting: Changes
 
@@ -70,10 +71,8 @@ class LayerSkipDrafter(GrowingDrafter):
             self.exit = recall(self.model, key, lambda: ThresholdExit(self.options))
         self.calibration = self.exit.calibration
         graphs = state.target.graphs
-        if graphs is not None:
-            graphs.outside.add("what a drafting forward says decides whether there is another")
-            if self.learned is not None:
-                graphs.hold(self.learned.weights.values())
+        if graphs is not None and self.learned is not None:
+            graphs.hold(self.learned.weights.values())
 
     def propose(self, state: DecodeState) -> Tree:
         depth = min(self.options.max_draft, state.max_depth)

@@ -66,8 +66,8 @@ class SpaceDrafter(ProbeDrafter):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        if state.target.graphs is not None and self._by_scores(state):
-            state.target.graphs.outside.add("the call's processors choose draft tokens")
+        if self._by_scores(state):
+            self.outside = "the call's processors choose draft tokens"
 
     def _by_scores(self, state: DecodeState) -> bool:
         """Whether draft tokens are chosen by what the call's processors make of predictions."""
