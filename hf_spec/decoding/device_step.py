@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,23 +26,8 @@ from hf_spec.model.programs import DraftProgram
 from hf_spec.model.target import Output
 from hf_spec.policy.plans import step_shapes
 
-
-class Ran(NamedTuple):
-    """What the device has done.
-
-    Attributes:
-        output: of the forward.
-        result: what was accepted.
-        moved: whether accepted nodes are in the first slots of the cache's block.
-        drafted: what the drafter's program has found, if it has run.
-        draft: runs it, if it depends on what is emitted; else finds nothing.
-    """
-
-    output: Output
-    result: StepResult
-    moved: bool
-    drafted: Sequence[Tensor] = ()
-    draft: Callable[[], Sequence[Tensor]] = tuple
+#: Runs a drafter's program, and gives what it finds.
+Draft = Callable[[], Sequence[Tensor]]
 
 
 @dataclass
@@ -58,8 +42,10 @@ class DeviceStep:
     def run(
         self, tree: Tree, grows: bool,
         accept: Callable[[Tree, Tensor, list[bool]], StepResult] | None = None,
-    ) -> Ran:  # fmt: skip
-        """One step.
+    ) -> tuple[Output, bool, Draft]:  # fmt: skip
+        """One step: its output with the result, and with what the drafter's program has found if it
+        has run; whether accepted nodes are in the first slots of the cache's block; and what runs
+        the program if that depends on what is emitted, else finds nothing.
 
         Args:
             tree: what is forwarded.
@@ -69,7 +55,8 @@ class DeviceStep:
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
         as_one = graphs is not None and not graphs.compiles  # all of a step is one record
         rule = self.acceptance.program(tree, as_one, drafter.distances)
-        program = None if graphs is None else drafter.program(state, tree, grows)
+        alone = graphs is None or drafter.outside is not None
+        program = None if alone else drafter.program(state, tree, grows)
         inside = as_one and rule is not None
         with self.watch.phase("forward"):
             output = self.strategy.run(
@@ -77,21 +64,20 @@ class DeviceStep:
                 after=program if inside else None,
             )  # fmt: skip
         with self.watch.phase("verify"):
-            choose = accept or self.acceptance
+            choose, moved = accept or self.acceptance, output.result is not None
             result = output.result or choose(output.tree, output.logits, state.active)
-            state.root = result.bonus.to(state.root.device)
-        ran = Ran(output, result, output.result is not None, output.drafted)
-        if program is None or ran.drafted:
-            return ran
-        if program.reads_cache and not ran.moved:
+            state.root, output = result.bonus.to(state.root.device), output._replace(result=result)
+        if program is None or output.drafted:
+            return output, moved, tuple
+        if program.reads_cache and not moved:
             state.cache.states.move(state.cache.lengths, result.path)
-            ran = ran._replace(moved=True)
+            moved = True
         # The code for all has just been made, or the program is code of its own.
         draft = partial(self._draft, program, None if inside else graphs, tree, output, result)
         if state.noise is not None:
-            return ran._replace(draft=draft)
+            return output, moved, draft
         with self.watch.phase("draft"):
-            return ran._replace(drafted=draft())
+            return output._replace(drafted=draft()), moved, tuple
 
     def _draft(
         self, program: DraftProgram, graphs: Graphs | None, tree: Tree, output: Output,
@@ -120,6 +106,6 @@ class DeviceStep:
             root = state.root
             # While the drafter pauses, there are plain steps and lookups.
             for grows in (True, False) if nodes == 1 or self.strategy.lookup else (True,):
-                self.run(tree, grows, verify.greedy).draft()
+                self.run(tree, grows, verify.greedy)[-1]()
                 state.cache.rollback()
             state.root = root

@@ -57,23 +57,24 @@ class Steps:
         prepared, grows = state.target.prepared, not self.policy.paused
         self.strategy.run(advance_rope, state)
         tree, repeats = self._draft()
-        ran = self.device.run(tree, grows)
+        output, moved, draft = self.device.run(tree, grows)
+        result, slots = output.result, output.tree.slots
+        assert result is not None
         with watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
-            host, numbers = ran.result.to_host(*ran.drafted[:1])
-        host = self._emit(tree, host, ran.output.tree)
-        kept = ran.output.tree.slots
-        state.cache.commit(host.counts, ran.result.path, kept, ran.moved or _in_place(kept, host))
+            host, numbers = result.to_host(*output.drafted[:1])
+        host = self._emit(tree, host, output.tree)
+        state.cache.commit(host.counts, result.path, slots, moved or _in_place(slots, host))
         with watch.phase("draft"):
-            result, found = ran.result._replace(host=host), ran.drafted or ran.draft()
+            result, found = result._replace(host=host), output.drafted or draft()
             if found:
                 drafter.received(found, result)
             else:
-                self.strategy.run(drafter.advance, result, ran.output.read(drafter.reads, result))
+                self.strategy.run(drafter.advance, result, output.read(drafter.reads, result))
             state.grown = Grown(found[0], numbers, found[1:]) if found and grows else None
         seconds = watch.step()
         streamer = self.owner.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
-            streamer.see_step(ran.output.tree, host)
+            streamer.see_step(output.tree, host)
         if not repeats:
             # Steps that compile are not typical.
             self._learn(tree, host, seconds if state.target.prepared == prepared else None)

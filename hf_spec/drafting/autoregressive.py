@@ -152,7 +152,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             self._root = self._root[0][index], self._root[1][index]
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        if self._graphs is None or self._root is None:
+        if self._root is None:
             return None
         levels = self.num_levels(state, grows)
         self.cache.reserve(bucket(tree.num_tokens) + levels * self.width)

@@ -112,7 +112,8 @@ class Drafter(ChainGenerator):
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         """What recorded or compiled code does in place of :meth:`advance`, and ahead of
-        :meth:`propose`; None if that is not possible, or there is nothing to do.
+        :meth:`propose`; None if there is nothing to do. Not asked for if drafting is
+        :attr:`outside`.
 
         Args:
             state: the state before the step.

@@ -108,7 +108,7 @@ class ProgramDrafter(GrowingDrafter, Holds):
     def grows(
         self, state: DecodeState, tree: Tree, count: int, depth: int, expanded: int | None = None,
         kind: Hashable = None,
-    ) -> DraftProgram | None:  # fmt: skip
+    ) -> DraftProgram:  # fmt: skip
         """See :meth:`program`.
 
         Args:
@@ -116,8 +116,7 @@ class ProgramDrafter(GrowingDrafter, Holds):
             kind: what :meth:`packed_trees` depends on besides these, and shapes.
         """
         graphs = state.target.graphs
-        if graphs is None:
-            return None
+        assert graphs is not None
         in_place = not graphs.compiles
         buffers, changing, key = self.carried(tree)
         self._next_trust = self.trust or [0.0] * max(depth, 1)

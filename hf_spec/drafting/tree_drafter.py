@@ -170,9 +170,10 @@ class TreeDrafter(ProgramDrafter):
             known = torch.full_like(root, self.distances)
         trees = tuple(one.tree for one in states.states)
         deepest, index = max(tree.max_depth for tree in trees), known.clamp(max=states.max_probes)
-        shapes = [part[index] for part in levels(trees, str(root.device))]
+        parents, depths, ranks = (part[index] for part in levels(trees, str(root.device)))
+        shapes = parents, depths, ranks
         tokens = self.levels(root, deepest, 1 + states.max_rank).ranked(shapes, deepest, root)
-        return Tree.packed(*shapes[:2], tokens, torch.zeros(tokens.shape, device=root.device))
+        return Tree.packed(parents, depths, tokens, torch.zeros(tokens.shape, device=root.device))
 
     def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int

@@ -87,12 +87,12 @@ class SharedKVDrafter(AssistantDrafter):
             self._seen = self._see(cache, lengths + result.counts, cache.capacity, shift)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        if not grows or self._kind is None:
+        if not grows:
             return None
         levels = self.num_levels(state)
         self._target.reserve(tree)
         program = self.grows(state, tree, self.num_grown, levels, self.width)
-        return program and program._replace(reads_cache=True)
+        return program._replace(reads_cache=True)
 
     def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
         target = self._target

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree import Tree
 from hf_spec.core.verify import sample
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
@@ -22,7 +21,6 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.hidden_states import model_logits
-from hf_spec.model.programs import DraftProgram
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,6 @@ class SpaceDrafter(ProbeDrafter):
         """Whether draft tokens are chosen by what the call's processors make of predictions."""
         samples = samples_drafts(self.options, state.do_sample)
         return self.options.tree == CHAIN and (samples or not state.process.trivial)
-
-    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        return None if self._by_scores(state) else super().program(state, tree, grows)
 
     def draft_tokens(
         self, state: DecodeState, trees: list[TokenTree], depth: int
