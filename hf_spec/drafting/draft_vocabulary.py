@@ -155,6 +155,8 @@ class DraftVocabulary(Holds):
             own = None if bias is None else bias.detach()[tokens.to(bias.device)]
             return _Rows(tokens, rows, own)
 
+        if self._weight is not None:
+            return made_once(self._weight, (), make)
         return made_once(self._tokens, (head,), make)
 
 
