@@ -26,6 +26,7 @@ from trained import (
 from transformers import TrainingArguments
 
 import hf_spec
+from hf_spec.core.checks import duration
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
@@ -284,3 +285,10 @@ def test_sequences_cut_before_their_answers(caplog):
     assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
     with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
         check_lengths(rows, 3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(40, "40 s"), (700, "12 min"), (11_990, "3 h 20 min")]
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words
