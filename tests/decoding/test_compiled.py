@@ -168,11 +168,11 @@ def test_rows_end_one_by_one(shallow: Any) -> None:
 
 def test_scores_and_caches_go_in_and_out(shallow: Any) -> None:
     model, record = shallow(), {"output_scores": True, "output_logits": True}
-    first = generate(model, prompt(10, 2), **record)
-    longer = generate(model, first.sequences).sequences
     spec = {**strategy("prompt_lookup"), **CAPTURED}
-    for given in ({CACHE: DynamicCache(config=model.config)}, {}):
-        output = generate(model, prompt(10, 2), **given, **spec, **record)
+    for rows, given in ((1, {CACHE: DynamicCache(config=model.config)}), (2, {})):
+        first = generate(model, prompt(10, rows), **record)
+        longer = generate(model, first.sequences).sequences
+        output = generate(model, prompt(10, rows), **given, **spec, **record)
         assert torch.equal(output.sequences, first.sequences)
         for name in ("scores", "logits"):
             for one, other in zip(output[name], first[name], strict=True):
