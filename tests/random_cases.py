@@ -141,6 +141,8 @@ def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
     if rng.random() < 0.4 or "exponential_decay_length_penalty" in settings:
         settings["eos_token_id"] = sorted(rng.sample(range(EOS, VOCAB - 3), rng.randint(1, 8)))
     turn = rng.choice(("tree", "tree", "dynamic")) if rng.random() < 0.3 else None
+    if turn == "dynamic" and size > 1:
+        turn = "tree"
     if not images and turn is None and rng.random() < 0.06:
         settings["prefill_chunk_size"] = rng.randint(2, 6)
     return Case(

@@ -119,6 +119,8 @@ class Player:
         kind = rng.choice(("tree", "tree", "dynamic", "dynamic", None))
         if kind == "dynamic" and self.name in NO_DYNAMIC:
             kind = "tree"
+        if kind == "dynamic":
+            size = 1
         if self.kind == "images":
             rows = [(rng.randint(1, 2), rng.randint(4, 10)) for _ in range(size)]
             given = multimodal.prompts(self.name, rows)

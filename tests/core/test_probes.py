@@ -29,12 +29,3 @@ def test_some_probes_of_some_nodes_of_different_trees(group: ProbeGroup) -> None
         for node, count in enumerate(own):
             at = tree.probes_of(torch.full((2,), node))[row, :count]
             assert [probes[n - nodes] for n in at.tolist()] == [(node, k) for k in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("offsets", "visible", "message"),
-    [((0,), ((True,),), "from 1"), ((1, 2), ((True,),), "2 x 2"), ((1,), ((False,),), "diagonal")],
-)
-def test_wrong_groups_are_refused(offsets: tuple, visible: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ProbeGroup(offsets, visible)

@@ -173,18 +173,6 @@ def test_tokens_on_the_nodes_of_trees(trees: list[TokenTree], with_markov_head: 
         assert found[row, : len(tree)].tolist() == tokens
 
 
-@with_and_without
-def test_the_likeliest_given_what_came(with_markov_head: bool) -> None:
-    case = Example(23)
-    previous = case.previous[:, :DISTANCES]
-    found = case.predictions(23, with_markov_head).likeliest(previous)
-    for row, distance in places():
-        logits = case.logits[row, distance - 1]
-        if with_markov_head:
-            logits = logits + case.bias(row, distance, int(previous[row, distance - 1]))
-        assert found[row, distance - 1].tolist() == logits.argsort(descending=True).tolist()
-
-
 @pytest.mark.parametrize("drafted", ["all", "some", "some, trained"])
 @pytest.mark.parametrize("distilled", [False, True])
 @with_and_without

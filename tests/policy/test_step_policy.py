@@ -59,8 +59,8 @@ def test_the_price_of_a_drafting_forward() -> None:
     for forwards in (1, 3, 1, 3, 3, 1):
         nodes = forwards + 1
         tree = Tree.of_rows([Row([*range(-1, forwards)], [0] * nodes, [1.0] * nodes)], "cpu")
-        policy.setting.tries.clear()
-        policy.setting.tries.append(forwards)
+        policy.setting.sizes_to_time.clear()
+        policy.setting.sizes_to_time.append(forwards)
         policy.drafts()
         stats.draft_seconds += 0.25 * forwards
         stats.num_draft_forwards += forwards
