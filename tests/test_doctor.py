@@ -13,6 +13,7 @@ from hf_spec.decoding.auto import choose
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.tools.bench.diagnosis import diagnose, supported
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
+from hf_spec.tools.bench.session import Session
 from hf_spec.tools.cli import main
 from hf_spec.tools.loading import load_model
 
@@ -78,6 +79,19 @@ def test_the_mask_of_an_imported_block_drafter_is_tried(monkeypatch, causal):
     assert any(f"--config '{{{word}}}'" in line for line in findings)
     assert find_active(model, "DFLASH").config.causal is causal
     assert "mask" not in diagnose(*given, {"method": "dflash"}, 16)[0]
+
+
+def test_an_interrupt_ends_it(monkeypatch):
+    """And nothing is said of what was not measured."""
+    model, tokenizer = load_model(str(DEMO / "model"), "float32")
+    given = model, tokenizer, spread(read_prompts(BUNDLED), 1), choose(model)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "generate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        diagnose(*given, {}, 16)
 
 
 def test_an_adapter_needs_its_model(capsys):

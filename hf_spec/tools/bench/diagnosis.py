@@ -72,6 +72,9 @@ def diagnose(
         choice: its adapter is active.
         trained: content of the adapter's ``training.json``; empty if there is none.
         progress: called as ``progress(done, total)`` with numbers of calls.
+
+    Raises:
+        KeyboardInterrupt: measuring was interrupted.
     """
     method, options = get_method(choice.strategy), {**choice.options, "drafting": "always"}
     looks_up = "lookup" in method.drafter.unused  # that is what it does
@@ -81,6 +84,8 @@ def diagnose(
     default = Contender("default", ours(choice.strategy, dict(choice.options)))
     settings: Any = {"max_new_tokens": max_new_tokens, "progress": progress}
     made = run(model, tokenizer, prompts, [drafting, default], **settings)
+    if made.interrupted:
+        raise KeyboardInterrupt
     tasks = {row["task"]: row["tau"] for row in made.runs() if row["strategy"] == "drafting"}
     tau, speedup = tasks.pop(ALL), made.overall("default")["speedup"]
     positions = made.overall("drafting")["stats"]["acceptance_per_position"]
