@@ -151,6 +151,21 @@ def test_runs(tmp_path, monkeypatch, made, name):
     assert re.search(said, (tmp_path / file).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def test_contexts(monkeypatch, made, capsys):
+    """A row for each length and strategy, in turns; the same tokens for each."""
+    script: Any = load_script("contexts")
+    monkeypatch.setattr(script.subprocess, "run", lambda words, check: script.main(words[2:]))
+    given = ["--model", str(made["base"]), "--adapter", str(made["heads"])]
+    given += ["--strategies", "transformers", "medusa", "--lengths", "150", "--new-tokens", "9"]
+    script.main([*given, "--threads", str(torch.get_num_threads())])
+    heads, _, *rows = capsys.readouterr().out.splitlines()
+    assert "ms a step" in heads
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    assert [row[1] for row in cells] == ["transformers", "medusa"] * 2
+    assert {row[0] for row in cells} == {cells[0][0]} and cells[0][4] == "1.00"
+    assert all(float(row[4]) >= 1 for row in cells)
+
+
 # -- other programs -------------------------------------------------------------------------------
 
 
