@@ -15,6 +15,8 @@ from hf_spec.drafting.ngram import END, Confidence, Limits, Match, NgramIndex, c
 
 #: Longest n-gram that is looked up in earlier answers.
 HISTORY_NGRAM = 4
+#: Most other answers to its prompt that a sequence's lookup searches.
+OTHERS = 8
 
 
 class History:
@@ -107,8 +109,8 @@ class SequenceLookup:
 
 
 class BatchLookup:
-    """A :class:`SequenceLookup` for each sequence of a batch, which also searches the other answers
-    to its prompt.
+    """A :class:`SequenceLookup` for each sequence of a batch, which also searches :data:`OTHERS`
+    other answers to its prompt.
 
     Args:
         prompts: the sequences before their first new token.
@@ -123,8 +125,9 @@ class BatchLookup:
             answers.setdefault(tuple(prompt), []).append(row)
         earlier = [] if history is None else [history]
         for same in answers.values():
-            for row in same:
-                row.others = [*(other for other in same if other is not row), *earlier]
+            for place, row in enumerate(same):
+                after = range(place + 1, place + min(OTHERS + 1, len(same)))
+                row.others = [*(same[other % len(same)] for other in after), *earlier]
 
     def lookup(
         self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int

@@ -67,7 +67,7 @@ class RolloutHistory:
         fresh: share of rollouts that draw new numbers, against this correlation.
         lenience: how many times as likely a token of the earlier answer is made where it is
             verified, in rollouts that sample. Above 1 more of it is kept, but the answer is not
-            sampled from the current policy: **lossy** (SPEC-RL, section 3.2, has the idea).
+            sampled from the current policy: **lossy** (the idea is SPEC-RL's).
     """
 
     def __init__(

@@ -5,7 +5,7 @@ import torch
 from random_trees import GROUPS
 
 from hf_spec.core.tree import Row, Tree
-from hf_spec.drafting.lookup import BatchLookup, merged
+from hf_spec.drafting.lookup import OTHERS, BatchLookup, merged
 from hf_spec.drafting.ngram import Limits
 
 #: What follows 5: 6, then 7; nothing follows the last token of the second row.
@@ -26,6 +26,8 @@ def test_other_answers_to_the_prompt_are_searched() -> None:
     assert [row.tokens for row in rows] == [[9], [7, 8, 9], [7]]
     lookups.select([1])
     assert lookups.lookup([[*texts[1], 8]], [True], 3)[0].tokens == [8, 9]
+    many = BatchLookup(Limits(), [[1, 2]] * 50).rows
+    assert all(len({*map(id, row.others)} - {id(row)}) == OTHERS for row in many)
     equal = BatchLookup(Limits(), [[1, 2]] * 2)
     for _ in range(2):
         assert [row.tokens for row in equal.lookup([[1, 2, 7]] * 2, [True] * 2, 3)] == [[7]] * 2
