@@ -84,23 +84,31 @@ class Acceptance:
             return None
         if self.options.acceptance == "typical":
             return self._typical_program(tree, key)
-        if noise is None:
+        if noise is None and self.do_sample:
             return None
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
-            return verify.match(tree, self.targets(tree, logits, *inputs))
+            return verify.match(tree, self.targets(tree, logits, inputs))
 
-        drawn = noise.drawn(bucket(tree.max_depth + 1 + ahead))
-        return VerifyProgram(("sampled", key, noise.temperature), accept, [drawn], self.ahead)
+        key = "match", key, None if noise is None else noise.temperature
+        later = None if noise is None else self.ahead
+        return VerifyProgram(key, accept, self.inputs(bucket(tree.max_depth + 1 + ahead)), later)
 
-    def targets(self, tree: Tree, logits: Tensor, drawn: Tensor | None = None) -> Tensor:
-        """The target's token after every node, ``(batch, tokens)``: the likeliest one, or if
-        ``drawn`` ``(batch, depths, vocab)`` is given, the one sampled with it."""
-        if drawn is None and self.scorer.trivial:
+    def inputs(self, width: int) -> list[Tensor]:
+        """What :meth:`targets` needs besides the step's trees and logits: the noise of tokens at so
+        many depths, if they are sampled, and what processors are to be shown."""
+        drawn = [] if self.noise is None else [self.noise.drawn(width)]
+        return drawn + self.scorer.context()
+
+    def targets(self, tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """The target's token after every node, ``(batch, tokens)``: the likeliest one, or the one
+        that is sampled with the noise. ``inputs``: see :meth:`inputs`."""
+        if self.noise is None and self.scorer.trivial:
             return verify.likeliest(logits)
-        scores = self.scorer.everywhere(tree, logits)
-        if drawn is None:
-            return verify.likeliest(scores)
+        if self.noise is None:
+            return verify.likeliest(self.scorer.everywhere(tree, logits, inputs))
+        drawn, *context = inputs
+        scores = self.scorer.everywhere(tree, logits, context)
         rows = torch.arange(len(logits), device=logits.device)
         chosen = drawn[rows[:, None], tree.depths[:, : logits.shape[1]]]
         return verify.sample(scores.softmax(-1), chosen)
@@ -117,21 +125,24 @@ class Acceptance:
     def _typical_program(self, tree: Tree, key: Hashable) -> VerifyProgram:
         """Typical acceptance, whose bonus token is sampled with numbers that are drawn before."""
         limits = self.options.typical_epsilon, self.options.typical_delta
+        context = self.scorer.context()
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
+            shown, drawn = inputs[: len(context)], inputs[len(context) :]
+
             def select(scores: Tensor) -> Tensor:
-                return verify.sample(scores.softmax(-1), *inputs) if inputs else scores.argmax(-1)
+                return verify.sample(scores.softmax(-1), *drawn) if drawn else scores.argmax(-1)
 
             active = tree.valid[:, 0]  # what finished rows get does not matter
-            return verify.typical(
-                tree, self.scorer.everywhere(tree, logits), select, active, *limits
-            )
+            scores = self.scorer.everywhere(tree, logits, shown)
+            return verify.typical(tree, scores, select, active, *limits)
 
         drawn = [
             torch.empty(tree.batch_size, width, device=device).exponential_()
             for width, device in [self._drawn_for] * self.do_sample
         ]
-        return VerifyProgram(("typical", key, limits, self.do_sample), accept, drawn)
+        key = "typical", key, limits, self.do_sample
+        return VerifyProgram(key, accept, [*context, *drawn])
 
     def __call__(self, tree: Tree, logits: Tensor, unfinished: list[bool]) -> StepResult:
         """Choose the accepted path of every row that is unfinished, by logits ``(batch, tokens,
@@ -200,7 +211,7 @@ class Acceptance:
         return score
 
     def _typical(self, tree: Tree, logits: Tensor, active: Tensor) -> StepResult:
-        scores = self.scorer.everywhere(tree, logits)
+        scores = self.scorer.everywhere(tree, logits, self.scorer.context())
         epsilon, delta = self.options.typical_epsilon, self.options.typical_delta
         result = verify.typical(tree, scores, self._select, active, epsilon, delta)
         if self.records:

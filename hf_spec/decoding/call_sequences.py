@@ -16,11 +16,14 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import HostResult
 
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
 NO_LIMIT = 2**60
+#: Fewest columns of ids that are given to code of fixed shapes.
+SMALLEST = 256
 
 
 class Sequences:
@@ -141,6 +144,20 @@ class Sequences:
             self._ids[rows, columns] = tokens
         self._sent = list(self.lengths)
         return self._ids
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ids are."""
+        return self._ids.device
+
+    def of_rows(self, first: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Ids ``(batch, capacity)`` of the batch's rows, with a power of two of columns, and the
+        columns ``(2, batch)`` from which on, by sequence, and up to which they matter."""
+        lengths = [self.lengths[row] for row in self.rows]
+        capacity = max(bucket(max(lengths)), SMALLEST)
+        self._ids = _reserved(self._ids, capacity)
+        sent_now = sent([self.rows, [first[row] for row in self.rows], lengths], self.device)
+        return self.ids[sent_now[0], :capacity], sent_now[1:]
 
     def write(self, tokens: Tensor) -> None:
         """Put tokens ``(batch, n)`` into the scratch space of each row."""

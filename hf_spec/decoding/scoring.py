@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ ROWWISE = (
     stock.TemperatureLogitsWarper, stock.TopKLogitsWarper, stock.TopPLogitsWarper,
     stock.TypicalLogitsWarper,
 )  # fmt: skip
+
+#: Processors that look at which tokens a row has, from column ``prompt_ignore_length`` on, but not
+#: at where or how often.
+UNORDERED = (stock.RepetitionPenaltyLogitsProcessor,)
 
 #: Processors whose result depends on the rows' tokens and logits alone, not on earlier calls.
 STATELESS = (
@@ -62,6 +68,7 @@ class Scorer:
     Attributes:
         trivial: whether scores are just the logits.
         rowwise: whether all processors treat each row alone and never look at its tokens.
+        unordered: whether all treat each row alone, and at most one looks at which tokens it has.
         stateful: names of the processors that may keep a state.
         lockstep: whether all rows must take equally many tokens in each step.
     """
@@ -73,19 +80,38 @@ class Scorer:
         self._all = _split(processors)
         self._drafting = _split(stateless) if self.stateful else self._all
         self.trivial, self.rowwise = not processors, not self._all[0]
+        self._first = _first_seen(processors, len(sequences.lengths), sequences.width)
+        self.unordered = self._first is not None
         self.lockstep = bool(self.stateful) and len(sequences.lengths) > 1
         #: The last logits of all sequences of the call.
         self._logits: Tensor | None = None
 
     @property
     def key(self) -> Hashable:
-        """What scores depend on besides the logits, if all processors treat rows alone and hold no
-        tensors; else None."""
-        processors = self._all[1]
-        settings = [(type(one).__name__, *sorted(vars(one).items())) for one in processors]
+        """What scores at all nodes depend on besides logits and :meth:`context`; None if on more
+        than that."""
+        if not self.unordered:
+            return None
+        settings = [(type(one).__name__, *sorted(vars(one).items())) for one in self._of_nodes]
         plain = (bool, int, float, str, type(None))
-        known = all(isinstance(value, plain) for one in processors for value in vars(one).values())
-        return tuple(settings) if self.rowwise and known else None
+        known = all(isinstance(value, plain) for _, *pairs in settings for _, value in pairs)
+        return tuple(settings) if known else None
+
+    def context(self) -> list[Tensor]:
+        """What :meth:`everywhere` needs of the rows' tokens, see :meth:`Sequences.of_rows`; nothing
+        if processors never look at them, or at more than which there are."""
+        if self.rowwise or self._first is None:
+            return []
+        return list(self.sequences.of_rows(self._first))
+
+    @cached_property
+    def _of_nodes(self) -> list[Any]:
+        """The processors where they are shown what they look at, and nothing else."""
+        processors = [copy.copy(one) for part in self._all for one in part]
+        for one in processors:
+            if type(one) in UNORDERED:
+                one.prompt_ignore_length = None
+        return processors
 
     def __call__(
         self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False
@@ -117,13 +143,19 @@ class Scorer:
                 scores = scores.index_copy(0, index, processed)
         return scores.to(device)
 
-    def everywhere(self, tree: Tree, logits: Tensor) -> Tensor:
-        """Scores ``(batch, tokens, vocab)`` float32 at all nodes of trees without probes."""
+    def everywhere(self, tree: Tree, logits: Tensor, context: Sequence[Tensor] = ()) -> Tensor:
+        """Scores ``(batch, tokens, vocab)`` float32 at all nodes of trees without probes.
+
+        Args:
+            context: :meth:`context` of the step.
+        """
         nodes = logits.shape[1]
-        if self.rowwise:
-            every = logits.flatten(0, 1)
-            scores = self(every, tree.tokens.new_zeros(len(every), 0), [True] * len(every))
-            return scores.unflatten(0, logits.shape[:2])
+        if self.unordered:
+            scores = logits.to(self.sequences.device, torch.float32, copy=True).flatten(0, 1)
+            ids = _prefixes(tree, nodes, *context).to(scores.device).flatten(0, 1)
+            for processor in self._of_nodes:
+                scores = processor(ids, scores)
+            return scores.unflatten(0, logits.shape[:2]).to(logits.device)
         scores = logits.to(torch.float32, copy=True)
         for node, depths in enumerate(tree.depths.T.tolist()):
             # The nodes on the path to this one come first, by their depths.
@@ -163,6 +195,34 @@ class Scorer:
                 own = sent(rows, scores.device)
                 scores = scores.index_copy(0, own, processed[own])
         return scores[index] if shrunk else scores
+
+
+def _first_seen(processors: LogitsProcessorList, count: int, width: int) -> list[int] | None:
+    """The first column of each of ``count`` sequences that processors look at, where one of them at
+    most looks at any, and not at where tokens are; else None. ``width``: of the prompts."""
+    looking = [one for one in processors if type(one) not in ROWWISE]
+    if not looking:
+        return [0] * count
+    if len(looking) > 1 or type(looking[0]) not in UNORDERED:
+        return None
+    first = looking[0].prompt_ignore_length
+    columns = [first or 0] * count if not isinstance(first, Tensor) else first.tolist()
+    # What has been emitted is always seen.
+    return columns if len(columns) == count and max(columns) <= width else None
+
+
+def _prefixes(
+    tree: Tree, nodes: int, ids: Tensor | None = None, span: Tensor | None = None
+) -> Tensor:
+    """``(batch, nodes, n)`` the tokens up to each node, in no order and some of them repeatedly, so
+    that all have the same number; without the rows' tokens only those of the tree."""
+    tokens = tree.tokens[:, :nodes]
+    path = torch.where(tree.ancestors[:, :nodes, :nodes], tokens[:, None], tokens[:, :, None])
+    if ids is None or span is None:
+        return path
+    columns, (first, end) = torch.arange(ids.shape[1], device=ids.device), span[:, :, None]
+    known = torch.where((columns >= first) & (columns < end), ids, tokens[:, :1].to(ids))
+    return torch.cat([known[:, None].expand(-1, nodes, -1), path.to(ids)], 2)
 
 
 def _split(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, LogitsProcessorList]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import CompileConfig
 
 from hf_spec.core.memory import memory
+from hf_spec.decoding.device_step import DeviceStep
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model import captures, graphs
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
@@ -112,6 +113,32 @@ def test_drafts_are_those_of_eager_steps(tiny: Tiny, name: str, variant: str) ->
     assert len(same) > 6
     for at in same:
         assert sorted(replayed[at]) == sorted(eager[at])
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["medusa", "prompt_lookup"])
+def test_repetition_penalty(shallow: Tiny, name: str, settings: dict[str, Any]) -> None:
+    """The record is shown which tokens each row has, in a batch that shrinks, too."""
+    model, spec, run = adapt(shallow(), name), strategy(name), DeviceStep.run
+    inputs = {"input_ids": prompt()} if settings else ragged()
+    settings = {**settings, "repetition_penalty": 1.7, "eos_token_id": 60, "max_new_tokens": 30}
+    check(model, spec, **inputs, **settings)
+    by_program = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        by_program.append(result[1])  # what a program accepts is in its place
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceStep, "run", watched)
+        check(model, spec, **inputs, **settings)
+    assert by_program and all(by_program)
+    ours, other = (
+        generate(model, inputs, **{**settings, "do_sample": False, "repetition_penalty": penalty})
+        for penalty in (1.7, 1.0)
+    )
+    assert not torch.equal(ours.sequences, other.sequences), "the penalty changes something"
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])

@@ -35,6 +35,9 @@ LISTS = {
     "both": lambda: [Repetition(1.5), Temperature(0.7), TopP(0.6)],
     "in between": lambda: [Temperature(0.7), Repetition(1.5), TopP(0.6)],
     "at the end": lambda: [Temperature(0.7), Repetition(1.5)],
+    "without the first columns": lambda: [Repetition(1.5, prompt_ignore_length=2)],
+    "without padding": lambda: [Repetition(1.5, prompt_ignore_length=torch.tensor([0, 2, 1, 3]))],
+    "by order": lambda: [Repetition(1.5), logits_process.NoRepeatNGramLogitsProcessor(2)],
 }
 
 
@@ -45,14 +48,18 @@ def test_scores_of_whole_trees(made: Any) -> None:
     shapes = [random_tree(rng, size) for size in (7, 1, 4, 6)]
     tree = Tree.of_shapes(shapes)
     generator = torch.Generator().manual_seed(2)
-    tree = tree.with_tokens(torch.randint(VOCAB, tree.tokens.shape, generator=generator))
+    tokens = torch.randint(VOCAB, tree.tokens.shape, generator=generator)
+    tokens[:, 0] = rows.ids[range(4), [length - 1 for length in LENGTHS]]  # the last ones
+    tree = tree.with_tokens(tokens)
     logits = torch.randn(4, tree.num_nodes, VOCAB, generator=generator)
-    found = Scorer(LogitsProcessorList(made()), rows).everywhere(tree, logits)
+    scorer = Scorer(LogitsProcessorList(made()), rows)
+    found = scorer.everywhere(tree, logits, scorer.context())
     for row, shape in enumerate(shapes):
         for node in range(len(shape)):
             path, above = [], node
             while above:
                 path, above = [int(tree.tokens[row, above]), *path], shape.parents[above]
             ids = torch.tensor([[*rows.ids[row, : LENGTHS[row]].tolist(), *path]])
-            expected = LogitsProcessorList(made())(ids, logits[row : row + 1, node].clone())
-            assert torch.equal(found[row, node], expected[0])
+            # As in plain generation, where processors see all rows at once.
+            expected = LogitsProcessorList(made())(ids.expand(4, -1), logits[:, node].clone())
+            assert torch.equal(found[row, node], expected[row])

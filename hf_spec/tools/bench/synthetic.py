@@ -143,15 +143,14 @@ class SyntheticAcceptance(Acceptance):
     def _rule(self, tree: Tree, ahead: int) -> VerifyProgram:
         """The rule as a program, whose random numbers are drawn before it runs."""
         noise, width = self.noise, bucket(tree.max_depth + 1 + ahead)
-        drawn = [] if noise is None else [noise.drawn(width)]
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
-            *drawn, hits = inputs
-            return accept_at(tree, self.targets(tree.drafted, logits, *drawn), hits)
+            *given, hits = inputs
+            return accept_at(tree, self.targets(tree.drafted, logits, given), hits)
 
         key = "synthetic", self.scorer.key, None if noise is None else noise.temperature
         later = None if noise is None else self.ahead
-        return VerifyProgram(key, accept, [*drawn, self._hits(tree, width)], later)
+        return VerifyProgram(key, accept, [*self.inputs(width), self._hits(tree, width)], later)
 
     def _hits(self, tree: Tree, width: int) -> Tensor:
         """Whether a first child is accepted, by row and depth: ``(batch, width)`` bool."""
