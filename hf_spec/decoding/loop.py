@@ -127,6 +127,7 @@ def _after_prompt(
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
         draft_cost=policy.draft_cost, noise=acceptance.noise,
         lookups=BatchLookup(Limits(), sequences.tokens, history) if strategy.lookup else None,
+        prompt_part=config.prefill_chunk_size or DecodeState.prompt_part,
     )  # fmt: skip
     steps = Steps(state, strategy, acceptance, policy, watch, owner, history, earlier)
     # The prompt's hidden states are the drafter's from here on, who may drop them.

@@ -77,6 +77,7 @@ class DecodeState:
         lookups: looks up what is merged into each step's draft; None if nothing is.
         looked_up: what this step has looked up for each sequence.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
+        prompt_part: most tokens of each prompt that a drafter should run at once.
     """
 
     model: Any
@@ -94,6 +95,7 @@ class DecodeState:
     lookups: BatchLookup | None = None
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
+    prompt_part: int = 4096
 
     @property
     def tokens(self) -> list[list[int]]:

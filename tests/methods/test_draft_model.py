@@ -52,11 +52,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3_next", "mamba2"])
 @torch.no_grad()
-def test_nodes_of_a_tree_are_as_the_assistant_alone(
-    tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_of_a_tree_are_as_the_assistant_alone(tiny: Tiny, name: str) -> None:
     """Of prompts that run in parts, the first of which is padding for a row."""
-    monkeypatch.setattr("hf_spec.methods.draft_model.drafter.AT_ONCE", 3)
     assistant, method = assistant_of(tiny, name), get_method("draft_model")
     drafter: Any = method.make_drafter(tiny("llama"), method.parse_options({}), assistant)
     batch = [prompt(7)[0].tolist(), prompt(4, seed=1)[0].tolist()]
@@ -67,6 +64,7 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(
         timed=False,
         do_sample=False,
         target=SimpleNamespace(graphs=None),
+        prompt_part=3,
     )
     drafter.start(state)
     for step in range(2):
@@ -91,6 +89,16 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(
         drafter.finish()
         batch[0] += [8, 11, 4][: 3 * step or 1]
         batch[1] += [6] * (step + 1)
+
+
+def test_parts_of_a_prompt(tiny: Tiny, fresh: Tiny) -> None:
+    assistant, widths = fresh("llama"), []
+    assistant.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    spec = {**drafts(), "assistant_model": assistant}
+    check_same(tiny("llama"), spec, prompt(11), **GREEDY, prefill_chunk_size=4)
+    assert widths[:3] == [4, 4, 4]  # the prompt and its first new token
 
 
 def test_compiled_and_continued(tiny: Tiny) -> None:

@@ -28,9 +28,6 @@ from modeling_patches.per_call import Changes
 from modeling_patches.support import check_model
 from modeling_patches.weights import placement
 
-#: Tokens of a prompt that run at once.
-AT_ONCE = 4096
-
 
 class DraftModelDrafter(AssistantDrafter):
     """An assistant model drafts, with a KV cache of its own.
@@ -93,7 +90,7 @@ class DraftModelDrafter(AssistantDrafter):
         source, positions = DynamicCache(config=text), (columns - padding[:, None]).clamp(min=0)
         rules = recurrent_rules(assistant)
         # A recurrent state is not continued by several tokens everywhere.
-        at_once = width if rules else AT_ONCE
+        at_once = width if rules else state.prompt_part
         for start in range(0, width, at_once):
             end = start + at_once
             given = taken(
