@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
@@ -94,7 +94,7 @@ class _Inputs(NamedTuple):
     Attributes:
         drafter: buffers of the :class:`DraftProgram`.
         cache: those of the KV cache.
-        lengths: ``(batch,)``
+        lengths: one, ``(batch,)``
         tree: the parts of the padded tree.
         variables: see :meth:`CompiledTarget.variables`.
         first: ``(1,)`` the first node to forward, if it is not the root.
@@ -103,7 +103,7 @@ class _Inputs(NamedTuple):
 
     drafter: Sequence[Tensor]
     cache: Sequence[Tensor]
-    lengths: Tensor
+    lengths: Sequence[Tensor]
     tree: Sequence[Tensor]
     variables: Sequence[Tensor]
     first: Sequence[Tensor]
@@ -136,7 +136,8 @@ class _Step:
         target, cache, graphs = self.target, self.target.cache, self.target.graphs
         cache.reserve(max(self.padded.num_nodes, self.first + self.width), self.first)
         self.named, others = target.variables()
-        inputs, self.spec = tree_flatten(self._inputs())
+        parts = self._inputs()
+        inputs, self.sizes = [*chain(*parts)], [len(part) for part in parts]
         after, verify = self.after, self.verify
         key = (
             "forward", cache.layout, self.changes is not None, tuple(self.named), others,
@@ -158,13 +159,14 @@ class _Step:
         changing = self.padded.tensors(), [*self.named.values()], rule, drafting
         tree, variables, rule, drafting = ([x.contiguous() for x in part] for part in changing)
         return _Inputs(
-            before, cache.tensors(), cache.lengths.contiguous(), tree, variables,
+            before, cache.tensors(), [cache.lengths.contiguous()], tree, variables,
             [] if first is None else [first], rule, drafting,
         )  # fmt: skip
 
     def _function(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given: _Inputs = tree_unflatten(tensors, self.spec)
-        target, lengths = self.target, given.lengths
+        rest = iter(tensors)
+        given = _Inputs(*([*islice(rest, size)] for size in self.sizes))
+        target, (lengths,) = self.target, given.lengths
         rows = self.padded.with_tensors(given.tree)
         nodes = torch.arange(self.width, device=lengths.device)
         for first in given.first:
@@ -187,7 +189,7 @@ class _Step:
             return ()
         result = verify.function(rows, output.logits, given.rule)
         if self.moves and result.path.shape[1] > 1:  # else the root, which is in place
-            traced.states.move(given.lengths, result.path)
+            traced.states.move(*given.lengths, result.path)
         if after is None:
             return (result.packed(),)
         noise = verify.noise and verify.noise(given.rule, result, after.depth)

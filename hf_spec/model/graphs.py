@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ SMALL = 256
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """Compiled code, or a record, for one key."""
 
@@ -141,6 +142,7 @@ class Graphs:
             self._kept.trim()
         tensors = _plain(chain(model.parameters(), model.buffers()))
         self._tensors = frozenset(map(memory_of, tensors))
+        self._valid: WeakSet[Graph] = WeakSet()  # code that contains no others
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
         self._kind = kind, running.state, config.backend, options
@@ -231,7 +233,12 @@ class Graphs:
     def get(self, name: Hashable, inputs: Sequence[Tensor], static: int = 0) -> Graph | None:
         """The code for this key; None if there is none, or if it is for other weights."""
         graph = self._kept.graphs.get(self._key(name, inputs, static))
-        return graph if graph is not None and graph.baked <= self._tensors else None
+        if graph is None or graph in self._valid:
+            return graph
+        if not graph.baked <= self._tensors:
+            return None
+        self._valid.add(graph)
+        return graph
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
