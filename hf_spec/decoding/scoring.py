@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,9 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.call_sequences import Sequences
 
+#: Most token ids of a processor that recorded code may contain.
+MOST_IDS = 256
+
 #: Processors that treat each row alone and never look at its tokens.
 ROWWISE = (
     stock.EpsilonLogitsWarper, stock.EtaLogitsWarper, stock.InfNanRemoveLogitsProcessor,
@@ -27,6 +30,14 @@ ROWWISE = (
 #: Processors that look at which tokens a row has, from column ``prompt_ignore_length`` on, but not
 #: at where or how often.
 UNORDERED = (stock.RepetitionPenaltyLogitsProcessor,)
+
+#: Processors that change rows of fewer columns than this, and look at nothing else.
+SHORTER: dict[type, Callable[[Any], int]] = {
+    stock.MinLengthLogitsProcessor: lambda one: one.min_length,
+    stock.MinNewTokensLengthLogitsProcessor: lambda one: (
+        one.prompt_length_to_skip + one.min_new_tokens
+    ),
+}
 
 #: Processors whose result depends on the rows' tokens and logits alone, not on earlier calls.
 STATELESS = (
@@ -68,7 +79,8 @@ class Scorer:
     Attributes:
         trivial: whether scores are just the logits.
         rowwise: whether all processors treat each row alone and never look at its tokens.
-        unordered: whether all treat each row alone, and at most one looks at which tokens it has.
+        unordered: whether all treat each row alone, and look at its length and, one of them at
+            most, at which tokens it has.
         stateful: names of the processors that may keep a state.
         lockstep: whether all rows must take equally many tokens in each step.
     """
@@ -86,20 +98,22 @@ class Scorer:
         #: The last logits of all sequences of the call.
         self._logits: Tensor | None = None
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
         """What scores at all nodes depend on besides logits and :meth:`context`; None if on more
         than that."""
         if not self.unordered:
             return None
-        settings = [(type(one).__name__, *sorted(vars(one).items())) for one in self._of_nodes]
-        plain = (bool, int, float, str, type(None))
-        known = all(isinstance(value, plain) for _, *pairs in settings for _, value in pairs)
+        settings = [
+            (type(one).__name__, *((name, _constant(value)) for name, value in vars(one).items()))
+            for one in self._of_nodes
+        ]
+        known = all(value is not NotImplemented for _, *pairs in settings for _, value in pairs)
         return tuple(settings) if known else None
 
     def context(self) -> list[Tensor]:
         """What :meth:`everywhere` needs of the rows' tokens, see :meth:`Sequences.of_rows`; nothing
-        if processors never look at them, or at more than which there are."""
+        if processors never look at them, or are not :attr:`unordered`."""
         if self.rowwise or self._first is None:
             return []
         return list(self.sequences.of_rows(self._first))
@@ -152,9 +166,16 @@ class Scorer:
         nodes = logits.shape[1]
         if self.unordered:
             scores = logits.to(self.sequences.device, torch.float32, copy=True).flatten(0, 1)
-            ids = _prefixes(tree, nodes, *context).to(scores.device).flatten(0, 1)
+            ids, span = context or (None, tree.tokens.new_zeros(2, len(logits)))
+            columns = (span[1][:, None] + tree.depths[:, :nodes]).to(scores.device)
+            columns = columns.flatten()[:, None]  # of each node's prefix
+            ids = _prefixes(tree, nodes, ids, span).to(scores.device).flatten(0, 1)
             for processor in self._of_nodes:
-                scores = processor(ids, scores)
+                if (shorter := SHORTER.get(type(processor))) is None:
+                    scores = processor(ids, scores)
+                else:
+                    changed = processor(ids[:, :0], scores)
+                    scores = torch.where(columns < shorter(processor), changed, scores)
             return scores.unflatten(0, logits.shape[:2]).to(logits.device)
         scores = logits.to(torch.float32, copy=True)
         for node, depths in enumerate(tree.depths.T.tolist()):
@@ -200,7 +221,7 @@ class Scorer:
 def _first_seen(processors: LogitsProcessorList, count: int, width: int) -> list[int] | None:
     """The first column of each of ``count`` sequences that processors look at, where one of them at
     most looks at any, and not at where tokens are; else None. ``width``: of the prompts."""
-    looking = [one for one in processors if type(one) not in ROWWISE]
+    looking = [one for one in processors if type(one) not in (*ROWWISE, *SHORTER)]
     if not looking:
         return [0] * count
     if len(looking) > 1 or type(looking[0]) not in UNORDERED:
@@ -211,14 +232,20 @@ def _first_seen(processors: LogitsProcessorList, count: int, width: int) -> list
     return columns if len(columns) == count and max(columns) <= width else None
 
 
-def _prefixes(
-    tree: Tree, nodes: int, ids: Tensor | None = None, span: Tensor | None = None
-) -> Tensor:
+def _constant(value: Any) -> Hashable:
+    """A processor's attribute as a part of a key; ``NotImplemented`` if it is none."""
+    if isinstance(value, Tensor) and value.dtype == torch.long and value.numel() <= MOST_IDS:
+        return value.shape, *value.flatten().tolist()
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    return value if plain else NotImplemented
+
+
+def _prefixes(tree: Tree, nodes: int, ids: Tensor | None, span: Tensor) -> Tensor:
     """``(batch, nodes, n)`` the tokens up to each node, in no order and some of them repeatedly, so
     that all have the same number; without the rows' tokens only those of the tree."""
     tokens = tree.tokens[:, :nodes]
     path = torch.where(tree.ancestors[:, :nodes, :nodes], tokens[:, None], tokens[:, :, None])
-    if ids is None or span is None:
+    if ids is None:
         return path
     columns, (first, end) = torch.arange(ids.shape[1], device=ids.device), span[:, :, None]
     known = torch.where((columns >= first) & (columns < end), ids, tokens[:, :1].to(ids))

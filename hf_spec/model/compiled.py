@@ -189,7 +189,7 @@ class _Step:
             return ()
         result = verify.function(rows, output.logits, given.rule)
         if self.moves and result.path.shape[1] > 1:  # else the root, which is in place
-            traced.states.move(*given.lengths, result.path)
+            traced.states.move(traced.lengths, result.path)
         if after is None:
             return (result.packed(),)
         noise = verify.noise and verify.noise(given.rule, result, after.depth)

@@ -117,11 +117,12 @@ def test_drafts_are_those_of_eager_steps(tiny: Tiny, name: str, variant: str) ->
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["medusa", "prompt_lookup"])
-def test_repetition_penalty(shallow: Tiny, name: str, settings: dict[str, Any]) -> None:
-    """The record is shown which tokens each row has, in a batch that shrinks, too."""
+def test_processors_of_tokens(shallow: Tiny, name: str, settings: dict[str, Any]) -> None:
+    """The record is shown which tokens each row has, and how many, in a batch that shrinks, too."""
     model, spec, run = adapt(shallow(), name), strategy(name), DeviceStep.run
     inputs = {"input_ids": prompt()} if settings else ragged()
     settings = {**settings, "repetition_penalty": 1.7, "eos_token_id": 60, "max_new_tokens": 30}
+    settings |= {"min_new_tokens": 9, "suppress_tokens": [7, 8]}
     check(model, spec, **inputs, **settings)
     by_program = []
 
@@ -139,6 +140,7 @@ def test_repetition_penalty(shallow: Tiny, name: str, settings: dict[str, Any]) 
         for penalty in (1.7, 1.0)
     )
     assert not torch.equal(ours.sequences, other.sequences), "the penalty changes something"
+    assert not (ours.sequences[:, prompt().shape[1] :][:, :9] == 60).any()
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])

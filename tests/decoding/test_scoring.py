@@ -37,6 +37,12 @@ LISTS = {
     "at the end": lambda: [Temperature(0.7), Repetition(1.5)],
     "without the first columns": lambda: [Repetition(1.5, prompt_ignore_length=2)],
     "without padding": lambda: [Repetition(1.5, prompt_ignore_length=torch.tensor([0, 2, 1, 3]))],
+    "short": lambda: [
+        logits_process.MinLengthLogitsProcessor(7, [3, 4]),
+        Repetition(1.5),
+        logits_process.MinNewTokensLengthLogitsProcessor(2, 4, 5),
+        Temperature(0.7),
+    ],
     "by order": lambda: [Repetition(1.5), logits_process.NoRepeatNGramLogitsProcessor(2)],
 }
 
