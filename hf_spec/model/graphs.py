@@ -68,7 +68,7 @@ class Graph:
     """Compiled code, or a record, for one key."""
 
     code: Function
-    baked: frozenset[Hashable]  # the model's tensors that it contains
+    baked: frozenset[Hashable]  # the model's tensors that it contains, and where in the model
     tolerance: float  # largest relative error that rounding explains
     holds: object = None  # what must exist while it does
     used: float = 0.0  # when it ran last
@@ -140,9 +140,9 @@ class Graphs:
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
             self._kept.trim()
-        tensors = _plain(chain(model.parameters(), model.buffers()))
-        self._tensors = frozenset(map(memory_of, tensors))
-        self._valid: WeakSet[Graph] = WeakSet()  # code that contains no others
+        #: What code may contain: memory, and whose it is, as weights may change places.
+        self._places = _places(chain(model.parameters(), model.buffers()))
+        self._valid: WeakSet[Graph] = WeakSet()  # code that contains nothing else
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
         self._kind = kind, running.state, config.backend, options
@@ -227,7 +227,7 @@ class Graphs:
         other = self.beside(model, "")
         if other is None or other.obstacle is not None:
             return None
-        self._tensors |= other._tensors
+        self._places = {**other._places, **self._places}
         return other._kind
 
     def get(self, name: Hashable, inputs: Sequence[Tensor], static: int = 0) -> Graph | None:
@@ -235,7 +235,7 @@ class Graphs:
         graph = self._kept.graphs.get(self._key(name, inputs, static))
         if graph is None or graph in self._valid:
             return graph
-        if not graph.baked <= self._tensors:
+        if not graph.baked <= self._places.items():
             return None
         self._valid.add(graph)
         return graph
@@ -243,7 +243,7 @@ class Graphs:
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
         different tensors."""
-        self._tensors |= frozenset(map(memory_of, tensors))
+        self._places = {**_places(tensors), **self._places}
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values: an earlier call's if possible, as CUDA graphs depend on memory
@@ -310,7 +310,7 @@ class Graphs:
             return self._compile(function, inputs)
         kept, key = self._kept, self._shapes(name, inputs)
         made = kept.compiled.get(key)
-        if made is None or not made.baked <= self._tensors:
+        if made is None or not made.baked <= self._places.items():
             made = (self._compile if self.compiles else self._watched)(function, inputs)
         if self.compiles:
             kept.compiled[key] = made
@@ -350,14 +350,15 @@ class Graphs:
     def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:
         """Of what a function reads besides its inputs: the model's tensors, and the others."""
         tensors = [(memory_of(one), one) for one in constants]
-        others = [one for identity, one in tensors if identity not in self._tensors]
+        others = [one for at, one in tensors if at not in self._places]
         for one in others:
             if one.is_floating_point() and one.numel() > SMALL:
                 raise ValueError(
                     f"it reads numbers {tuple(one.shape)} that are neither its inputs nor the "
                     "model's, and may change"
                 )
-        return self._tensors.intersection(identity for identity, _ in tensors), others
+        known = ((at, self._places[at]) for at, _ in tensors if at in self._places)
+        return frozenset(known), others
 
     def _whole(self, captured: torch.fx.GraphModule) -> Function:
         if self._backend == "eager":  # runs the captured graph as it is
@@ -411,6 +412,11 @@ def _shape(tensor: Tensor) -> Hashable:
     """The layout that code is compiled for; strides of dimensions of size 1 do not matter."""
     strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
     return tensor.shape, strides, tensor.dtype, tensor.device
+
+
+def _places(tensors: Iterable[Tensor]) -> dict[Hashable, Hashable]:
+    """Which of these is where in memory."""
+    return {memory_of(one): place for place, one in enumerate(_plain(tensors))}
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

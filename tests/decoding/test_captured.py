@@ -180,17 +180,22 @@ def test_a_lora(shallow: Tiny) -> None:
     assert compiled(check(model, spec, **ragged()))["made"] == 0
 
 
-def test_other_weights(shallow: Tiny) -> None:
-    """Numbers in place are read anew; another tensor makes another record."""
+@pytest.mark.parametrize("way", [RECORDED, CAPTURED], ids=["recorded", "compiled"])
+def test_other_weights(shallow: Tiny, way: Any) -> None:
+    """Numbers in place are read anew; another tensor, or another place of it in the model, makes
+    another record."""
     model: Any = shallow(layers=2)
     weight, spec = model.model.layers[1].mlp.up_proj.weight, drafting("prompt_lookup", max_nodes=4)
-    made = []
-    for change in (lambda x: x, torch.neg_, lambda x: x.flip(0).contiguous()):
-        weight.data = change(weight.data)
-        first = generate(model, prompt(), **spec, **RECORDED, cache_implementation="static")
+    other, made = model.model.layers[0].mlp.up_proj.weight, []
+    for change in (lambda x: x, torch.neg_, lambda x: x.flip(0).contiguous(), None):
+        if change is None:
+            weight.data, other.data = other.data, weight.data
+        else:
+            weight.data = change(weight.data)
+        first = generate(model, prompt(), **{**spec, **way, "cache_implementation": "static"})
         assert torch.equal(first.sequences, generate(model, prompt()).sequences)
         made.append(compiled(first)["made"] > 0)
-    assert made == [True, False, True]
+    assert made == [True, False, True, True]
 
 
 def test_caches_over_turns(shallow: Tiny) -> None:
