@@ -6,8 +6,7 @@ and all others' are gone when it runs, as in a pool.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +23,6 @@ class Replay:
 
     def __init__(self, device: torch.device):
         self._results: list[Tensor] = []
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        yield
 
     def record(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]

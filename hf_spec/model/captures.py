@@ -33,9 +33,6 @@ class Recorder(Protocol):
 
     def __init__(self, device: torch.device): ...
 
-    def aside(self) -> Any:
-        """A context in which a function runs before it is recorded."""
-
     def record(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
@@ -51,11 +48,18 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.pool = device, torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.device = device
+        self._renew()
+
+    def _renew(self) -> None:
+        """Take a pool, and a stream on which nothing else runs: the workspace that cuBLAS gets for
+        a stream is then memory of the pool. PyTorch drops it when the first of the stream's graphs
+        goes, and memory outside would be freed, to which the others write."""
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.device)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def _aside(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -70,7 +74,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.stream.device_index]
         random = generator.clone_state()
-        with self.aside():
+        with self._aside():
             # What the first capture makes for random numbers, later ones write to.
             with torch.inference_mode(False):
                 # Other threads may allocate memory, and wait for their work, meanwhile.
@@ -93,8 +97,9 @@ class CudaGraphs:
         random numbers that are drawn for it."""
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
+            torch._C._cuda_releasePool(self.stream.device_index, self.pool)
         generator.graphsafe_set_state(random)
-        self.pool = torch.cuda.graph_pool_handle()
+        self._renew()
 
 
 #: What records on a type of device.
@@ -143,8 +148,7 @@ class Captured:
     ):  # fmt: skip
         fixed = [one.clone() for one in inputs[static:]]
         given = [*inputs[:static], *fixed]
-        with recorder.aside():
-            function(*given)
+        function(*given)
         self._replay, self._results = recorder.record(function, given)
         #: The memory of static inputs, which may be freed.
         self._static = [StorageWeakRef(one.untyped_storage()) for one in inputs[:static]]
