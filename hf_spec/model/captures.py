@@ -71,6 +71,15 @@ class CudaGraphs:
     def record(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+        with suppress(torch.OutOfMemoryError):
+            return self._record(function, inputs)
+        # Meanwhile PyTorch frees nothing of what it keeps for later.
+        torch.cuda.empty_cache()
+        return self._record(function, inputs)
+
+    def _record(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.stream.device_index]
         random = generator.clone_state()

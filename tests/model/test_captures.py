@@ -58,6 +58,9 @@ class Cuda:
         finally:
             self.current = before
 
+    def empty_cache(self) -> None:
+        self.log.append("caches emptied")
+
     def CUDAGraph(self) -> Any:
         def end() -> None:
             if self.broken:
@@ -104,6 +107,22 @@ def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda) -> None:
         Captured(graphs, function, [torch.zeros(2)], 0)
     assert ran == ["main", graphs.stream.name] * 2
     assert cuda.log == [f"{graphs.pool} on {graphs.stream.name}"] * 2
+
+
+def test_another_try_where_caches_fill_the_memory(cuda: Cuda) -> None:
+    graphs, left = recorder(), [torch.OutOfMemoryError("none is left")]
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        if left:
+            raise left.pop()
+        return (x + 1,)
+
+    graphs.record(function, [torch.zeros(2)])
+    assert cuda.log.count("caches emptied") == 1
+    left += [torch.OutOfMemoryError("none is left") for _ in range(2)]
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.record(function, [torch.zeros(2)])
+    assert not left
 
 
 def test_what_a_capture_leaves_that_cuda_has_ended(cuda: Cuda) -> None:
