@@ -7,13 +7,15 @@ from torch import Tensor
 
 
 def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.as_tensor(values, dtype, device)`` without making the host wait.
+    """``torch.as_tensor(values, dtype, device)`` without making the host wait, unless it gets what
+    a device has.
 
     A plain copy would wait for all work queued on the device.
     """
     # The memory is not pinned, so the host copies it before this returns.
     own = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu", dtype=dtype)
-    return own.to(device, dtype, non_blocking=True)
+    # What comes from a device would not be there yet.
+    return own.to(device, dtype, non_blocking=own.device.type == "cpu")
 
 
 def waits(device: torch.device) -> bool:
