@@ -178,7 +178,7 @@ class SpecStats:
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished; does nothing on a CPU."""
     if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
 
 
 class Stopwatch:

@@ -150,7 +150,8 @@ def test_a_device_is_not_waited_for(clock: FakeClock, monkeypatch: pytest.Monkey
         def elapsed_time(self, other: "Event") -> float:
             return 1000 * (other.at - self.at)
 
-    def synchronize() -> None:
+    def synchronize(device: torch.device) -> None:
+        assert device == torch.device("cuda", 1)
         done[0] = clock.now
         waits.append(clock.now)
 
