@@ -64,6 +64,8 @@ def fingerprint(model: Any) -> Fingerprint:
     origins = {_origin(hook) for _, hook in hooks}
     device, dtype = placement(model)
     casts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    rounds = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    kernels = rounds, torch.are_deterministic_algorithms_enabled()
     return Fingerprint(
         stock=all(map(_is_stock_attention, attention))
         and all(_is_stock_type(*kind) for kind in kinds)
@@ -77,7 +79,7 @@ def fingerprint(model: Any) -> Fingerprint:
             tuple((index, _identity(hook), _settings(hook)) for index, hook in hooks),
             tuple((index, _identity(forward)) for index, forward in forwards),
             _adapters(modules), text._attn_implementation, tuple(map(_identity, attention)),
-            model.training, device.type, dtype, casts, torch.is_inference_mode_enabled(),
+            model.training, device.type, dtype, casts, kernels, torch.is_inference_mode_enabled(),
         ),
     )  # fmt: skip
 

@@ -276,6 +276,10 @@ def test_fingerprints(fresh: Tiny) -> None:
         (lambda: model.train(), lambda _: model.eval()),
         (lambda: model.set_attn_implementation("eager"),
          lambda _: model.set_attn_implementation("sdpa")),
+        (lambda: torch.set_float32_matmul_precision("high"),
+         lambda _: torch.set_float32_matmul_precision("highest")),
+        (lambda: torch.use_deterministic_algorithms(True),
+         lambda _: torch.use_deterministic_algorithms(False)),
     ):  # fmt: skip
         undone = change()
         changed = fingerprint(model)
