@@ -13,13 +13,16 @@ from conftest import ARCHITECTURES, EOS, prompt, ragged
 from covering import EVERY_CASE, covering
 from emulated_device import DEVICE, EmulatedDevice, emulated
 from recurrent_models import recurrent
-from running import drafting, family
+from replay import RECORDED, Rerun
+from running import drafting, family, without_pruning
 from test_compiled import KINDS
 from test_method_contract import CASES, RUNS, adapted, strategy
 from transformers import StoppingCriteria
 
+import hf_spec
 from hf_spec.decoding.step import Steps
 from hf_spec.methods.mtp.weights import mtp_layers
+from hf_spec.model import captures
 
 NEW = 20
 TRANSFER = "core/verify to_host: read"
@@ -122,6 +125,39 @@ def test_every_strategy(
         check(steps)
     if batch == 1 or not settings["do_sample"]:  # several sequences draw other numbers
         assert torch.equal(found, plain)
+
+
+RECORDED_CASES = covering(
+    [*product(CASES, ("greedy", "sampled")), *product([("medusa", "adaptive")], ("typical",))],
+    lambda case, setting: [
+        case[0], (family(case[0]), setting), setting, case[1] in OWN_CODE and case,
+    ],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "setting"), RECORDED_CASES, ids=["-".join((*case, of)) for case, of in RECORDED_CASES]
+)
+def test_recorded_steps(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, case: tuple[str, str], setting: str
+) -> None:
+    """What is to be recorded neither waits for the device nor meets tensors elsewhere, or it would
+    be refused."""
+    monkeypatch.setitem(captures.RECORDERS, DEVICE.type, Rerun)
+    rules = {"typical": {**SETTINGS["sampled"], "acceptance": "typical"}}
+    model, rule = shallow(layers=3), {**SETTINGS, **rules}[setting]
+    settings = {"do_sample": False, "max_new_tokens": NEW, **rule}
+    given = without_pruning(strategy(*case))
+    if "acceptance" in settings:
+        options = {**given["assistant_kwargs"], "acceptance": settings.pop("acceptance")}
+        given["assistant_kwargs"] = options
+    plain = model.generate(**ragged(), **{**settings, "do_sample": False})
+    with adapted(model, *case):
+        found, _ = generate(monkeypatch, model, ragged(), **settings, **given, **RECORDED)
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.details["compiled"]["runs"]
+    assert not stats.details["compiled"]["refused"]
+    assert torch.equal(found, plain) or settings["do_sample"]
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "layer_skip"])
