@@ -12,7 +12,6 @@ same distribution, and with the same numbers it is the same whatever was drafted
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import sample
+from hf_spec.model.captures import RUNNING
 from modeling_patches.ranks import random_state, set_random_state
 
 #: How far a drafter's logits are trusted where tokens are sampled, see :func:`as_sampled`
@@ -29,8 +29,6 @@ from modeling_patches.ranks import random_state, set_random_state
 TRUST = 0.8
 #: Draws from the default generator that can be given back.
 REMEMBERED = 64
-#: Calls in other threads draw from the same default generator.
-_DRAWING = threading.Lock()
 
 
 def as_sampled(logits: Tensor, noise: Tensor) -> Tensor:
@@ -148,7 +146,7 @@ class SamplingNoise:
         """Undo the draws for tokens that were never emitted, as only ``used`` were, so that the
         default generator goes on as after plain ``generate``. Does nothing if anything else has
         drawn since."""
-        with _DRAWING:
+        with RUNNING:  # calls in other threads draw from the same default generator
             unused = [one for one in self._states if one.token >= used]
             if not unused or unused[0].token > used:
                 return
@@ -164,7 +162,7 @@ class SamplingNoise:
             if generator is not None:
                 drawn.append(noise.exponential_(generator=generator))
                 continue
-            with _DRAWING:
+            with RUNNING:
                 before = random_state(self.device)
                 drawn.append(noise.exponential_())
                 self._states.append(_States(self._draws, before, random_state(self.device)))

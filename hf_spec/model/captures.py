@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 #: The backend, by the name that ``torch.compile`` has for it, that records and compiles nothing.
 CUDA_GRAPHS = "cudagraphs"
-#: Held while code is launched that shares memory with all other code, until its results are copied.
+#: Held while code is launched that shares memory with all other code, until its results are copied,
+#: also where a function is recorded, and where random numbers are drawn: PyTorch 2.11 draws none,
+#: and replays no graph, in other threads while one captures.
 RUNNING = threading.RLock()
 #: The stream of each device that has used such memory last.
 _STREAMS: dict[torch.device, Any] = {}
@@ -49,14 +52,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._renew()
-
-    def _renew(self) -> None:
-        """Take a pool, and a stream on which nothing else runs: the workspace that cuBLAS gets for
-        a stream is then memory of the pool. PyTorch drops it when the first of the stream's graphs
-        goes, and memory outside would be freed, to which the others write."""
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.device)
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -80,16 +76,20 @@ class CudaGraphs:
     def _record(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+        if not self._graphs:  # a pool ends with the last of its graphs
+            self.pool = torch.cuda.graph_pool_handle()
+            # Nothing else runs on it. The workspace that cuBLAS gets for a stream is then memory of
+            # the pool: PyTorch drops it when the first of the stream's graphs goes, and memory
+            # outside would be freed, to which the others write.
+            self.stream = torch.cuda.Stream(self.device)
         graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self.stream.device_index]
-        random = generator.clone_state()
         with self._aside():
-            # What the first capture makes for random numbers, later ones write to.
-            with torch.inference_mode(False):
-                # Other threads may allocate memory, and wait for their work, meanwhile.
-                graph.capture_begin(self.pool, capture_error_mode="thread_local")
             ended = False
             try:
+                # What the first capture makes for random numbers, later ones write to.
+                with torch.inference_mode(False):
+                    # Other threads may allocate memory, and wait for their work, meanwhile.
+                    graph.capture_begin(self.pool, capture_error_mode="thread_local")
                 results = function(*inputs)
                 ended = True
                 graph.capture_end()
@@ -97,18 +97,23 @@ class CudaGraphs:
                 if not ended:
                     with suppress(RuntimeError):
                         graph.capture_end()
-                self._recover(generator, random)
+                self._recover()
                 raise
+        self._graphs.add(graph)
         return graph.replay, results
 
-    def _recover(self, generator: torch.Generator, random: torch.Generator) -> None:
+    def _recover(self) -> None:
         """Undo what a capture that CUDA has ended leaves behind: an allocator that still serves it,
-        random numbers that are drawn for it."""
+        and random numbers that are still drawn for it, for which earlier graphs wait, too."""
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
             torch._C._cuda_releasePool(self.stream.device_index, self.pool)
-        generator.graphsafe_set_state(random)
-        self._renew()
+        graph = torch.cuda.CUDAGraph()
+        with suppress(RuntimeError), torch.inference_mode(False):
+            number = torch.zeros(1, device=self.device)
+            graph.capture_begin(capture_error_mode="thread_local")
+            number.zero_()
+            graph.capture_end()
 
 
 #: What records on a type of device.
@@ -158,7 +163,8 @@ class Captured:
         fixed = [one.clone() for one in inputs[static:]]
         given = [*inputs[:static], *fixed]
         function(*given)
-        self._replay, self._results = recorder.record(function, given)
+        with RUNNING:
+            self._replay, self._results = recorder.record(function, given)
         #: The memory of static inputs, which may be freed.
         self._static = [StorageWeakRef(one.untyped_storage()) for one in inputs[:static]]
         #: Copied at once if of one dtype.

@@ -19,23 +19,36 @@ class Stream(SimpleNamespace):
         pass
 
 
+class Graph:
+    def __init__(self, cuda: Any):
+        self._cuda = cuda
+
+    def capture_begin(self, pool: str = "its own", capture_error_mode: str = "") -> None:
+        assert capture_error_mode == "thread_local"
+        self._cuda.log.append(f"{pool} on {self._cuda.current.name}")
+
+    def capture_end(self) -> None:
+        if self._cuda.broken:
+            self._cuda.broken = False
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+        self._cuda.log.append("captured")
+
+    def replay(self) -> None:
+        pass
+
+
 class Cuda:
     """Stands for ``torch.cuda``.
 
     Attributes:
         current: the stream that work goes to.
         log: what has been called, in order.
-        broken: whether CUDA has ended the capture, as after an illegal operation.
+        broken: whether CUDA ends the capture, as after an illegal operation.
     """
 
     def __init__(self) -> None:
-        self.current, self.log, self.broken, self._made = Stream(name="main"), [], False, 0
-        self.default_generators = [
-            SimpleNamespace(
-                clone_state=lambda: "as before",
-                graphsafe_set_state=lambda state: self.log.append(f"numbers {state}"),
-            )
-        ]
+        self.current, self.log, self._made = Stream(name="main"), list[str](), 0
+        self.broken = False
 
     def _name(self, kind: str) -> str:
         self._made += 1
@@ -61,18 +74,11 @@ class Cuda:
     def empty_cache(self) -> None:
         self.log.append("caches emptied")
 
-    def CUDAGraph(self) -> Any:
-        def end() -> None:
-            if self.broken:
-                raise RuntimeError("CUDA error: operation failed due to a previous error")
-
-        def begin(pool: str, capture_error_mode: str) -> None:
-            self.log.append(f"{pool} on {self.current.name}")
-
-        return SimpleNamespace(capture_begin=begin, capture_end=end, replay=lambda: None)
+    def CUDAGraph(self) -> Graph:
+        return Graph(self)
 
     def _cuda_endAllocateToPool(self, device: int, pool: str) -> None:
-        if not self.broken:
+        if "captured" in self.log[-1:]:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.log.append(f"{pool} serves no more")
 
@@ -90,54 +96,75 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         yield found
 
 
-def recorder() -> CudaGraphs:
-    return CudaGraphs(torch.device("cuda", 0))
+def added(x: Tensor) -> tuple[Tensor, ...]:
+    return (x + 1,)
+
+
+def recorded(graphs: CudaGraphs, function: Any = added) -> Any:
+    return Captured(graphs, function, [torch.zeros(2)], 0)
 
 
 def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda) -> None:
     """PyTorch frees the workspace that cuBLAS has for a stream when a graph of this stream goes; it
     is memory of the graphs' pool only if no eager code has asked for it before."""
-    ran, graphs = list[str](), recorder()
+    ran, graphs = list[str](), CudaGraphs(torch.device("cpu"))
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         ran.append(cuda.current.name)
-        return (x + 1,)
+        return added(x)
 
-    for _ in range(2):
-        Captured(graphs, function, [torch.zeros(2)], 0)
-    assert ran == ["main", graphs.stream.name] * 2
-    assert cuda.log == [f"{graphs.pool} on {graphs.stream.name}"] * 2
+    kept = [recorded(graphs, function) for _ in range(2)]
+    assert ran == ["main", graphs.stream.name] * len(kept)
+    assert cuda.log == [f"{graphs.pool} on {graphs.stream.name}", "captured"] * 2
+
+
+def test_a_pool_ends_with_its_last_graph(cuda: Cuda) -> None:
+    """PyTorch takes no further graph for such a pool."""
+    graphs = CudaGraphs(torch.device("cpu"))
+    first = recorded(graphs)
+    pool, second = graphs.pool, recorded(graphs)
+    del first
+    third = recorded(graphs)
+    assert graphs.pool == pool
+    del second, third
+    recorded(graphs)
+    assert graphs.pool != pool
 
 
 def test_another_try_where_caches_fill_the_memory(cuda: Cuda) -> None:
-    graphs, left = recorder(), [torch.OutOfMemoryError("none is left")]
+    graphs, left = CudaGraphs(torch.device("cpu")), list[Exception]()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        if left:
+        if left and cuda.current.name != "main":
             raise left.pop()
-        return (x + 1,)
+        return added(x)
 
-    graphs.record(function, [torch.zeros(2)])
+    left += [torch.OutOfMemoryError("none is left")]
+    recorded(graphs, function)
     assert cuda.log.count("caches emptied") == 1
     left += [torch.OutOfMemoryError("none is left") for _ in range(2)]
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.record(function, [torch.zeros(2)])
+        recorded(graphs, function)
     assert not left
 
 
 def test_what_a_capture_leaves_that_cuda_has_ended(cuda: Cuda) -> None:
-    """Nothing: its pool goes with the graphs that it has, and later ones share nothing with it."""
-    graphs = recorder()
-    pool, stream = graphs.pool, graphs.stream
+    """Nothing: its pool serves and keeps no more than before, and a capture that ends as it should
+    ends what has begun for random numbers, also of earlier graphs."""
+    graphs = CudaGraphs(torch.device("cpu"))
+    kept, pool = recorded(graphs), graphs.pool
+    cuda.log.clear()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
+        if cuda.current.name == "main":
+            return added(x)
         cuda.broken = True
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        graphs.record(function, [torch.zeros(2)])
+        recorded(graphs, function)
     assert cuda.current.name == "main"
-    assert cuda.log[1:] == [f"{pool} serves no more", f"{pool} released", "numbers as before"]
-    cuda.broken = False
-    graphs.record(lambda x: (x,), [torch.zeros(2)])
-    assert graphs.pool != pool and graphs.stream.name != stream.name
+    assert cuda.log[1:3] == [f"{pool} serves no more", f"{pool} released"]
+    assert cuda.log[3:] == [f"its own on {graphs.stream.name}", "captured"]
+    recorded(graphs)
+    assert graphs.pool == pool and kept is not None
