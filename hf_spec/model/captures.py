@@ -5,6 +5,7 @@ it was recorded with; Python code does not run again. So a function may read not
 and all that changes from run to run must be among its inputs.
 """
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -56,12 +57,17 @@ class CudaGraphs:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self.device)
+        """A context of a capture, in which no garbage is collected: a graph that is destroyed
+        meanwhile, such as one of a model that is gone, would end the capture."""
+        current, collects = torch.cuda.current_stream(self.device), gc.isenabled()
         self.stream.wait_stream(current)
+        gc.disable()
         try:
             with torch.cuda.stream(self.stream):
                 yield
         finally:
+            if collects:
+                gc.enable()
             current.wait_stream(self.stream)
 
     def record(

@@ -1,5 +1,6 @@
 """What is asked of CUDA while a graph is recorded, by a stand-in that notes it."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -111,6 +112,8 @@ def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda) -> None:
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         ran.append(cuda.current.name)
+        # A graph that is collected meanwhile would end the capture.
+        assert gc.isenabled() == (cuda.current.name == "main")
         return added(x)
 
     kept = [recorded(graphs, function) for _ in range(2)]
