@@ -114,7 +114,7 @@ def messages(args: argparse.Namespace, cells: Sequence[Cell]) -> Iterator[Row]:
         yield {"begins": cell}
         try:
             yield {"found": worker.measure(cell)}
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # a compiler may raise anything
             yield {"found": {"error": first_line(error)}}
             try:
                 synchronize(args.device)

@@ -266,6 +266,10 @@ class TreeAttention:
         return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
 
 
+#: Compute capability of the first NVIDIA GPUs that the kernel runs on.
+OLDEST = 8, 0
+
+
 def runs_kernel(model: Any) -> bool:
     """Whether trees of a model are to run in the kernel of :mod:`.tree_attention`."""
     return bool(_text(model)._attn_implementation == TREE_ATTENTION)
@@ -305,6 +309,10 @@ def _no_kernel(model: Any) -> str | None:
 
     if device.type not in ("cuda", "xpu") and not (INTERPRETS and device.type == "cpu"):
         return f"its kernel is for GPUs, and the model is on {device}"
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST:  # 64 nodes do not fit into the shared memory of older ones
+            return f"its kernel needs compute capability 8.0, and {device} has {capability}"
     return None
 
 

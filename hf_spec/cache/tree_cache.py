@@ -236,11 +236,12 @@ class TreeCache(StatefulCache):
 
     @property
     def layout(self) -> Hashable:
-        """What a graph over :meth:`tensors` depends on besides their shapes."""
+        """What a graph over :meth:`tensors` depends on besides their places."""
         states = None if self.recurrent is None else self.recurrent.layout
         front = self.block and self.block.front
         rings = self.states.room, tuple(self.states.windows.items())
-        return len(self.layers), self.states.members, self.states.front, front, states, rings
+        size = len(self.layers), self.capacity
+        return size, self.states.members, self.states.front, front, states, rings
 
     def tensors(self) -> list[Tensor]:
         """The buffers of its layers, whose sizes recur and into which graphs write."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import architectures
@@ -28,7 +29,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
 from hf_spec.model.block import Slots, first_near
-from modeling_patches.attention_masks import TREE_ATTENTION, Local, unpacked
+from modeling_patches.attention_masks import TREE_ATTENTION, Local, check_attention, unpacked
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernel cannot run")
 
@@ -367,3 +368,18 @@ def test_refused_where_keys_are_chosen() -> None:
     model.set_attn_implementation(TREE_ATTENTION)
     with pytest.raises(ValueError, match="chooses the keys that each query sees"):
         model.generate(torch.randint(3, VOCAB, (1, 5)), assistant_strategy="prompt_lookup")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_older_gpus_are_refused(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """Whose shared memory is too small for 64 nodes."""
+    model = copy.copy(tiny("llama"))
+    place = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr("modeling_patches.attention_masks.placement", lambda _: place)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", TREE_ATTENTION)
+    refused = pytest.raises(ValueError, match=r"needs compute capability 8\.0, .* has \(7, 5\)")
+    with refused if capability < (8, 0) else nullcontext():
+        check_attention(model)
