@@ -79,7 +79,7 @@ def convert(strategy: str, tensors: Mapping[str, Tensor], config: Mapping[str, A
         raise ValueError(
             f"{kinds.READY!r} is false: its codes have not been made, and cannot be now"
         )
-    fields = _fields(kind, config, layers)
+    fields = _Said(kind, config, layers).fields()
     known, stated = fields["base_facts"].get("vocab_size", 0), fields.get("draft_vocab_size")
     drafted = fields["draft_vocab_size"] = tables.take_vocabulary(weights, known, stated)
     fields["head"] = "own" if drafted or HEAD in weights else "base"
@@ -88,67 +88,102 @@ def convert(strategy: str, tensors: Mapping[str, Tensor], config: Mapping[str, A
     return fields, weights
 
 
-def _fields(name: str, config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
-    ours, part, kind = KIND in config, tables.group(config, kinds.GROUP), kinds.KINDS[name]
-    own = tables.group(config, kind.group)
-    said = tables.merged(own, part, config)
-    type_ = tables.layer_type(layers, kinds.TYPES, kinds.TYPES[0], not (ours or part))
-    flags = config if ours else {**part, **own}
-    if not flags:  # fields that are on, and none of the model that the layers are of
-        of_model = type_.config_class()().to_dict()
-        flags = {n: one for n, one in config.items() if one is True and n not in of_model}
-    tables.check_known(flags, kinds.KNOWN | kinds.OF_SPECULATORS if ours else kinds.KNOWN)
-    tables.check_known(
-        {name: config[name] for name in kinds.NEUTRAL if name in config}, kinds.NEUTRAL
-    )
+class _Said:
+    """What ``config.json`` says of a drafter of the kind ``name``.
 
-    muse, dspark = config.get("model_type") == kinds.MUSE, name == "dspark"
-    count = layers.get("num_hidden_layers")
-    check_count("num_hidden_layers in config.json", count, high=MAX_SIZE)
-    facts: dict[str, Any] = {
-        name: layers.get(name) for name in ("hidden_size", "vocab_size")[: 2 - muse]
-    }
-    if config.get("num_target_layers"):
-        facts["num_hidden_layers"] = config["num_target_layers"]
-    for fact, value in facts.items():
-        check_count(f"{fact} in config.json", value, high=MAX_SIZE)
-    fields: dict[str, Any] = {
-        "sample_from_anchor": dspark,
-        **tables.layer_fields(layers, type_),
-        "attention_bias": layers.get("attention_bias", False),
-        "base_facts": facts,
-        "causal": _causal(config, part),
-        **tables.fields_of(said, kinds.FIELDS | kinds.SCALES | dict(kind.fields)),
-        "draft_vocab_size": said.get("draft_vocab_size"),
-    }
-    of_head = {} if kind.head in (None, "selector") else kind.fields
-    for field, theirs in {**{x: x for x in ("block_size", "mask_token_id")}, **of_head}.items():
-        if field not in fields:
-            raise ValueError(f"config.json has no {theirs}")
-    if fields.setdefault("markov_rank", 0) and kind.head is not None:
-        fields["markov_head"] = kind.head
-    if kinds.RATIO in said:
-        check_count(f"{kinds.RATIO} in config.json", said[kinds.RATIO], high=MAX_SIZE)
-        fields["markov_width"] = said[kinds.RATIO] * fields["markov_rank"]
-    if dspark and said.get(kinds.CONFIDENCE_HEAD[0]):
-        fields["confidence_head"] = (
-            "markov" if said.get(kinds.CONFIDENCE_HEAD[1], True) else "state"
-        )
-    if ours:
-        fields["layers"] = tables.numbered(config.get(kinds.IDS), 0)
-    else:
-        spaced = _spaced(facts.get("num_hidden_layers"), count)
-        fields["layers"] = tables.numbered(said.get(OF_DEEPSPEC, spaced), 1)
-    types = enumerate(layers.get("layer_types") or [])
-    if sliding := [place for place, one in types if one == "sliding_attention"]:
+    Attributes:
+        ours: whether it is in speculators' format.
+        part, own: the groups of fields of all block drafters, and of this kind, if it has them.
+        all: fields wherever they stand.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any], layers: Mapping[str, Any]):
+        self.config, self.layers, self.kind = config, layers, kinds.KINDS[name]
+        self.dspark, self.muse = name == "dspark", config.get("model_type") == kinds.MUSE
+        self.ours, self.part = KIND in config, tables.group(config, kinds.GROUP)
+        self.own = tables.group(config, self.kind.group)
+        self.all = tables.merged(self.own, self.part, config)
+        deepspec = not (self.ours or self.part)
+        self.type = tables.layer_type(layers, kinds.TYPES, kinds.TYPES[0], deepspec)
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of ``BlockConfig``, before the weights are looked at."""
+        self._check()
+        facts = self._base_facts()
+        fields: dict[str, Any] = {
+            "sample_from_anchor": self.dspark,
+            **tables.layer_fields(self.layers, self.type),
+            "attention_bias": self.layers.get("attention_bias", False),
+            "base_facts": facts,
+            "causal": _causal(self.config, self.part),
+            **tables.fields_of(self.all, kinds.FIELDS | kinds.SCALES | dict(self.kind.fields)),
+            "draft_vocab_size": self.all.get("draft_vocab_size"),
+        }
+        self._head(fields)
+        if self.ours:
+            fields["layers"] = tables.numbered(self.config.get(kinds.IDS), 0)
+        else:
+            spaced = _spaced(facts.get("num_hidden_layers"), self.layers["num_hidden_layers"])
+            fields["layers"] = tables.numbered(self.all.get(OF_DEEPSPEC, spaced), 1)
+        return fields | self._windows()
+
+    def _check(self) -> None:
+        """Raise a ValueError for a field that is not known, or not supported."""
+        flags, known = {**self.part, **self.own}, kinds.KNOWN
+        if self.ours:
+            flags, known = dict(self.config), kinds.KNOWN | kinds.OF_SPECULATORS
+        elif not flags:  # fields that are on, and none of the model that the layers are of
+            of_model = self.type.config_class()().to_dict()
+            flags = {n: one for n, one in self.config.items() if one is True and n not in of_model}
+        tables.check_known(flags, known)
+        stated = kinds.NEUTRAL.keys() & self.config.keys()
+        tables.check_known({name: self.config[name] for name in stated}, kinds.NEUTRAL)
+        _check_size("num_hidden_layers", self.layers.get("num_hidden_layers"))
+
+    def _base_facts(self) -> dict[str, Any]:
+        """What is known of the base."""
+        names = ("hidden_size",) if self.muse else ("hidden_size", "vocab_size")
+        facts: dict[str, Any] = {name: self.layers.get(name) for name in names}
+        if self.config.get("num_target_layers"):
+            facts["num_hidden_layers"] = self.config["num_target_layers"]
+        for fact, value in facts.items():
+            _check_size(fact, value)
+        return facts
+
+    def _head(self, fields: dict[str, Any]) -> None:
+        """Complete the fields of heads; a ValueError if one is missing."""
+        needed = {name: name for name in ("block_size", "mask_token_id")}
+        if self.kind.head not in (None, "selector"):
+            needed |= self.kind.fields
+        for field, theirs in needed.items():
+            if field not in fields:
+                raise ValueError(f"config.json has no {theirs}")
+        if fields.setdefault("markov_rank", 0) and self.kind.head is not None:
+            fields["markov_head"] = self.kind.head
+        if kinds.RATIO in self.all:
+            _check_size(kinds.RATIO, self.all[kinds.RATIO])
+            fields["markov_width"] = self.all[kinds.RATIO] * fields["markov_rank"]
+        has_confidence, with_markov = kinds.CONFIDENCE_HEAD
+        if self.dspark and self.all.get(has_confidence):
+            fields["confidence_head"] = "markov" if self.all.get(with_markov, True) else "state"
+
+    def _windows(self) -> dict[str, Any]:
+        """Fields of layers with a sliding window; empty if there are none."""
+        types = enumerate(self.layers.get("layer_types") or [])
+        sliding = [place for place, one in types if one == "sliding_attention"]
+        if not sliding:
+            return {}
         # z-lab's are causal, unless they say that they are not.
-        both = muse or config.get("is_causal") is not None
-        both = config.get(kinds.CAUSAL, False) if ours else both
-        fields |= {
-            "sliding_layers": sliding, "sliding_window": layers.get("sliding_window"),
-            "sliding_window_from": "anchor" if ours else "query", kinds.CAUSAL: both,
+        both = self.muse or self.config.get("is_causal") is not None
+        return {
+            "sliding_layers": sliding, "sliding_window": self.layers.get("sliding_window"),
+            "sliding_window_from": "anchor" if self.ours else "query",
+            kinds.CAUSAL: self.config.get(kinds.CAUSAL, False) if self.ours else both,
         }  # fmt: skip
-    return fields
+
+
+def _check_size(name: str, value: Any) -> None:
+    check_count(f"{name} in config.json", value, high=MAX_SIZE)
 
 
 def _causal(config: Mapping[str, Any], part: Mapping[str, Any]) -> bool:

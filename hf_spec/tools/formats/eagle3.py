@@ -21,7 +21,7 @@ from hf_spec.adapters.predicting import vocab_size
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import HEAD
-from hf_spec.drafting.layer_types import ARCHITECTURES
+from hf_spec.drafting.layer_types import ARCHITECTURES, LayerType
 from hf_spec.model.row_embeddings import RowEmbeddings
 from hf_spec.tools.formats import tables
 from hf_spec.tools.formats.tables import ANY, KIND, OF_DEEPSPEC, USUAL, Files, Reader
@@ -89,13 +89,8 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
         raise ValueError(f"{KIND}={config[KIND]!r} in config.json: {read} are read")
     kind = tables.layer_type(layers, ARCHITECTURES, None, OF_DEEPSPEC in config)
     own = tables.group(config, GROUP)
-    tables.check_known({n: v for n, v in own.items() if v or n in IN_GROUP}, IN_GROUP, f"{GROUP}.")
-    on = {name: one for part in (config, layers) for name, one in part.items() if one is True}
-    for name in ("attention_bias", "mlp_bias"):
-        if layers.get(name):
-            raise ValueError(f"{name}={layers[name]!r} in config.json: layers without are read")
     fields = tables.layer_fields(layers, kind)
-    tables.check_known(on, SWITCHES | dict.fromkeys(kind.own, ANY))
+    _check_switches(config, layers, own, kind)
     fields |= {name: BY_TENSORS.get(name) in found for name in FLAGS}
     fields |= tables.fields_of(tables.merged(config, own), dict(zip(FLAGS, FLAGS)))
     if OF_DEEPSPEC in config:
@@ -118,6 +113,18 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     fields["draft_vocab_size"] = tables.take_vocabulary(found, int(known or 0), stated)
     fields["own_embeddings"] = EMBEDDINGS in found
     return fields, found
+
+
+def _check_switches(
+    config: Mapping[str, Any], layers: Mapping[str, Any], own: Mapping[str, Any], kind: LayerType
+) -> None:
+    """Raise a ValueError for what is on and is not known, or not supported."""
+    tables.check_known({n: v for n, v in own.items() if v or n in IN_GROUP}, IN_GROUP, f"{GROUP}.")
+    for name in ("attention_bias", "mlp_bias"):
+        if layers.get(name):
+            raise ValueError(f"{name}={layers[name]!r} in config.json: layers without are read")
+    on = {name: one for part in (config, layers) for name, one in part.items() if one is True}
+    tables.check_known(on, SWITCHES | dict.fromkeys(kind.own, ANY))
 
 
 def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _PATTERNS = [
 _Key = tuple[int, int]
 
 
-def parse(name: str) -> dict[str, str] | None:
+def _parse(name: str) -> dict[str, str] | None:
     """The parts of a tensor's name by the names in `NAMES`; None if it is none of a head."""
     matches = (pattern.fullmatch(name) for pattern in _PATTERNS)
     return next((match.groupdict() for match in matches if match), None)
@@ -50,24 +50,7 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     Raises:
         ValueError: there are no heads, or tensors are missing, duplicate or do not fit together.
     """
-    found: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}, "projection": {}}
-    ends: dict[int, int] = {}
-    for name, tensor in tensors.items():
-        if (parts := parse(name)) is None:
-            continue
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
-        head, block, end = (int(parts.get(one, "0")[:9]) for one in ("k", "j", "L"))
-        if head >= MAX_FUTURE or max(block, end) > MAX_BLOCKS:
-            raise ValueError(
-                f"{name[:80]!r}: at most {MAX_FUTURE} heads of {MAX_BLOCKS} blocks each are read."
-            )
-        if "L" in parts:
-            ends[head] = end
-        same = found[parts.get("part", "projection")]
-        if (head, block) in same:
-            raise ValueError(f"{name!r} is there twice, under different names.")
-        same[head, block] = tensor
+    found, ends = _by_kind(tensors)
     blocks, projections = found["weight"], found["projection"]
     if not blocks:
         raise ValueError(
@@ -85,16 +68,42 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     result = {name: one.unflatten(0, (heads, layers)) for name, one in result.items()}
     shared = not projections or (set(projections) == {(0, 0)} and heads > 1)  # a copy of the base's
     if not shared:
-        for head, end in ends.items():
-            if end != layers:
-                raise ValueError(
-                    f"head {head} has its projection behind {end} blocks, but {layers} blocks."
-                )
+        if wrong := [head for head, end in ends.items() if end != layers]:
+            raise ValueError(
+                f"head {wrong[0]} has its projection behind {ends[wrong[0]]} blocks, but {layers} "
+                "blocks."
+            )
         vocab = len(next(iter(projections.values())))
         keys = [(head, 0) for head in range(heads)]
         result[PROJECTION] = _stacked("projection", projections, keys, (vocab, hidden))
     projection = "shared" if shared else "own"
     return {"num_heads": heads, "num_layers": layers, "projection": projection}, result
+
+
+def _by_kind(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, dict[_Key, Tensor]], dict[int, int]]:
+    """The weights and biases of blocks, and the projections; and by head how many blocks are before
+    its projection, where the name says so."""
+    found: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}, "projection": {}}
+    ends: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if (parts := _parse(name)) is None:
+            continue
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
+        head, block, end = (int(parts.get(one, "0")[:9]) for one in ("k", "j", "L"))
+        if head >= MAX_FUTURE or max(block, end) > MAX_BLOCKS:
+            raise ValueError(
+                f"{name[:80]!r}: at most {MAX_FUTURE} heads of {MAX_BLOCKS} blocks each are read."
+            )
+        if "L" in parts:
+            ends[head] = end
+        same = found[parts.get("part", "projection")]
+        if (head, block) in same:
+            raise ValueError(f"{name!r} is there twice, under different names.")
+        same[head, block] = tensor
+    return found, ends
 
 
 def _stacked(
@@ -116,7 +125,7 @@ def _stacked(
 
 
 def wants(name: str) -> bool:
-    return parse(name) is not None
+    return _parse(name) is not None
 
 
 READERS = {"medusa": Reader(wants, convert, lambda _, names: any(map(wants, names)))}

@@ -125,7 +125,7 @@ def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) 
         known: the size of the vocabulary.
         stated: ``draft_vocab_size`` of ``config.json``.
     """
-    head, shift, marks = tensors.get(HEAD), tensors.pop(OFFSETS, None), tensors.pop(MASK, None)
+    head, marked = tensors.get(HEAD), (tensors.pop(OFFSETS, None), tensors.pop(MASK, None))
     if head is not None:
         if head.ndim != 2 or not len(head):
             raise ValueError(
@@ -136,19 +136,9 @@ def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) 
                 f"{HEAD!r} has {len(head)} rows, but draft_vocab_size={stated!r} in config.json"
             )
         stated = len(head)
-    if shift is not None:
-        if shift.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{OFFSETS!r} is of type {shift.dtype}: offsets are whole numbers")
-        ids = shift.long().flatten() + torch.arange(shift.numel(), device=shift.device)
-    elif not stated or stated == known:
+    ids = _draft_ids(*marked, known, stated)
+    if ids is None:
         return 0
-    elif marks is not None and marks.dtype == torch.bool:
-        ids = marks.nonzero()[:, 0]
-    else:
-        raise ValueError(
-            f"{stated} of {known} tokens are drafted, and there is no tensor {OFFSETS!r} that says "
-            "which"
-        )
     if len(ids) != (stated or max(len(ids), 1)):
         raise ValueError(f"{OFFSETS!r} or {MASK!r} names {len(ids)} tokens, expected {stated}")
     ids, order = ids.sort()
@@ -164,6 +154,24 @@ def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) 
         return 0
     tensors[VOCABULARY] = ids
     return len(ids)
+
+
+def _draft_ids(
+    shift: Tensor | None, marks: Tensor | None, known: int, stated: int | None
+) -> Tensor | None:
+    """The ids of draft tokens, by `OFFSETS` or `MASK`; None if all are drafted."""
+    if shift is not None:
+        if shift.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{OFFSETS!r} is of type {shift.dtype}: offsets are whole numbers")
+        return shift.long().flatten() + torch.arange(shift.numel(), device=shift.device)
+    if not stated or stated == known:
+        return None
+    if marks is None or marks.dtype != torch.bool:
+        raise ValueError(
+            f"{stated} of {known} tokens are drafted, and there is no tensor {OFFSETS!r} that says "
+            "which"
+        )
+    return marks.nonzero()[:, 0]
 
 
 def put_vocabulary(tensors: dict[str, Tensor], known: int) -> None:
