@@ -1,13 +1,16 @@
 """``hf-spec strategies``."""
 
-import ast
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
 from typer import echo
 
 from hf_spec.tools.cli import options as opt
+
+#: The name and the summary of a method, where its module defines it.
+METHOD = re.compile(r'^METHOD = Method\(\s*name="(.+)",\s*summary="(.+)",$', re.MULTILINE)
 
 
 def strategies(as_json: opt.AsJson = False) -> None:
@@ -33,12 +36,6 @@ def strategies(as_json: opt.AsJson = False) -> None:
 def _summaries() -> dict[str, str]:
     """What ``hf_spec.strategies()`` returns, read from the sources of the methods' modules:
     importing them takes seconds."""
-    folder, found = Path(str(files("hf_spec.methods"))), {}
-    for path in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            match statement:
-                case ast.Assign(targets=[ast.Name("METHOD")], value=ast.Call(keywords=words)):
-                    given = {word.arg: word.value for word in words}
-                    name, summary = (ast.literal_eval(given[key]) for key in ("name", "summary"))
-                    found[name] = summary
-    return dict(sorted(found.items()))
+    folder = Path(str(files("hf_spec.methods")))
+    paths = [*folder.glob("*.py"), *folder.glob("*/__init__.py")]
+    return dict(sorted(pair for path in paths for pair in METHOD.findall(path.read_text("utf-8"))))
