@@ -39,7 +39,7 @@ from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names, re
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
-from hf_spec.tools.bench.session import Session
+from hf_spec.tools.bench.session import Session, rotated
 from hf_spec.tools.loading import load_adapters, load_model
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -156,13 +156,11 @@ def measure(args: argparse.Namespace) -> Row:
 
     with Session.open(model, tokenizer, greedy, lineup) as session:
         for turn in range(args.repeats):
-            first = turn % len(args.vllm)
-            for engine in args.vllm[first:] + args.vllm[:first]:
+            for engine in rotated(args.vllm, turn):
                 found = ask_vllm(args, ids, engine)
                 versions = {"vllm": found.get("version"), "vllm_torch": found.get("torch")}
                 note(ENGINES[engine], sum(found["seconds"]), found["tokens"])
-            start = turn % max(len(lineup), 1)
-            for one in lineup[start:] + lineup[:start]:
+            for one in rotated(lineup, turn):
                 session.generate(one, [ids[0]])
                 made = [session.generate(one, [prompt]) for prompt in ids]
                 note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,12 @@ class Contender:
     def lossy(self) -> bool:
         """Whether its acceptance rule may change the output (typical acceptance)."""
         return self.kwargs.get("assistant_kwargs", {}).get("acceptance") == "typical"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of its arguments that are JSON types; models and tokenizers are left out."""
+        kinds = (str, int, float, bool, list, dict, type(None))
+        return {name: value for name, value in self.kwargs.items() if isinstance(value, kinds)}
 
 
 BASELINE = Contender(GENERATE, stock=True)
@@ -178,38 +184,14 @@ def contenders(
         assistants: by the name of each assistant model, the keyword arguments for ``generate``
             that use it; a strategy that needs one takes part once with each.
     """
-    names = list(names)
+    names, options, assistants = list(names), options or {}, assistants or {}
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
-        given, strategy = dict((options or {}).get(name, {})), strategy_of(name)
-        if strategy.startswith(STOCK):
-            default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
-            alone = Contender(name, {**default, **given}, stock=True, single_row=True)
-        else:
-            alone = Contender(name, ours(strategy, given))
+        given = dict(options.get(name, {}))
         if needs_assistant(name):
-            if not assistants:
-                raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
-            for path, kwargs in assistants.items():
-                label = name if len(assistants) == 1 else f"{name}@{Path(path).name}"
-                result.append(replace(alone, name=label, kwargs={**alone.kwargs, **kwargs}))
-            continue
-        fitting = [one for one in adapters if strategy in (one.strategy, AUTO)]
-        if not fitting:
-            method = methods().get(strategy)
-            if method is not None and method.needs_adapter:
-                raise ValueError(
-                    f"{name!r} needs a trained adapter: give its folder with --adapter, which "
-                    f"`hf-spec train {strategy}` or `hf-spec import` writes"
-                )
-            result.append(alone)
-        for adapter in fitting:
-            label = name if len(fitting) == 1 else f"{name}@{Path(adapter.path).name}"
-            stored = {} if strategy == AUTO else adapter.options  # which it finds itself
-            kwargs = ours(strategy, {**stored, **given})
-            active = [adapter, *_companions(kwargs, adapters)]
-            plain = next((_baseline(a).name for a in active if a.changes_model), GENERATE)
-            result.append(Contender(label, kwargs, tuple(a.name for a in active), baseline=plain))
+            result += _with_assistants(name, given, assistants)
+        else:
+            result += _with_adapters(name, given, adapters)
     used = {name for item in result if not item.stock for name in item.adapters}
     for adapter in adapters:
         if adapter.name not in used:
@@ -223,6 +205,57 @@ def contenders(
             f"or {STOCK_ASSISTED!r}, too"
         )
     return result
+
+
+def _alone(name: str, given: dict[str, Any]) -> Contender:
+    """A contender with these options, without adapters and assistant."""
+    if not name.startswith(STOCK):
+        return Contender(name, ours(strategy_of(name), given))
+    default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
+    return Contender(name, {**default, **given}, stock=True, single_row=True)
+
+
+def _with_assistants(
+    name: str, given: dict[str, Any], assistants: Mapping[str, dict[str, Any]]
+) -> list[Contender]:
+    """A strategy once with each assistant."""
+    if not assistants:
+        raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
+    alone = _alone(name, given)
+    return [
+        replace(alone, name=_label(name, path, assistants), kwargs={**alone.kwargs, **kwargs})
+        for path, kwargs in assistants.items()
+    ]
+
+
+def _with_adapters(
+    name: str, given: dict[str, Any], adapters: Sequence[Adapter]
+) -> list[Contender]:
+    """A strategy once with each adapter that fits it, or alone where it needs none."""
+    strategy = strategy_of(name)
+    fitting = [one for one in adapters if strategy in (one.strategy, AUTO)]
+    if not fitting:
+        method = methods().get(strategy)
+        if method is not None and method.needs_adapter:
+            raise ValueError(
+                f"{name!r} needs a trained adapter: give its folder with --adapter, which "
+                f"`hf-spec train {strategy}` or `hf-spec import` writes"
+            )
+        return [_alone(name, given)]
+    found = []
+    for adapter in fitting:
+        stored = {} if strategy == AUTO else adapter.options  # which it finds itself
+        kwargs = ours(strategy, {**stored, **given})
+        active = [adapter, *_companions(kwargs, adapters)]
+        plain = next((_baseline(one).name for one in active if one.changes_model), GENERATE)
+        label, loaded = _label(name, adapter.path, fitting), tuple(one.name for one in active)
+        found.append(Contender(label, kwargs, loaded, baseline=plain))
+    return found
+
+
+def _label(name: str, path: str, several: Collection[Any]) -> str:
+    """A contender's name, with that of its adapter or assistant where there are several."""
+    return f"{name}@{Path(path).name}" if len(several) > 1 else name
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:

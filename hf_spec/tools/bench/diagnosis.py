@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import bar
 from hf_spec.decoding.auto import Choice
 from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.methods.registry import get_method, methods
+from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.tools.bench.contenders import Contender, ours
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.results import BenchResult
@@ -98,14 +99,34 @@ def diagnose(
         "positions": " ".join(f"{i}: {bar(p)} {p:.0%}" for i, p in enumerate(positions, 1)),
         "tasks": ", ".join(f"{task} {one:.2f}" for task, one in tasks.items()),
     }
-    at = [*positions, 0.0, 0.0, 0.0]
-    headless = isinstance(config, PredictingConfig) and not config.markov_rank
+    chat = bool(getattr(tokenizer, "chat_template", None))
     best = (trained.get("best") or {}).get("eval_tau", 0.0)
+    findings = _findings(method, adapter, chat, best, tau, speedup, positions)
+    if isinstance(config, BlockConfig) and not (config.is_causal_always or trained):
+        again = partial(run, model, tokenizer, prompts, [drafting], **settings)
+        findings = [*_other_mask(config, measured, tau, again), *findings]
+    return measured, findings
+
+
+def _findings(
+    method: Method, adapter: Adapter | None, chat: bool, best: float, tau: float, speedup: float,
+    positions: Sequence[float],
+) -> list[str]:  # fmt: skip
+    """What stands out.
+
+    Args:
+        chat: whether the tokenizer has a chat template.
+        best: tau that the adapter's training ended with; 0 if that is not known.
+        positions: share of draft tokens that are accepted, by position.
+    """
+    at = [*positions, 0.0, 0.0, 0.0]
+    config = None if adapter is None else adapter.config
+    headless = isinstance(config, PredictingConfig) and not config.markov_rank
     findings = [
         (best > BETTER * tau,
          f"Training ended with tau {best:.2f} on held-out prompts of its own data. These prompts "
          "are of another kind: distill and train on prompts like them."),
-        (not getattr(tokenizer, "chat_template", None),
+        (not chat,
          "The tokenizer has no chat template, so that prompts are plain text. If this is a chat "
          "model, its template is missing from the folder."),
         (adapter is not None and at[0] < 0.5,
@@ -121,26 +142,24 @@ def diagnose(
          "Drafts are accepted, but steps with drafts take longer than they save here: a small "
          "model, many rows or a busy machine."),
     ]  # fmt: skip
-    if isinstance(config, BlockConfig) and not (config.is_causal_always or trained):
-        again = partial(run, model, tokenizer, prompts, [drafting], **settings)
-        findings.insert(0, _other_mask(config, measured, tau, again))
-    return measured, [text for stands_out, text in findings if stands_out]
+    return [text for stands_out, text in findings if stands_out]
 
 
 def _other_mask(
     config: BlockConfig, measured: dict[str, str], tau: float, measure: Callable[[], BenchResult]
-) -> tuple[bool, str]:
-    """Whether a block drafter is better if its blocks are causal, where they are not, or the other
-    way, and what that means."""
+) -> list[str]:
+    """What it means that a block drafter is better if its blocks are causal, where they are not, or
+    the other way; empty if it is not."""
     config.causal = not config.causal
     try:
         other, word = measure().overall("drafting")["tau"], json.dumps(config.causal)
     finally:
         config.causal = not config.causal
     measured["mask"] = f'tau {other:.2f} with "causal": {word}'
-    return (
-        other > BETTER * tau,
+    if other <= BETTER * tau:
+        return []
+    return [
         f"Drafts are accepted more often with the other mask of its blocks, with tau {other:.2f}. "
         "The checkpoint does not say which, or says it wrongly: import it again with --config "
-        f"'{{\"causal\": {word}}}'.",
-    )
+        f"'{{\"causal\": {word}}}'."
+    ]

@@ -130,8 +130,6 @@ def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[
     steps = [m.row_steps for m in group]
     plain = [m.new_tokens for m in base], [m.seconds for m in base]
     speed = sum(tokens) / sum(seconds)
-    comparable = all(m.agreement is not None for m in group)
-    agreements = [one for m in group for one in m.agreement or ()]
     return {
         "prompts": sum(len(m.rows) for m in group), "new_tokens": sum(tokens),
         "seconds": sum(seconds), "tokens_per_second": speed,
@@ -139,13 +137,20 @@ def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[
         "speedup_interval": None if group is base else interval(_speedup, tokens, seconds, *plain),
         "tau": sum(tokens) / sum(steps) if any(steps) else 0.0,
         "tau_interval": interval(truediv, tokens, steps),
-        **{
-            kind.value: agreements.count(kind)
-            if comparable and (kind == Agreement.IDENTICAL or None not in agreements) else None
-            for kind in Agreement
-        },
-        "stats": _stats(group),
+        **_agreements(group), "stats": _stats(group),
     }  # fmt: skip
+
+
+def _agreements(group: Sequence[Measurement]) -> dict[str, int | None]:
+    """Numbers of sequences by how they agree with the baseline's; None where that is unknown."""
+    known = [one.agreement for one in group if one.agreement is not None]
+    found = [one for agreement in known for one in agreement]
+    counts: dict[str, int | None] = {kind.value: found.count(kind) for kind in Agreement}
+    if len(known) < len(group):
+        return dict.fromkeys(counts)
+    if None in found:  # of samples
+        return dict.fromkeys(counts) | {Agreement.IDENTICAL.value: counts[Agreement.IDENTICAL]}
+    return counts
 
 
 def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:

@@ -18,7 +18,7 @@ from hf_spec.tools.bench.agreement import Agreement, classify
 from hf_spec.tools.bench.contenders import BASELINE, STOCK, Contender, with_compiled
 from hf_spec.tools.bench.prompts import Prompt, batches, encode_prompts, spread
 from hf_spec.tools.bench.results import BenchResult, Measurement
-from hf_spec.tools.bench.session import Session, Turn
+from hf_spec.tools.bench.session import Session, Turn, rotated
 from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
 
 
@@ -47,28 +47,18 @@ def run(
         progress: called as ``progress(done, total)`` with numbers of calls, at first with 0 after
             the calls that prepare.
     """
-    if not prompts:
-        raise ValueError("nothing to measure: no prompts")
-    if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
-        raise ValueError("batch sizes and max_new_tokens must be at least 1")
-    for item in contenders:
-        if synthetic and item.name.startswith(STOCK):
-            raise ValueError(f"{item.name} accepts by itself, not by {OPTION}: leave it out")
+    _check(prompts, contenders, batch_sizes, max_new_tokens, synthetic)
     contenders = [BASELINE, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     prompts = spread(prompts, limit)
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
         contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
-    kinds = (str, int, float, bool, list, dict, type(None))  # models and tokenizers are left out
     settings = {
         **options, "batch_sizes": list(batch_sizes), "seed": seed,
         "synthetic_acceptance": None if synthetic is None else list(synthetic.rates),
         "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
-        "strategies": {
-            item.name: {k: v for k, v in item.kwargs.items() if isinstance(v, kinds)}
-            for item in contenders
-        },
+        "strategies": {item.name: item.settings for item in contenders},
     }  # fmt: skip
     result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
     if truncated:
@@ -85,8 +75,7 @@ def run(
             progress(0, calls)
             for number, turn in enumerate(plan):
                 outcome: dict[str, Measurement] = {}
-                start = number % len(turn.contenders)
-                for item in turn.contenders[start:] + turn.contenders[:start]:
+                for item in rotated(turn.contenders, number):
                     torch.manual_seed(seed + number)
                     made = session.generate(item, [token_ids[index] for index in turn.indices])
                     outcome[item.name] = Measurement(
@@ -95,17 +84,27 @@ def run(
                     )  # fmt: skip
                     done += 1
                     progress(done, calls)
-                compared = {
-                    name: one for name, one in outcome.items()
-                    if synthetic is None or name == one.baseline
-                }  # fmt: skip
-                _compare(session, compared, token_ids, turn)
+                _compare(session, outcome, token_ids, turn, synthetic is not None)
                 result.measurements += [outcome[item.name] for item in turn.contenders]
             result.notes += session.notes()
         except KeyboardInterrupt:
             result.interrupted = True
             result.notes.append(f"interrupted after {done} of {calls} calls")
     return result
+
+
+def _check(
+    prompts: Sequence[Prompt], contenders: Sequence[Contender], batch_sizes: Sequence[int],
+    max_new_tokens: int, synthetic: SyntheticRates | None,
+) -> None:  # fmt: skip
+    """Raise a ValueError if there is nothing to measure, or it cannot be."""
+    if not prompts:
+        raise ValueError("nothing to measure: no prompts")
+    if min(batch_sizes, default=0) < 1 or max_new_tokens < 1:
+        raise ValueError("batch sizes and max_new_tokens must be at least 1")
+    stock = [item.name for item in contenders if item.name.startswith(STOCK)]
+    if synthetic and stock:
+        raise ValueError(f"{stock[0]} accepts by itself, not by {OPTION}: leave it out")
 
 
 def _turns(result: BenchResult, size: int) -> list[Turn]:
@@ -124,10 +123,14 @@ def _turns(result: BenchResult, size: int) -> list[Turn]:
 
 
 def _compare(
-    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]], turn: Turn
-) -> None:
+    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]],
+    turn: Turn, synthetic: bool,
+) -> None:  # fmt: skip
     """Set the ``agreement`` of every measurement with its baseline, where outputs can be compared:
-    greedy ones, and samples of the same seed, which rounding may make differ."""
+    greedy ones, and samples of the same seed, which rounding may make differ; of ``synthetic``
+    acceptance those of baselines alone."""
+    if synthetic:
+        outcome = {name: one for name, one in outcome.items() if name == one.baseline}
     if session.options["do_sample"]:
         for one in outcome.values() if turn.size == 1 else ():
             pairs = zip(one.rows, outcome[one.baseline].rows)

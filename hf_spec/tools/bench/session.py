@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
@@ -17,6 +17,7 @@ from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.tools.bench.contenders import Contender
 
+T = TypeVar("T")
 #: New tokens of a warm-up call: several steps of every strategy.
 WARMUP_TOKENS = 16
 #: Most repetitions of a call that still compiles something, as the policy tries tree sizes.
@@ -55,6 +56,12 @@ class Turn(NamedTuple):
     size: int
     contenders: list[Contender]
     indices: list[int]
+
+
+def rotated(items: list[T], number: int) -> list[T]:
+    """The order of a turn, which another one begins each time."""
+    start = number % max(len(items), 1)
+    return items[start:] + items[:start]
 
 
 @dataclass
