@@ -16,31 +16,34 @@ DEFAULT_STRATEGY = "prompt_lookup"
 #: Prompts that a model writes.
 OWN = 2_000
 
+Prompts = Annotated[
+    list[Path] | None,
+    Option(help=f"{opt.PROMPTS}; repeatable.  [default: the model writes them itself]"),
+]
+Limit = Annotated[
+    int | None,
+    Option(min=1, help=f"Most prompts, over all categories; {OWN:,} if the model writes them."),
+]
+Strategy = Annotated[
+    str | None,
+    Option(
+        help="One of 'hf-spec strategies'; none: plain generate; auto: what fits the model.  "
+        "[default: that of the adapter, else auto]"
+    ),
+]
+Adapter = Annotated[str | None, Option(help="The strategy's adapter, folder or repository.")]
+
 
 def distill(
     model: opt.Model,
     output: opt.Output,
-    prompts: Annotated[
-        list[Path] | None,
-        Option(help=f"{opt.PROMPTS}; repeatable.  [default: the model writes them itself]"),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        Option(min=1, help=f"Most prompts, over all categories; {OWN:,} if the model writes them."),
-    ] = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
-    strategy: Annotated[
-        str | None,
-        Option(
-            help="One of 'hf-spec strategies'; none: plain generate; auto: what fits the model.  "
-            "[default: that of the adapter, else auto]"
-        ),
-    ] = None,
+    strategy: Strategy = None,
     strategy_kwargs: Annotated[str | None, Option(help="The strategy's options, JSON.")] = None,
-    adapter: Annotated[
-        str | None, Option(help="The strategy's adapter, folder or repository.")
-    ] = None,
+    adapter: Adapter = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Seconds and forward passes of a batch, and its rows of the answers.
+Answered = tuple[float, int, list[dict[str, Any]]]
 #: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
 #: pay depends on step times, and would make sampled numbers and ties depend on them, too.
 OPTIONS = {"drafting": "always"}
@@ -184,8 +186,6 @@ def distill(
         progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
             tokens per second so far.
     """
-    from accelerate.utils import gather_object
-
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
     facts = _facts(model, tokenizer, settings)
     folder.check(facts)
@@ -194,10 +194,9 @@ def distill(
     if contender is None:
         contender = fitting(model)
     facts["chosen"] = contender.kwargs
-    tokens, steps, seconds = 0, 0, 0.0
     with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
 
-        def answer(number: int, indices: list[int]) -> tuple[float, int, list[dict[str, Any]]]:
+        def answer(number: int, indices: list[int]) -> Answered:
             seed_batch(settings.seed, number)
             batch = [token_ids[index] for index in indices]
             seconds, answers, steps, _ = session.generate(contender, batch)
@@ -207,22 +206,7 @@ def distill(
         if state.is_main_process:
             folder.begin(facts)
         state.wait_for_everyone()
-        lengths = folder.lengths()
-        work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
-        state.wait_for_everyone()
-        for start in range(0, len(work), state.num_processes):
-            done = len(everything) - len(work) + start
-            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
-            progress(done, len(everything), note=speed)
-            own = work[start : start + state.num_processes][state.process_index :][:1]
-            for spent, taken, rows in gather_object([answer(*one) for one in own]):
-                seconds, steps = seconds + spent, steps + taken
-                tokens += sum(len(row["answer_ids"]) for row in rows)
-                new = [row for row in rows if row["index"] not in lengths]
-                lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
-                if state.is_main_process:
-                    folder.add(new)
-        progress(len(everything), len(everything), note="")
+        lengths, measured = _answer_all(answer, everything, folder, state, progress)
     environment = environment_of(model, settings.model, None)
     for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
         del environment[name]
@@ -231,16 +215,42 @@ def distill(
         **facts, "model_revision": getattr(model.config, "_commit_hash", None),
         "truncated_prompts": truncated, "processes": state.num_processes,
         "environment": environment, "rows": len(prompts),
-        "answer_tokens": total, "mean_answer_tokens": total / len(prompts),
-        "measured": {
-            "answer_tokens": tokens, "seconds": seconds,
-            "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
-        },
+        "answer_tokens": total, "mean_answer_tokens": total / len(prompts), "measured": measured,
     }  # fmt: skip
     if state.is_main_process:
         write_atomically(folder.provenance, json.dumps(provenance, indent=1))
     state.wait_for_everyone()
     return provenance
+
+
+def _answer_all(
+    answer: Callable[[int, list[int]], Answered], everything: Sequence[list[int]],
+    folder: AnswerFolder, state: PartialState, progress: Callable[..., Any],
+) -> tuple[dict[int, int], dict[str, float]]:  # fmt: skip
+    """Fill the folder with the batches that it lacks, which processes share; returns the number of
+    tokens of each answer by the index of its prompt, and what was measured."""
+    from accelerate.utils import gather_object
+
+    tokens, steps, seconds, lengths = 0, 0, 0.0, folder.lengths()
+    work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
+    state.wait_for_everyone()
+    for start in range(0, len(work), state.num_processes):
+        done = len(everything) - len(work) + start
+        speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
+        progress(done, len(everything), note=speed)
+        own = work[start : start + state.num_processes][state.process_index :][:1]
+        for spent, taken, rows in gather_object([answer(*one) for one in own]):
+            seconds, steps = seconds + spent, steps + taken
+            tokens += sum(len(row["answer_ids"]) for row in rows)
+            new = [row for row in rows if row["index"] not in lengths]
+            lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
+            if state.is_main_process:
+                folder.add(new)
+    progress(len(everything), len(everything), note="")
+    return lengths, {
+        "answer_tokens": tokens, "seconds": seconds,
+        "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
+    }  # fmt: skip
 
 
 def _row(

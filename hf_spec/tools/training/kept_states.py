@@ -49,21 +49,14 @@ class KeptStates:
         """
         real = mask.bool()
         rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real.cpu())]
-        keys = [repr((self.base, row, list(kind))) for row in rows]
-        digests = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in keys]
-        paths = [self.folder / f"{digest}{SUFFIX}" for digest in digests]
+        paths = [self._path((self.base, row, list(kind))) for row in rows]
         new = [row for row, path in enumerate(paths) if not path.is_file()]
         computed = dict(zip(new, zip(*compute(input_ids[new], mask[new])))) if new else {}
         whole = []
         for row, path in enumerate(paths):
             if row in computed:
                 own = [part[real[row].to(part.device)] for part in computed[row]]  # (tokens, ...)
-                size = sum(part.nbytes for part in own)
-                if size <= self.room and not path.exists():
-                    self.room -= size
-                    named = {str(at): part.cpu().contiguous() for at, part in enumerate(own)}
-                    with replacing(path) as temporary:
-                        save_file(named, temporary)
+                self._keep(path, own)
             else:
                 found = load_file(path)
                 own = [found[name] for name in sorted(found)]
@@ -74,6 +67,19 @@ class KeptStates:
             padded[real] = torch.cat(parts)
             kept.append(padded)
         return kept
+
+    def _path(self, key: Any) -> Path:
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+        return self.folder / f"{digest}{SUFFIX}"
+
+    def _keep(self, path: Path, parts: Sequence[Tensor]) -> None:
+        """Write the states of a sequence, if there is room."""
+        size = sum(part.nbytes for part in parts)
+        if size <= self.room and not path.exists():
+            self.room -= size
+            named = {str(at): part.cpu().contiguous() for at, part in enumerate(parts)}
+            with replacing(path) as temporary:
+                save_file(named, temporary)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from peft import PeftConfig
 
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+from hf_spec.adapters.predicting import VOCABULARY, VocabularyConfig, vocab_size
 from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.methods.registry import Method
 
@@ -17,13 +17,19 @@ from hf_spec.methods.registry import Method
 OF_TRAINING = ("loss", "decay", "ttt_steps")
 
 
-def config_of(method: Method, fields: dict[str, Any], start: Path | None = None) -> Any:
-    """The config of a new adapter, with fields that the user sets; or that of a trained adapter
-    from which training goes on. A ValueError if that cannot be trained on, or if fields change
-    others than `OF_TRAINING` and learning rates."""
+def config_of(
+    method: Method, fields: dict[str, Any], start: Path | None = None, model: Any = None
+) -> Any:
+    """The config of a new adapter, with fields that the user sets and, for a model, the size of its
+    vocabulary; or that of a trained adapter from which training goes on. A ValueError if that
+    cannot be trained on, or if fields change others than `OF_TRAINING` and learning rates."""
     assert method.adapter_config is not None
     if start is None:
-        return method.adapter_config(**{**method.trained, **fields})
+        new = method.adapter_config(**{**method.trained, **fields})
+        sized = isinstance(new, VocabularyConfig) and "draft_vocab_size" not in fields
+        if sized and model is not None:
+            new.set_vocabulary(model)
+        return new
     config: Any = PeftConfig.from_pretrained(str(start))
     if type(config) is not method.adapter_config:
         raise ValueError(

@@ -17,7 +17,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_count, check_range, nearest, setting
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically, writing
@@ -177,12 +176,7 @@ def train(
     method = trainable_method(method_name)
     method.parse_options(options)
     folder = output / "checkpoints"
-    last = _last_checkpoint(folder)
-    if last is not None and not resume:
-        raise ValueError(
-            f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, or "
-            "choose another --output"
-        )
+    last = _last_checkpoint(folder, resume)
     record: dict[str, Any] = {}
     with ExitStack() as stack:
         # Of a model that was loaded in parts all weights are needed until training begins.
@@ -191,10 +185,7 @@ def train(
             check_model(model)
             check_tree_forward(model, "training")
             set_seed(arguments.get("seed", 0))
-            adapter_config = config_of(method, config, start)
-            chosen = start is not None or "draft_vocab_size" in config
-            if isinstance(adapter_config, VocabularyConfig) and not chosen:
-                adapter_config.set_vocabulary(model)
+            adapter_config = config_of(method, config, start, model)
             trains_base = adapter_config.trains_base
             args = spec_arguments(method, folder, adapter_config, **arguments)
             training_rows, held_out_rows = split(rows, args.held_out)
@@ -247,13 +238,18 @@ def _trainer(
     )  # fmt: skip
 
 
-def _last_checkpoint(folder: Path) -> str | None:
-    """The last checkpoint that is whole, if there is one."""
+def _last_checkpoint(folder: Path, resume: bool) -> str | None:
+    """The last checkpoint that is whole, if there is one; a ValueError if it is not to be resumed."""
     found = {
         int(path.name.rpartition("-")[2]): str(path)
         for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
         if (path / TRAINER_STATE_NAME).is_file()  # which is written last
     }
+    if found and not resume:
+        raise ValueError(
+            f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, or "
+            "choose another --output"
+        )
     return found[max(found)] if found else None
 
 
