@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_spec.tools.bench.contenders import BASELINE, Contender, contenders, read_adapters
+from hf_spec.tools.bench.contenders import BASELINE, Contender, contenders
 from hf_spec.tools.bench.prompts import Prompt, encode_answer, encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
-from hf_spec.tools.loading import load_adapters, load_model
+from hf_spec.tools.loading import load_model, read_adapters
 
 #: A number such as 1,234.50, as answers to arithmetic problems end with.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -112,8 +112,7 @@ def main() -> None:
     adapters = read_adapters(given.adapter)
     known = contenders([one.strategy for one in adapters], None, adapters)
     lineup = [BASELINE, *(one for one in known if one.name == one.baseline)]
-    model, tokenizer = load_model(given.model, given.dtype, given.device)
-    load_adapters(model, adapters)
+    model, tokenizer = load_model(given.model, given.dtype, given.device, adapters=adapters)
     prompts = spread(read_prompts(given.prompts), given.limit)
     print("model                perplexity  last number  identical")
     for one in scores(model, tokenizer, prompts, lineup, given.max_new_tokens, given.batch_size):

@@ -17,11 +17,11 @@ import uuid
 from pathlib import Path
 
 from hf_spec.files import write_atomically
-from hf_spec.tools.bench.contenders import contenders, parse_names, read_adapters
+from hf_spec.tools.bench.contenders import contenders, parse_names
 from hf_spec.tools.bench.prompts import read_prompts, spread
 from hf_spec.tools.bench.results import BenchResult, Measurement
 from hf_spec.tools.bench.runner import run
-from hf_spec.tools.loading import load_model
+from hf_spec.tools.loading import load_model, read_adapters
 
 
 def accept_lengths(item: Measurement) -> list[int]:

@@ -35,12 +35,12 @@ import torch
 
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json, write_atomically
-from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names, read_adapters
+from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session, rotated
-from hf_spec.tools.loading import load_adapters, load_model
+from hf_spec.tools.loading import load_model, read_adapters
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 #: What vLLM may run, and how tables name it.
@@ -133,9 +133,8 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, engine: str) -> Row:
 
 def measure(args: argparse.Namespace) -> Row:
     """All turns: results by contender, and where they were made."""
-    model, tokenizer = load_model(args.model, args.dtype, "cpu")
     adapters = read_adapters(args.adapter)
-    load_adapters(model, adapters)
+    model, tokenizer = load_model(args.model, args.dtype, "cpu", adapters=adapters)
     prompts = spread(read_prompts(args.prompts), args.limit)
     ids, _ = encode_prompts(model, tokenizer, prompts, args.max_new_tokens)
     longest = max(map(len, ids)) + args.max_new_tokens

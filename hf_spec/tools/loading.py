@@ -1,4 +1,4 @@
-"""Loads a model by its name and adapters into it, in a dtype that its device computes fast in."""
+"""Loads a model by its name, in a dtype that its device computes fast in, and adapters into it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from hf_spec.core.checks import explained
 from hf_spec.files import is_path
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +21,26 @@ NATIVE = "native"
 CONFIGS = ("config.json", "adapter_config.json")
 
 
-class NamedAdapter(Protocol):
-    """An adapter: its folder or repository, and its name on the model."""
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter folder or repository, with the strategy and options stored beside its weights.
 
-    @property
-    def path(self) -> str: ...
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        name: its name on the model.
+        changes_model: whether it fine-tunes the base model, so that its baseline is plain decoding
+            with the adapter.
+    """
+
+    path: str
+    name: str
+    strategy: str
+    options: dict[str, Any]
+    changes_model: bool = False
 
 
 def load_model(
     path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None,
-    adapters: Iterable[NamedAdapter] = (), pack: bool = True,
+    adapters: Iterable[Adapter] = (), pack: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A causal language model in evaluation mode on its device, and its tokenizer.
 
@@ -129,7 +135,31 @@ def native_dtype(device: str | None) -> str:
     return "float32"
 
 
-def load_adapters(model: Any, adapters: Iterable[NamedAdapter]) -> None:
+def read_adapters(paths: Iterable[str]) -> list[Adapter]:
+    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none."""
+    from peft import PeftConfig
+
+    import hf_spec
+    from hf_spec.methods.registry import get_method
+
+    adapters = []
+    for index, path in enumerate(paths):
+        if is_path(path) and not Path(path).is_dir():
+            raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
+        with explained(f"cannot read adapter {path!r}", OSError, ValueError):
+            config = hf_spec.SpecConfig.from_pretrained(path)
+            strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
+            if not strategy:
+                raise ValueError("its generation_config.json names no assistant_strategy")
+            changes: Any = getattr(get_method(strategy).adapter_config, "changes_model", False)
+            if not isinstance(changes, bool):  # adapters of this type may do either
+                adapter_config: Any = PeftConfig.from_pretrained(path)
+                changes = adapter_config.changes_model
+        adapters.append(Adapter(path, f"adapter_{index}", strategy, options, bool(changes)))
+    return adapters
+
+
+def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
     """Load adapters into ``model`` under their names, and activate all of them.
 
     Raises:

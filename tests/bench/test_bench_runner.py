@@ -11,9 +11,10 @@ from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint
 import hf_spec
 from hf_spec.tools import cli
 from hf_spec.tools.bench import session
-from hf_spec.tools.bench.contenders import Adapter, contenders, parse_names, read_adapters
+from hf_spec.tools.bench.contenders import contenders, parse_names
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
+from hf_spec.tools.loading import Adapter, read_adapters
 
 NEW = 24
 STOCK = "transformers:prompt_lookup"

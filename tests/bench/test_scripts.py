@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec.methods.registry import get_method
-from hf_spec.tools.bench.contenders import BASELINE, Adapter, contenders
+from hf_spec.tools.bench.contenders import BASELINE, contenders
 from hf_spec.tools.bench.prompts import Prompt, read_prompts
 from hf_spec.tools.cli.train import parse_options
+from hf_spec.tools.loading import Adapter
 from hf_spec.tools.training.train import config_fields
 
 #: What vLLM's interpreter is asked, and its answers: the model's own greedy tokens, from a file.

@@ -8,10 +8,10 @@ from tiny_checkpoint import make_model, save_checkpoint, write_prompts
 
 import hf_spec
 from hf_spec.tools import cli
-from hf_spec.tools.bench.contenders import read_adapters
 from hf_spec.tools.bench.prompts import read_prompts
 from hf_spec.tools.demo import demo
 from hf_spec.tools.hub.folder import check_complete
+from hf_spec.tools.loading import read_adapters
 
 
 def test_prompts_are_beginnings_of_classes_of_no_model_of_transformers():

@@ -11,10 +11,10 @@ from transformers import CompileConfig
 
 import hf_spec
 from hf_spec.adapters.predicting import VocabularyConfig
-from hf_spec.core.checks import check_choice, first_line
+from hf_spec.core.checks import check_choice
 from hf_spec.drafting.options import AUTO
-from hf_spec.files import is_path
 from hf_spec.methods.registry import get_method, methods
+from hf_spec.tools.loading import Adapter
 
 #: The baseline: ``generate`` without a strategy.
 GENERATE = "generate"
@@ -37,6 +37,7 @@ class Contender:
         single_row: whether it works only with batch size 1.
         baseline: name of the contender without a strategy that it is compared with.
         compiled: whether its steps are compiled.
+        assistant: name of the model that drafts, which is to join its ``kwargs``.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Contender:
     single_row: bool = False
     baseline: str = GENERATE
     compiled: bool = False
+    assistant: str | None = None
 
     @property
     def lossy(self) -> bool:
@@ -78,23 +80,6 @@ def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -
     return result
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter folder or repository, with the strategy and options stored beside its weights.
-
-    Attributes:
-        name: its name on the model.
-        changes_model: whether it fine-tunes the base model, so that its baseline is plain decoding
-            with the adapter.
-    """
-
-    path: str
-    name: str
-    strategy: str
-    options: dict[str, Any]
-    changes_model: bool = False
-
-
 def parse_names(names: str | Iterable[str]) -> list[str]:
     """Check strategy names, in one string with commas or several; drop :data:`GENERATE`, which
     always takes part, and repetitions. A ValueError names one that is unknown.
@@ -125,29 +110,6 @@ def needs_assistant(name: str) -> bool:
     )
 
 
-def read_adapters(paths: Iterable[str]) -> list[Adapter]:
-    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none."""
-    from peft import PeftConfig
-
-    adapters = []
-    for index, path in enumerate(paths):
-        if is_path(path) and not Path(path).is_dir():
-            raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
-        try:
-            config = hf_spec.SpecConfig.from_pretrained(path)
-            strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
-            if not strategy:
-                raise ValueError("its generation_config.json names no assistant_strategy")
-            changes: Any = getattr(get_method(strategy).adapter_config, "changes_model", False)
-            if not isinstance(changes, bool):  # adapters of this type may do either
-                adapter_config: Any = PeftConfig.from_pretrained(path)
-                changes = adapter_config.changes_model
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
-        adapters.append(Adapter(path, f"adapter_{index}", strategy, options, bool(changes)))
-    return adapters
-
-
 def untrained(names: Iterable[str], adapters: Iterable[Adapter]) -> list[Adapter]:
     """An adapter of random weights for each strategy that needs one and has none: for synthetic
     acceptance, which does not depend on them. :func:`add_untrained` puts them on a model. Their
@@ -174,17 +136,16 @@ def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
 
 def contenders(
     names: Iterable[str], options: Mapping[str, Mapping[str, Any]] | None = None,
-    adapters: Sequence[Adapter] = (), assistants: Mapping[str, dict[str, Any]] | None = None,
+    adapters: Sequence[Adapter] = (), assistants: Sequence[str] = (),
 ) -> list[Contender]:  # fmt: skip
     """The contenders for strategy names (:func:`parse_names`) and adapters.
 
     Args:
         options: options by name; they override those stored with an adapter.
         adapters: a strategy with several takes part once with each.
-        assistants: by the name of each assistant model, the keyword arguments for ``generate``
-            that use it; a strategy that needs one takes part once with each.
+        assistants: names of models; a strategy that needs one takes part once with each.
     """
-    names, options, assistants = list(names), options or {}, assistants or {}
+    names, options = list(names), options or {}
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
         given = dict(options.get(name, {}))
@@ -201,7 +162,7 @@ def contenders(
             )
     if assistants and not any(map(needs_assistant, names)):
         raise ValueError(
-            f"no strategy here needs the assistant {next(iter(assistants))!r}; name 'draft_model' "
+            f"no strategy here needs the assistant {assistants[0]!r}; name 'draft_model' "
             f"or {STOCK_ASSISTED!r}, too"
         )
     return result
@@ -216,15 +177,14 @@ def _alone(name: str, given: dict[str, Any]) -> Contender:
 
 
 def _with_assistants(
-    name: str, given: dict[str, Any], assistants: Mapping[str, dict[str, Any]]
+    name: str, given: dict[str, Any], assistants: Sequence[str]
 ) -> list[Contender]:
     """A strategy once with each assistant."""
     if not assistants:
         raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
     alone = _alone(name, given)
     return [
-        replace(alone, name=_label(name, path, assistants), kwargs={**alone.kwargs, **kwargs})
-        for path, kwargs in assistants.items()
+        replace(alone, name=_label(name, path, assistants), assistant=path) for path in assistants
     ]
 
 

@@ -1,5 +1,6 @@
 """``hf-spec bench``."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,7 +8,7 @@ from typer import Option
 
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
-from hf_spec.tools.loading import NATIVE, load_model
+from hf_spec.tools.loading import NATIVE, Adapter, load_model, read_adapters
 
 DEFAULT_BACKEND = "inductor"
 
@@ -90,33 +91,32 @@ def bench(
           --strategies draft_model,transformers:assisted
       hf-spec bench --model M --strategies medusa,eagle3 --synthetic-acceptance 0.85,0.7,0.55,0.4
     """
+    from hf_spec.tools.bench.contenders import add_untrained
     from hf_spec.tools.bench.environment import environment_of
     from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
     from hf_spec.tools.bench.runner import run
+    from hf_spec.tools.bench.synthetic import SyntheticRates
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
     if backend is not None and not compile:
         raise ValueError("--backend needs --compile")
-    options = {"do_sample": do_sample, **opt.sampling(do_sample, temperature, top_k, top_p)}
-    if repetition_penalty is not None:
-        options["repetition_penalty"] = repetition_penalty
-    lineup = _Lineup(
-        strategies, adapter or [], assistant or [], strategy_kwargs or [], synthetic_acceptance
-    )
+    options = opt.sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
+    trained = read_adapters(adapter or ())
+    rates = None if synthetic_acceptance is None else SyntheticRates.parse(synthetic_acceptance)
+    lineup, added = _lineup(strategies, trained, assistant or [], strategy_kwargs or [], rates)
     read = read_prompts(prompts or BUNDLED)
     check_writable(output)
 
-    loaded, tokenizer = load_model(
-        model, dtype, device, attn_implementation, lineup.trained, pack_weights
-    )
-    contenders = lineup.load(loaded, tokenizer)
+    loaded, tokenizer = load_model(model, dtype, device, attn_implementation, trained, pack_weights)
+    add_untrained(loaded, added)
+    lineup = _with_assistants(lineup, loaded, tokenizer)
     with progress_bar("benchmark") as progress:
         result = run(
-            loaded, tokenizer, read, contenders, batch_sizes=sizes, max_new_tokens=max_new_tokens,
+            loaded, tokenizer, read, lineup, batch_sizes=sizes, max_new_tokens=max_new_tokens,
             limit=limit, generate_kwargs=options, seed=seed,
             compiled=(backend or DEFAULT_BACKEND) if compile else None,
-            synthetic=lineup.synthetic, progress=progress,
+            synthetic=rates, progress=progress,
         )  # fmt: skip
     if prompts is None:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
@@ -124,43 +124,26 @@ def bench(
     show_results(result, environment, output, by_task, as_json)
 
 
-class _Lineup:
-    """What takes part, by the command's options; a ValueError names what is wrong with them."""
+def _lineup(
+    strategies: str | None, trained: list[Adapter], assistants: list[str], kwargs: list[str],
+    synthetic: Any,
+) -> tuple[list[Any], list[Adapter]]:  # fmt: skip
+    """What takes part, and the adapters of random weights that it needs where acceptance is
+    synthetic."""
+    from hf_spec.tools.bench.contenders import contenders, parse_names, untrained
 
-    def __init__(
-        self, strategies: str | None, adapters: list[str], assistants: list[str],
-        kwargs: list[str], synthetic: str | None,
-    ):  # fmt: skip
-        from hf_spec.tools.bench import contenders as entries
-        from hf_spec.tools.bench.synthetic import SyntheticRates
+    default = [one.strategy for one in trained] + ["draft_model"] * bool(assistants)
+    names = parse_names((default or ["prompt_lookup"]) if strategies is None else strategies)
+    added = untrained(names, trained) if synthetic is not None else []
+    options = opt.parse_kwargs(kwargs, names)
+    return contenders(names, options, [*trained, *added], assistants), added
 
-        self.trained, self.assistants = entries.read_adapters(adapters), assistants
-        default = [one.strategy for one in self.trained] + ["draft_model"] * bool(assistants)
-        self.names = entries.parse_names(
-            (default or ["prompt_lookup"]) if strategies is None else strategies
-        )
-        self.options = opt.parse_kwargs(kwargs, self.names)
-        self.synthetic, self.untrained = None, []
-        if synthetic is not None:
-            self.synthetic = SyntheticRates.parse(synthetic)
-            self.untrained = entries.untrained(self.names, self.trained)
-        # Only checks that everything is used; assistants are loaded later.
-        self._contenders({name: {} for name in assistants})
 
-    def load(self, model: Any, tokenizer: Any) -> list[Any]:
-        """The contenders, with what they need beside the trained adapters."""
-        from hf_spec.tools.bench import contenders as entries
-
-        entries.add_untrained(model, self.untrained)
-        return self._contenders(
-            {name: _assistant(name, model, tokenizer) for name in self.assistants}
-        )
-
-    def _contenders(self, assistants: dict[str, Any]) -> list[Any]:
-        from hf_spec.tools.bench import contenders as entries
-
-        adapters = [*self.trained, *self.untrained]
-        return entries.contenders(self.names, self.options, adapters, assistants)
+def _with_assistants(lineup: list[Any], model: Any, tokenizer: Any) -> list[Any]:
+    """The contenders, with their assistants loaded."""
+    names = dict.fromkeys(one.assistant for one in lineup if one.assistant is not None)
+    loaded: dict[Any, Any] = {name: _assistant(name, model, tokenizer) for name in names}
+    return [replace(one, kwargs={**one.kwargs, **loaded.get(one.assistant, {})}) for one in lineup]
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:

@@ -10,15 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typer import Exit, echo
 from typer.core import TyperCommand
 
 from hf_spec.core.checks import check_choice, install_extra
-
-if TYPE_CHECKING:
-    from hf_spec.tools.bench.contenders import Adapter
+from hf_spec.tools.loading import Adapter
 
 #: Value of ``--strategy`` for plain ``generate``.
 NO_STRATEGY = "none"

@@ -9,7 +9,7 @@ from typer import Option, echo
 from hf_spec.files import exclusive
 from hf_spec.tools.cli import common
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.loading import NATIVE, load_model, native_dtype
+from hf_spec.tools.loading import NATIVE, load_model, native_dtype, read_adapters
 
 #: The strategy whose options are given without its name.
 DEFAULT_STRATEGY = "prompt_lookup"
@@ -88,7 +88,7 @@ def distill(
         batch_size=batch_size, adapter=adapter,
         strategy=AUTO if contender is None else contender.kwargs.get("assistant_strategy"),
         strategy_kwargs={} if contender is None else contender.kwargs.get("assistant_kwargs", {}),
-        dtype=dtype, seed=seed, do_sample=do_sample, **sampling,
+        dtype=dtype, seed=seed, **sampling,
     )  # fmt: skip
     common.check_writable(output)
     folder = work.AnswerFolder(output)
@@ -161,7 +161,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     from hf_spec.tools.bench import contenders as lineup
     from hf_spec.tools.training import distill as work
 
-    adapters = lineup.read_adapters([adapter] if adapter else ())
+    adapters = read_adapters([adapter] if adapter else ())
     if strategy == AUTO and adapters:
         strategy = None  # that of the adapter
     name = common.single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)

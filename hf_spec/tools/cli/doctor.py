@@ -9,7 +9,7 @@ from typer import Option, echo
 
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import load_library, progress_bar
-from hf_spec.tools.loading import NATIVE, chosen_device, load_model
+from hf_spec.tools.loading import NATIVE, chosen_device, load_model, read_adapters
 
 
 def doctor(
@@ -53,7 +53,6 @@ def doctor(
     found: dict[str, Any] = {"environment": machine(torch.device(chosen_device(None))) | here}
     if model is not None:
         load_library()
-        from hf_spec.tools.bench.contenders import read_adapters
         from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
 
         adapters = read_adapters(adapter or ())

@@ -70,10 +70,11 @@ TopP = Annotated[float | None, Option(help=OF_SAMPLING)]
 
 
 def sampling(
-    do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
-) -> dict[str, Any]:
-    """The sampling options that are set; a ValueError names one that is invalid, or given without
-    ``--do-sample``."""
+    do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None,
+    repetition_penalty: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """``do_sample`` and the options that are set; a ValueError names one that is invalid, or given
+    without ``--do-sample``. Greedy decoding may have a repetition penalty, too."""
     values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     given = {name: value for name, value in values.items() if value is not None}
     if given and not do_sample:
@@ -82,7 +83,9 @@ def sampling(
         check_range("--temperature", temperature, 0.0, open_low=True)
     if top_p is not None:
         check_range("--top-p", top_p, 0.0, 1.0, open_low=True)
-    return given
+    if repetition_penalty is not None:
+        given["repetition_penalty"] = repetition_penalty
+    return {"do_sample": do_sample, **given}
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

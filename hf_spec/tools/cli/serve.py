@@ -9,6 +9,7 @@ from typer import Context, Option, echo
 from hf_spec.core.checks import install_extra
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import INTERRUPTED, NO_STRATEGY, require, single_strategy
+from hf_spec.tools.loading import load_adapters, read_adapters
 
 
 def serve(
@@ -73,8 +74,6 @@ def _prepare_models(
     """Let the server attach the adapters to each model, and generate with the strategy."""
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.model.packed_weights import pack_where_it_pays
-    from hf_spec.tools.bench.contenders import read_adapters
-    from hf_spec.tools.loading import load_adapters
     from modeling_patches.served_models import on_load
 
     adapters = read_adapters(paths)

@@ -10,13 +10,13 @@ from typing import Any
 
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.files import read_json
-from hf_spec.tools.bench.contenders import contenders, read_adapters
+from hf_spec.tools.bench.contenders import contenders
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
 from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.hub.folder import CONFIG
-from hf_spec.tools.loading import load_adapters, load_model
+from hf_spec.tools.loading import load_adapters, load_model, read_adapters
 
 SHIPPED = Path(str(files("hf_spec.tools.demo")))
 #: Adapters of popular models, ready for the Hub.

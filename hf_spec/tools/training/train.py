@@ -239,7 +239,7 @@ def _trainer(
 
 
 def _last_checkpoint(folder: Path, resume: bool) -> str | None:
-    """The last checkpoint that is whole, if there is one; a ValueError if it is not to be resumed."""
+    """The last checkpoint that is whole, if there is one; a ValueError unless it is resumed."""
     found = {
         int(path.name.rpartition("-")[2]): str(path)
         for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
