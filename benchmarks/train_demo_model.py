@@ -4,8 +4,6 @@ Run ``python benchmarks/train_demo_model.py OUTPUT_DIR`` where hf_spec is instal
 the result is a constant below or in ``demo_data.py``; the script writes the weights, the
 tokenizer, ``training.json`` (data hash, seed, versions, final losses) and ``loss.png`` to
 OUTPUT_DIR. Models in ``HELD_OUT`` are never seen.
-
-The module knows nothing of speculative decoding: the demo model is an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -13,11 +11,27 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import sys
 from pathlib import Path
 
+import torch
 from demo_data import HELD_OUT, modeling_files, read_source
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_spec.files import write_atomically
+from hf_spec.tools.bench.environment import machine
+from hf_spec.tools.training.muon import RATE, WithMuon, layer_matrices
 
 SEED = 20261121
 VOCAB_SIZE = 4096
@@ -42,9 +56,6 @@ def data_hash(texts: list[str]) -> str:
 
 def train_tokenizer(texts: list[str]):
     """A byte-level BPE tokenizer of ``VOCAB_SIZE`` entries, as a Transformers fast tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,8 +77,6 @@ def train_tokenizer(texts: list[str]):
 
 def token_stream(tokenizer, texts: list[str]):
     """All texts as one 1-D tensor of ids: BOS, text, EOS, BOS, text, ..."""
-    import torch
-
     ids: list[int] = []
     for text in texts:
         ids += tokenizer(text, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
@@ -78,8 +87,6 @@ class Windows:
     """Map-style dataset of windows of ``width`` tokens; offsets change with the epoch."""
 
     def __init__(self, stream, length: int, random_offsets: bool, width: int = SEQ_LENGTH):
-        import torch
-
         self.stream, self.width = stream, width
         last = len(stream) - width
         if random_offsets:
@@ -106,48 +113,20 @@ class Windows:
 def make_optimizer(
     model, learning_rate: float = LEARNING_RATE, adamw_learning_rate: float = ADAMW_LEARNING_RATE
 ):
-    """Muon for the layers' matrices, AdamW for embeddings and norms, as one optimizer.
+    """Muon for the layers' matrices, AdamW for all others that need gradients.
 
-    Parameters that need no gradient are left out. On the demo's corpus Muon reaches AdamW's loss in
-    about half the steps.
+    On the demo's corpus Muon reaches AdamW's loss in about half the steps.
     """
-    import torch
-
-    class MuonAndAdamW(torch.optim.Optimizer):
-        def __init__(self, parts):
-            self.parts = parts
-            super().__init__([p for part in parts for p in _parameters(part)], {})
-            # The same group objects, so that a scheduler's changes reach both.
-            self.param_groups = [group for part in parts for group in part.param_groups]
-
-        def step(self, closure=None):
-            for part in self.parts:
-                part.step()
-
-        def state_dict(self):
-            return {"parts": [part.state_dict() for part in self.parts]}
-
-        def load_state_dict(self, state_dict):
-            for part, state in zip(self.parts, state_dict["parts"]):
-                part.load_state_dict(state)
-            self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-    def _parameters(part):
-        return [p for group in part.param_groups for p in group["params"]]
-
-    matrices: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        hidden = parameter.ndim == 2 and "embed" not in name
-        (matrices if hidden else others).append(parameter)
-    return MuonAndAdamW([
-        torch.optim.Muon(
-            matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(others, lr=adamw_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ])  # fmt: skip
+    matrices, parts = layer_matrices(model), ([], [])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parts[parameter in matrices].append(parameter)
+    others, own = parts
+    groups = [
+        {"params": own, "lr": learning_rate / RATE, "weight_decay": 0.1},
+        {"params": others, "lr": adamw_learning_rate, "weight_decay": 0.0},
+    ]
+    return WithMuon(torch.optim.AdamW(groups, betas=(0.9, 0.95)), matrices)
 
 
 def learning_rate_factor(step: int) -> float:
@@ -162,8 +141,6 @@ def learning_rate_factor(step: int) -> float:
 
 
 def plot_losses(history: list[dict], path: Path) -> None:
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     train = [(row["step"], row["loss"]) for row in history if "loss" in row]
@@ -178,18 +155,6 @@ def plot_losses(history: list[dict], path: Path) -> None:
 
 
 def main(output: str) -> None:
-    import torch
-    import transformers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Trainer,
-        TrainerState,
-        TrainingArguments,
-        set_seed,
-    )
-    from transformers.trainer_utils import get_last_checkpoint
-
     set_seed(SEED)
     target = Path(output)
     target.mkdir(parents=True, exist_ok=True)
@@ -233,9 +198,7 @@ def main(output: str) -> None:
     tokenizer.save_pretrained(target)
     plot_losses(history, target / "loss.png")
     record = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **machine(model.device),
         "seed": SEED,
         "parameters": sum(p.numel() for p in model.parameters()),
         "files": len(texts),
@@ -251,7 +214,7 @@ def main(output: str) -> None:
             for row in history if "loss" in row or "eval_loss" in row
         ],
     }  # fmt: skip
-    (target / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_atomically(target / "training.json", json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

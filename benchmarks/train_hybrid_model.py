@@ -17,14 +17,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import time
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 from train_demo_model import Windows, data_hash, make_optimizer
+from transformers import (
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
-from hf_spec.files import replacing, write_atomically
+from hf_spec.files import write_atomically
+from hf_spec.tools.bench.environment import machine
 from hf_spec.tools.data import Row, read
 
 SEED = 20261125
@@ -55,8 +66,6 @@ def conversations(paths: list[str]) -> list[list[dict[str, str]]]:
 
 def token_stream(tokenizer, texts: list[str]):
     """All conversations that fit into a window, one after the other, as one 1-D tensor of ids."""
-    import torch
-
     ids: list[int] = []
     for text in texts:
         encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -71,8 +80,6 @@ def hybrid_config(llama):
     Heads of linear attention are as many and as large as the Llama's query heads, and rotary
     embeddings turn whole heads, so that its projections fit.
     """
-    from transformers import Qwen3_5TextConfig
-
     heads, size = llama.num_attention_heads, llama.head_dim
     return Qwen3_5TextConfig(
         vocab_size=llama.vocab_size, hidden_size=llama.hidden_size,
@@ -92,9 +99,6 @@ def hybrid_config(llama):
 
 def convert(llama):
     """A hybrid model that starts from ``llama``'s weights; only its mixers need gradients."""
-    import torch
-    from transformers import Qwen3_5ForCausalLM
-
     config = hybrid_config(llama.config)
     hybrid = Qwen3_5ForCausalLM(config).requires_grad_(False)
     size = config.head_dim
@@ -146,9 +150,6 @@ def distillation_loss(hybrid, llama, input_ids):
         the squared distance of the layers' hidden states relative to their size; and the
         cross-entropy on the text in nats per token.
     """
-    import torch
-    import torch.nn.functional as F
-
     with torch.no_grad():
         theirs = llama(input_ids=input_ids, use_cache=False, output_hidden_states=True)
     ours = hybrid(input_ids=input_ids, use_cache=False, output_hidden_states=True)
@@ -161,65 +162,57 @@ def distillation_loss(hybrid, llama, input_ids):
     return divergence + distance, text
 
 
-def train(hybrid, llama, stream, steps: int, checkpoint: Path) -> list[dict]:
+class Distillation(Trainer):
+    """Trains a hybrid to give the outputs of ``llama``; logs its loss on the text, too."""
+
+    def __init__(self, *args, llama, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.llama, self.text_losses = llama, []
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, text = distillation_loss(model, self.llama, inputs["input_ids"])
+        self.text_losses.append(text.item())
+        return (loss, {}) if return_outputs else loss
+
+    def log(self, logs, *args, **kwargs):
+        for prefix in ("", "eval_"):
+            if f"{prefix}loss" in logs:
+                logs[f"{prefix}text_loss"] = sum(self.text_losses) / len(self.text_losses)
+                self.text_losses.clear()
+        super().log(logs, *args, **kwargs)
+
+
+def train(hybrid, llama, stream, steps: int, folder: Path) -> list[dict]:
     """Train the mixers of ``hybrid`` and return the history of losses.
 
     Args:
         stream: 1-D tensor of token ids; the last ``HELD_OUT`` windows are for evaluation.
-        checkpoint: file to save to every ``SAVE_EVERY`` steps, and to go on from.
+        folder: of checkpoints, from the last of which training goes on.
     """
-    import torch
-
-    held = stream[-HELD_OUT * SEQ_LENGTH :].view(-1, BATCH_SIZE, SEQ_LENGTH)
-    windows = Windows(stream[: -held.numel()], steps * BATCH_SIZE, True, SEQ_LENGTH)
+    held = HELD_OUT * SEQ_LENGTH
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, seed=SEED, max_grad_norm=1.0,
+        per_device_train_batch_size=BATCH_SIZE, per_device_eval_batch_size=BATCH_SIZE,
+        use_cpu=not torch.cuda.is_available(), logging_steps=LOG_EVERY, save_steps=SAVE_EVERY,
+        save_total_limit=1, report_to=[], train_sampling_strategy="sequential",
+    )  # fmt: skip
     optimizer = make_optimizer(hybrid, LEARNING_RATE, ADAMW_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / steps)
     )
-    history: list[dict] = []
-    first = 0
-    if checkpoint.is_file():
-        saved = torch.load(checkpoint, weights_only=True)
-        hybrid.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        first, history = saved["step"], saved["history"]
-    begin, hybrid_losses, text_losses = time.perf_counter(), [], []
-    for step in range(first, steps):
-        rows = range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
-        input_ids = torch.stack([windows[row]["input_ids"] for row in rows])
-        loss, text = distillation_loss(hybrid, llama, input_ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(hybrid.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        hybrid_losses.append(loss.item())
-        text_losses.append(text.item())
-        if (step + 1) % LOG_EVERY == 0:
-            row = {
-                "step": step + 1,
-                "loss": sum(hybrid_losses) / len(hybrid_losses),
-                "text_loss": sum(text_losses) / len(text_losses),
-            }
-            history.append(row)
-            print(json.dumps({**row, "seconds": time.perf_counter() - begin}), flush=True)
-            hybrid_losses, text_losses = [], []
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
-            state = {
-                "model": hybrid.state_dict(), "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(), "step": step + 1, "history": history,
-            }  # fmt: skip
-            with replacing(checkpoint) as unfinished:
-                torch.save(state, unfinished)
-    with torch.no_grad():
-        losses = [distillation_loss(hybrid, llama, input_ids) for input_ids in held]
-    history.append({
-        "step": steps,
-        "held_out_loss": sum(float(loss) for loss, _ in losses) / len(losses),
-        "held_out_text_loss": sum(float(text) for _, text in losses) / len(losses),
-    })  # fmt: skip
-    return history
+    trainer = Distillation(
+        model=hybrid, args=arguments, llama=llama, optimizers=(optimizer, schedule),
+        train_dataset=Windows(stream[:-held], steps * BATCH_SIZE, True, SEQ_LENGTH),
+        eval_dataset=Windows(stream[-held:], HELD_OUT, False, SEQ_LENGTH),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
+    trainer.text_losses.clear()  # of steps since the last log
+    found = trainer.evaluate()
+    names = ("step", "loss", "text_loss")
+    history = [{name: row[name] for name in names} for row in trainer.state.log_history
+               if "loss" in row]  # fmt: skip
+    last = {f"held_out_{name}": found[f"eval_{name}"] for name in ("loss", "text_loss")}
+    return [*history, {"step": steps, **last}]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -230,11 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args(argv)
 
-    import torch
-    import transformers
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    transformers.set_seed(SEED)
+    set_seed(SEED)
     torch.set_flush_denormal(True)  # products of decays are often too small for normal numbers
     target = Path(arguments.output)
     target.mkdir(parents=True, exist_ok=True)
@@ -246,13 +235,11 @@ def main(argv: list[str] | None = None) -> None:
     stream = token_stream(tokenizer, texts)
     llama = LlamaForCausalLM.from_pretrained(arguments.llama, dtype=torch.float32)
     hybrid = convert(llama)
-    history = train(hybrid, llama, stream, arguments.steps, target / "checkpoint.pt")
+    history = train(hybrid, llama, stream, arguments.steps, target / "checkpoints")
     hybrid.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
     record = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **machine(hybrid.device),
         "seed": SEED,
         "parameters": sum(p.numel() for p in hybrid.parameters()),
         "training_tokens_in_files": len(stream),
