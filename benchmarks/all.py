@@ -79,13 +79,10 @@ class Table(NamedTuple):
 
 def words_of(args: argparse.Namespace, prompts: Path, limit: int, *more: str) -> list[str]:
     """Arguments of ``hf-spec bench``."""
-    return [
-        "--model", args.base, "--prompts", str(prompts), "--limit", str(limit),
-        "--strategies", ",".join(args.names), *(f"--adapter={one}" for one in args.adapter),
-        *(["--assistant", args.assistant] if args.assistant else []),
-        "--max-new-tokens", str(args.max_new_tokens), "--dtype", args.dtype,
-        "--threads", str(args.threads), *more,
-    ]  # fmt: skip
+    assistant = ["--assistant", args.assistant] if args.assistant else []
+    return measured.words_of(
+        args, args.names, args.adapter, *assistant, *more, prompts=prompts, limit=limit
+    )
 
 
 def tables(args: argparse.Namespace) -> list[Table]:
@@ -127,7 +124,7 @@ def tables(args: argparse.Namespace) -> list[Table]:
     found.append(Table("compiled", "Compiled steps", [compiled], by_strategy))
     if args.vllm_python:
         words = [
-            "--vllm-python", args.vllm_python, "--model", args.base, "--prompts", str(prompts),
+            "--vllm-python", args.vllm_python, "--model", args.model, "--prompts", str(prompts),
             "--limit", str(limit), "--max-new-tokens", str(args.max_new_tokens), "--dtype",
             args.dtype, "--threads", str(args.threads), "--repeats", "1", "--vllm", args.vllm,
             *(f"--adapter={one}" for one in args.adapter),
@@ -171,7 +168,7 @@ def write_long(args: argparse.Namespace, length: int) -> Path:
     Raises:
         ValueError: all prompts together have fewer.
     """
-    prompts, tokenizer = read_prompts(args.prompts), AutoTokenizer.from_pretrained(args.base)
+    prompts, tokenizer = read_prompts(args.prompts), AutoTokenizer.from_pretrained(args.model)
     found = []
     for prompt in spread(prompts, args.limit):
         place, text = prompts.index(prompt), prompt.text
@@ -285,7 +282,7 @@ def measure(args: argparse.Namespace, chosen: list[Table]) -> list[str]:
 def write_page(args: argparse.Namespace, chosen: list[Table]) -> None:
     """Write ``figures.md`` from all results that there are."""
     lines = [
-        f"# Figures of {args.model}", "",
+        f"# Figures of {args.title}", "",
         "Speed over plain `generate` in the same process, with tau in brackets and the 95 % "
         f"interval of the speed; {args.max_new_tokens} new tokens at most.",
     ]  # fmt: skip
@@ -310,23 +307,15 @@ def write_page(args: argparse.Namespace, chosen: list[Table]) -> None:
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     groups = ("batches", "tasks", "contexts", "compiled", "vllm")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measured.parser(
+        __doc__, ["model", "prompts"], adapter=[], strategies=None, output=Path("all"), limit=48,
+        max_new_tokens=128, dtype=NATIVE, threads=os.cpu_count(),
+    )  # fmt: skip
     add = parser.add_argument
-    add("--model", required=True, help="folder, repository, or a name of real_models.py")
-    add("--prompts", type=Path, required=True, help="such as question.jsonl of Spec-Bench")
-    add("--adapter", action="append", default=[], help="of a strategy; may be given several times")
     add("--assistant", help="smaller model: draft_model and Transformers' assisted take part")
-    add("--strategies", help="default: prompt_lookup and those of the adapters")
-    add("--output", type=Path, default=Path("all"), help="default: %(default)s")
     add("--only", help=f"of {','.join(groups)}, with commas (default: all)")
-    add("--limit", type=int, default=48, help="prompts of each step (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
     add("--batch-sizes", default="1,4,8,16", help="default: %(default)s")
     add("--contexts", default="512,2048,6144", help="default: %(default)s")
-    add("--dtype", default=NATIVE, help="as of hf-spec bench (default: %(default)s)")
-    add("--threads", type=int, default=os.cpu_count(), help="default: %(default)s")
     add("--vllm-python", help="interpreter of an environment with vLLM")
     add("--vllm", default="plain,ngram,suffix", help="what vLLM runs (default: %(default)s)")
     args = parser.parse_args(given)
@@ -346,8 +335,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
         if args.assistant:
             stock += ["draft_model", f"{STOCK}assisted"]
         args.names = list(dict.fromkeys([*names, *stock]))
-        args.base = folder_of(args.model, args.output / "models" / Path(args.model).name)
-        model: Any = SimpleNamespace(config=AutoConfig.from_pretrained(args.base))
+        args.title = args.model  # and from here on its folder or repository
+        args.model = folder_of(args.model, args.output / "models" / Path(args.model).name)
+        model: Any = SimpleNamespace(config=AutoConfig.from_pretrained(args.model))
         limit = context_limit(model, SimpleNamespace()) or sys.maxsize
         long = [length for length in args.contexts if length + args.max_new_tokens > limit]
         args.contexts = [length for length in args.contexts if length not in long]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import measured
+from pages import rows_of
 
 from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import methods
@@ -28,28 +29,11 @@ SIZES = (4, 8, 16, 32)
 UNTRAINED = "prompt_lookup"
 
 
-def train(name: str, args: argparse.Namespace) -> Path:
-    """The folder of a method's adapter, trained unless it is there."""
-    folder: Path = args.output / "adapters" / name
-    if not (folder / "training.json").is_file():
-        measured.command(
-            "train", name, "--model", args.model, "--data", str(args.answers), "--output",
-            str(folder), "--max-minutes", str(args.minutes), "--threads", str(args.threads),
-            "--dtype", args.dtype, "--resume",
-        )  # fmt: skip
-    return folder
-
-
 def measure(
     name: str, contenders: list[str], adapters: list[Path], args: argparse.Namespace, *more: str
 ) -> list[dict[str, Any]]:
     """Results of contenders over all prompts, measured unless they are there."""
-    words = [
-        "--model", args.model, "--prompts", str(args.prompts), "--strategies",
-        ",".join(contenders), *(f"--adapter={adapter}" for adapter in adapters),
-        "--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens),
-        "--threads", str(args.threads), "--dtype", args.dtype, *more,
-    ]  # fmt: skip
+    words = measured.words_of(args, contenders, adapters, *more)
     runs = measured.bench(args.output / name, words)["runs"]
     return [run for run in runs if run["task"] == "all"]
 
@@ -68,20 +52,12 @@ def shown(run: dict[str, Any], figure: str, unit: str = "") -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--answers", type=Path, required=True, help="what hf-spec distill wrote")
-    parser.add_argument("--prompts", type=Path, required=True, help="not trained on")
-    parser.add_argument("--output", type=Path, default=Path("comparison"))
+    parser = measured.parser(
+        __doc__, ["model", "answers", "prompts"], output=Path("comparison"), limit=104,
+        max_new_tokens=96, threads=os.cpu_count(), dtype="native",
+    )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=10.0, help="training time of each")
     parser.add_argument("--methods", help="comma-separated; all that can be trained by default")
-    parser.add_argument(
-        "--limit", type=int, default=104,
-        help="number of prompts, spread over tasks; a batch of 8 needs 8 of a task",
-    )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--dtype", default="native", help="of the base model")
     parser.add_argument("--only-train", action="store_true", help="measure another time")
     args = parser.parse_args(given)
     trainable = [name for name, method in methods().items() if method.training is not None]
@@ -89,33 +65,25 @@ def main(given: list[str] | None = None) -> None:
     if unknown := sorted(set(names) - set(trainable)):
         parser.error(f"{unknown[0]!r} is not trained: choose among {', '.join(trainable)}")
     print(f"training takes {len(names) * args.minutes:.0f} minutes", flush=True)
-    adapters = {name: train(name, args) for name in names}
+    how = ("--max-minutes", str(args.minutes), "--dtype", args.dtype)
+    adapters = {
+        name: measured.train(args.output / "adapters" / name, args, name, *how) for name in names
+    }
     if args.only_train:
         return
     every, folders = [UNTRAINED, *names], list(adapters.values())
-    greedy = measure("greedy", every, folders, args, "--batch-size", "1,8")
-    sampled = measure(
-        "sampled",
-        every,
-        folders,
-        args,
-        "--batch-size",
-        "1,8",
-        "--do-sample",
-        "--temperature",
-        "0.7",
-    )
+    sizes = ("--batch-size", "1,8")  # a batch of 8 needs as many prompts of a task
+    greedy = measure("greedy", every, folders, args, *sizes)
+    sampled = measure("sampled", every, folders, args, *sizes, "--do-sample", "--temperature=0.7")
     sized = [name for name in names if "num_draft_tokens" not in methods()[name].drafter.unused]
     contenders = [by_size(name, size) for name in sized for size in SIZES]
     options = [f"--strategy-kwargs={option}" for _, option in contenders]
     labels, own = [label for label, _ in contenders], [adapters[name] for name in sized]
     trees = measure("trees", labels, own, args, *options)
     taus = {run["strategy"]: run["tau"] for run in trees}
-    lines = [
-        "| strategy | parameters | drafting | tau | B1 | B8 | B1, 0.7 | B8, 0.7 | tau at "
-        + ", ".join(map(str, SIZES)) + " draft tokens |",
-        "| --- " * 9 + "|",
-    ]  # fmt: skip
+    head = ["strategy", "parameters", "drafting", "tau", "B1", "B8", "B1, 0.7", "B8, 0.7"]
+    head.append(f"tau at {', '.join(map(str, SIZES))} draft tokens")
+    rows = []
     for name in every:
         found = {
             (kind, run["batch_size"]): run
@@ -131,14 +99,11 @@ def main(given: list[str] | None = None) -> None:
             parameters = f"{read_json(adapters[name] / 'training.json')['trainable_parameters']:,}"
         speeds = [shown(found[key], "speedup", "x") for key in sorted(found)]
         tau_of = [taus.get(f"{name}:{size}") for size in SIZES]
-        sizes = ", ".join("-" if tau is None else f"{tau:.2f}" for tau in tau_of)
-        lines.append(
-            " | ".join(
-                [f"| `{name}`", parameters, f"{share:.0%}", shown(first, "tau"), *speeds, sizes]
-            ) + " |"
-        )  # fmt: skip
-    table = "\n".join(lines)
-    write_atomically(args.output / "comparison.md", table + "\n")
+        at = ", ".join("-" if tau is None else f"{tau:.2f}" for tau in tau_of)
+        figures = [parameters, f"{share:.0%}", shown(first, "tau"), *speeds, at]
+        rows.append([f"`{name}`", *figures])
+    table = "\n".join(rows_of(head, rows))
+    write_atomically(args.output / "comparison.md", table)
     print(table)
 
 

@@ -138,13 +138,12 @@ class Subject:
         self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(args.model)
         docs = tokenizer(text_of(KINDS["docs"]), add_special_tokens=False, verbose=False)
         self.filler = docs["input_ids"]
-        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+        model = self._named(args.model)
         for folder in args.adapter:
             kind = json.loads((folder / "adapter_config.json").read_text())["peft_type"]
             model.load_adapter(folder, kind.lower())
         if args.assistant:
-            assistant: Any = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=dtype)
-            self.assistant = assistant.eval().to(self.device)
+            self.assistant = self._named(args.assistant).to(self.device)
         if not args.shape:
             return model.to(self.device)
         shape = Shape.of(model.config).doubled() if args.shape == "tiny" else SHAPES[args.shape]
@@ -152,10 +151,13 @@ class Subject:
         for name in getattr(model, "peft_config", {}):
             widen_adapter(name, model, wide)
         if self.assistant is None:  # which the wide model agrees with, always
-            small: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-            self.assistant = small.eval().to(self.device)
+            self.assistant = self._named(args.model).to(self.device)
             self.synthetic.add("draft_model")
         return wide
+
+    def _named(self, name: str) -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=self.args.dtype)
+        return model.eval()
 
     def prompts(self, cell: Cell) -> list[dict[str, Tensor]]:
         """The inputs of each call: prompts of several tasks, behind text of about so many

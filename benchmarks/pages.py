@@ -34,16 +34,13 @@ def overall(results: Row) -> dict[str, Row]:
 def by_column(results: Sequence[Row], heads: Sequence[str]) -> list[str]:
     """A row per contender, a column per result."""
     columns = [overall(one) for one in results]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = []
-    for name in names:
-        runs = [column.get(name) for column in columns]
-        plain = [run is not None and run["baseline"] == name for run in runs]
-        shown = [
-            f"{run['tokens_per_second']:.1f} tokens/s" if run is not None and base else cell(run)
-            for run, base in zip(runs, plain)
-        ]
-        rows.append([f"`{name}`", *shown])
+    names = dict.fromkeys(name for column in columns for name in column)
+
+    def shown(run: Row | None) -> str:
+        plain = run is not None and run["baseline"] == run["strategy"]
+        return f"{run['tokens_per_second']:.1f} tokens/s" if run and plain else cell(run)
+
+    rows = [[f"`{name}`", *(shown(column.get(name)) for column in columns)] for name in names]
     return rows_of(["", *heads], rows)
 
 

@@ -202,35 +202,23 @@ TABLES = {
 def train(line: Line, seed: int, args: argparse.Namespace) -> Path:
     """The folder of the line's adapter, trained unless it is there."""
     name = re.sub(r"[^a-z0-9]+", "-", line.adapter.replace("{skip}", "").lower()).strip("-")
-    folder: Path = args.output / "adapters" / f"{name}-seed{seed}"
-    if (folder / "training.json").is_file():
-        return folder
-    if args.answers is None:
-        raise SystemExit(f"--answers is needed: {folder} has to be trained")
+    folder = args.output / "adapters" / f"{name}-seed{seed}"
     layers = AutoConfig.from_pretrained(args.model).num_hidden_layers
     # Three quarters are left out, as in Draft & Verify's Table 9.
     skip = json.dumps([*range(1, 1 + layers * 3 // 4)], separators=(",", ":"))
-    options = shlex.split(line.adapter.replace("{skip}", skip))
-    paper = shlex.split("" if options[0] == "layer_skip" else PAPER)
-    measured.command(
-        "train", *options, *paper, "--model", args.model, "--data", str(args.answers),
-        "--seed", str(seed), "--threads", str(args.threads), "--output", str(folder), "--resume",
-    )  # fmt: skip
-    return folder
+    method, *options = shlex.split(line.adapter.replace("{skip}", skip))
+    paper = shlex.split("" if method == "layer_skip" else PAPER)
+    return measured.train(folder, args, method, *options, *paper, "--seed", str(seed))
 
 
 def measure(name: str, line: Line, seed: int, batch_sizes: str, args: argparse.Namespace) -> Path:
     """The folder of the line's results, measured unless they are there."""
-    adapter = train(line, seed, args)
     folder: Path = args.output / name / f"{line.name}-seed{seed}"
     strategy = line.adapter.split()[0]
-    words = [
-        "--model", args.model, "--adapter", str(adapter), "--strategies", strategy,
-        "--strategy-kwargs", f"{strategy}={json.dumps(line.options)}",
-        "--prompts", str(args.prompts), "--limit", str(args.limit),
-        "--max-new-tokens", str(args.max_new_tokens), "--batch-size", batch_sizes,
-        "--dtype", args.dtype, "--threads", str(args.threads), *shlex.split(line.bench),
-    ]  # fmt: skip
+    words = measured.words_of(
+        args, [strategy], [train(line, seed, args)], "--batch-size", batch_sizes,
+        "--strategy-kwargs", f"{strategy}={json.dumps(line.options)}", *shlex.split(line.bench),
+    )  # fmt: skip
     measured.bench(folder, words)
     return folder
 
@@ -247,17 +235,12 @@ def accuracies(folder: Path) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = measured.parser(
+        __doc__, [], model=None, answers=None, prompts=None, output=Path("papers"), limit=32,
+        max_new_tokens=96, dtype="bfloat16", threads=1,
+    )  # fmt: skip
     parser.add_argument("tables", nargs="*", metavar="TABLE", help="one or several; or none")
-    parser.add_argument("--model", help="base model: a folder, or a repository on the Hub")
-    parser.add_argument("--answers", type=Path, help="what hf-spec distill wrote, for training")
-    parser.add_argument("--prompts", type=Path, help="prompts to measure with, not trained on")
-    parser.add_argument("--output", type=Path, default=Path("papers"), help="default: papers")
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each adapter")
-    parser.add_argument("--limit", type=int, default=32, help="number of prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(given)
     unknown = [name for name in args.tables if name not in TABLES]
     if unknown:

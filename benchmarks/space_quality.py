@@ -10,13 +10,12 @@ GSM8K), and the share of answers equal to the base's. For established tasks, run
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import measured
 import torch
 
 from hf_spec.tools.bench.contenders import BASELINE, Contender, contenders
@@ -99,15 +98,11 @@ def _last_number(text: str) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--adapter", action="append", required=True, help="may be repeated")
-    parser.add_argument("--prompts", type=Path, required=True, help="with an answer each")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser = measured.parser(
+        __doc__, ["model", "adapter", "prompts"], limit=None, max_new_tokens=128,
+        dtype="bfloat16", device=None,
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device")
     given = parser.parse_args()
     adapters = read_adapters(given.adapter)
     known = contenders([one.strategy for one in adapters], None, adapters)

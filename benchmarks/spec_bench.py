@@ -9,12 +9,13 @@ decoding included: ``answers-prompt_lookup.jsonl``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import time
 import uuid
 from pathlib import Path
+
+import measured
 
 from hf_spec.files import write_atomically
 from hf_spec.tools.bench.contenders import contenders, parse_names
@@ -65,15 +66,10 @@ def write_answers(path: Path, result: BenchResult, tokenizer, model_id: str) -> 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", required=True)
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--strategies", default="prompt_lookup")
-    parser.add_argument("--adapter", action="append", default=[])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--limit", type=int)
+    parser = measured.parser(
+        __doc__, ["model", "prompts", "output"], strategies="prompt_lookup", adapter=[],
+        dtype="bfloat16", max_new_tokens=128, limit=None,
+    )  # fmt: skip
     given = parser.parse_args(arguments)
     adapters = read_adapters(given.adapter)
     lineup = contenders(parse_names(given.strategies), adapters=adapters)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import measured
 import torch
 from matplotlib.figure import Figure
 
@@ -46,17 +47,15 @@ def trajectory(args: argparse.Namespace, prompts: Path) -> tuple[list[int], list
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
+    parser = measured.parser(
+        __doc__, ["model"], output=Path("threshold.svg"), max_new_tokens=96, dtype="bfloat16",
+        threads=None,
+    )  # fmt: skip
     parser.add_argument("--adapter", required=True, help="a trained layer_skip adapter")
     parser.add_argument("--prompts", nargs="+", type=Path, required=True)
-    parser.add_argument("--output", type=Path, default=Path("threshold.svg"))
     parser.add_argument("--first", type=float, default=0.4, help="the threshold at the start")
     parser.add_argument("--target", type=float, default=0.85, help="acceptance rate to reach")
     parser.add_argument("--stages", type=int, default=5000, help="drafting stages of each line")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int)
     args = parser.parse_args(arguments)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -44,24 +44,21 @@ def main(output: Path) -> None:
     root = Path(__file__).resolve().parent.parent
     model = str(model_folder().relative_to(root))
     asked.write_text("".join(json.dumps(item) + "\n" for item in prompts()))
-    hf_spec = [sys.executable, "-m", "hf_spec.tools.cli"]
-    subprocess.run(
-        [*hf_spec, "distill", "--model", model, "--prompts", str(asked), "--output", str(answers),
-         "--max-new-tokens", str(NEW_TOKENS), "--batch-size", "16"], cwd=root, check=True,
-    )  # fmt: skip
+
+    def run(*words: str) -> None:
+        command = [sys.executable, "-m", "hf_spec.tools.cli", *words, "--model", model]
+        subprocess.run(command, cwd=root, check=True)
+
+    run("distill", "--prompts", str(asked), "--output", str(answers),
+        "--max-new-tokens", str(NEW_TOKENS), "--batch-size", "16")  # fmt: skip
     for name in METHODS:
         folder = output / name
         if not (folder / "training.json").is_file():
-            subprocess.run(
-                [*hf_spec, "train", name, "--model", model, "--data", str(answers), "--output",
-                 str(folder), "--num-train-epochs", str(EPOCHS)], cwd=root, check=True,
-            )  # fmt: skip
+            run("train", name, "--data", str(answers), "--output", str(folder),
+                "--num-train-epochs", str(EPOCHS))  # fmt: skip
     skip = output / "layer_skip"
     if not (skip / "search.json").is_file():
-        subprocess.run(
-            [*hf_spec, "search", "--model", model, "--prompts", str(asked), "--output", str(skip),
-             *SEARCH], cwd=root, check=True,
-        )  # fmt: skip
+        run("search", "--prompts", str(asked), "--output", str(skip), *SEARCH)
 
 
 if __name__ == "__main__":
