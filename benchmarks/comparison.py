@@ -38,10 +38,16 @@ def measure(
     return [run for run in runs if run["task"] == "all"]
 
 
-def by_size(name: str, size: int) -> tuple[str, str]:
-    """A contender whose trees have so many draft tokens, and its options."""
-    options = {"drafting": "always", "lookup": False, "num_draft_tokens": size}
-    return f"{name}:{size}", f"{name}:{size}={json.dumps(options)}"
+def taus_by_size(adapters: dict[str, Path], args: argparse.Namespace) -> dict[str, float]:
+    """tau of trees with so many draft tokens, by ``METHOD:SIZE``."""
+    names = [name for name in adapters if "num_draft_tokens" not in methods()[name].drafter.unused]
+    always = {"drafting": "always", "lookup": False}
+    sized = {
+        f"{name}:{size}": {**always, "num_draft_tokens": size} for name in names for size in SIZES
+    }
+    options = [f"--strategy-kwargs={name}={json.dumps(given)}" for name, given in sized.items()]
+    runs = measure("trees", [*sized], [adapters[name] for name in names], args, *options)
+    return {run["strategy"]: run["tau"] for run in runs}
 
 
 def shown(run: dict[str, Any], figure: str, unit: str = "") -> str:
@@ -49,6 +55,21 @@ def shown(run: dict[str, Any], figure: str, unit: str = "") -> str:
     ends = run.get(f"{figure}_interval")
     between = "" if ends is None else f" ({ends[0]:.2f}-{ends[1]:.2f})"
     return f"{run[figure]:.2f}{unit}{between}"
+
+
+def row_of(
+    name: str, adapter: Path | None, runs: list[dict[str, Any]], taus: dict[str, float]
+) -> list[str]:
+    """A strategy's figures, of greedy runs and then of sampled ones, each by batch size."""
+    own = [run for run in runs if run["strategy"] == name]
+    phases = {key: value for key, value in own[0]["stats"].items() if key.endswith("_seconds")}
+    share = phases["draft_seconds"] / sum(phases.values())
+    record = read_json(adapter / "training.json") if adapter else {}
+    parameters = f"{record['trainable_parameters']:,}" if adapter else "-"
+    by_size = [taus.get(f"{name}:{size}") for size in SIZES]
+    trees = ", ".join("-" if tau is None else f"{tau:.2f}" for tau in by_size)
+    speeds = [shown(run, "speedup", "x") for run in own]
+    return [f"`{name}`", parameters, f"{share:.0%}", shown(own[0], "tau"), *speeds, trees]
 
 
 def main(given: list[str] | None = None) -> None:
@@ -73,35 +94,12 @@ def main(given: list[str] | None = None) -> None:
         return
     every, folders = [UNTRAINED, *names], list(adapters.values())
     sizes = ("--batch-size", "1,8")  # a batch of 8 needs as many prompts of a task
-    greedy = measure("greedy", every, folders, args, *sizes)
-    sampled = measure("sampled", every, folders, args, *sizes, "--do-sample", "--temperature=0.7")
-    sized = [name for name in names if "num_draft_tokens" not in methods()[name].drafter.unused]
-    contenders = [by_size(name, size) for name in sized for size in SIZES]
-    options = [f"--strategy-kwargs={option}" for _, option in contenders]
-    labels, own = [label for label, _ in contenders], [adapters[name] for name in sized]
-    trees = measure("trees", labels, own, args, *options)
-    taus = {run["strategy"]: run["tau"] for run in trees}
+    runs = measure("greedy", every, folders, args, *sizes)
+    runs += measure("sampled", every, folders, args, *sizes, "--do-sample", "--temperature=0.7")
+    taus = taus_by_size(adapters, args)
     head = ["strategy", "parameters", "drafting", "tau", "B1", "B8", "B1, 0.7", "B8, 0.7"]
     head.append(f"tau at {', '.join(map(str, SIZES))} draft tokens")
-    rows = []
-    for name in every:
-        found = {
-            (kind, run["batch_size"]): run
-            for kind, runs in (("greedy", greedy), ("sampled", sampled))
-            for run in runs
-            if run["strategy"] == name
-        }
-        first = found["greedy", 1]
-        phases = {key: value for key, value in first["stats"].items() if key.endswith("_seconds")}
-        share = phases["draft_seconds"] / sum(phases.values())
-        parameters = "-"
-        if name in adapters:
-            parameters = f"{read_json(adapters[name] / 'training.json')['trainable_parameters']:,}"
-        speeds = [shown(found[key], "speedup", "x") for key in sorted(found)]
-        tau_of = [taus.get(f"{name}:{size}") for size in SIZES]
-        at = ", ".join("-" if tau is None else f"{tau:.2f}" for tau in tau_of)
-        figures = [parameters, f"{share:.0%}", shown(first, "tau"), *speeds, at]
-        rows.append([f"`{name}`", *figures])
+    rows = [row_of(name, adapters.get(name), runs, taus) for name in every]
     table = "\n".join(rows_of(head, rows))
     write_atomically(args.output / "comparison.md", table)
     print(table)
