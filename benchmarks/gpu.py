@@ -22,9 +22,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_model import RANDOM, TRANSFORMERS, Cell, Row, Way, What
@@ -45,6 +46,8 @@ LOADING, LIMIT, COMPILING = 150.0, 60.0, 400.0
 #: What is measured at every size, by the way it runs: the first one counts as 1.
 LINEUP = [(TRANSFORMERS, Way.EAGER)]
 LINEUP += [(name, Way.RECORDED) for name in ("plain", "medusa", "prompt_lookup", "eagle3")]
+#: What is measured with eager steps besides.
+EAGER = (STOCK_LOOKUP, "medusa", "plain", "prompt_lookup")
 DEMO = Path(hf_spec.__file__).parent / "tools/demo"
 #: Tokens of forwards.
 TOKENS = (1, 4, 8, 16, 32, 64)
@@ -67,23 +70,21 @@ def plan(args: argparse.Namespace) -> list[Cell]:
     (short, *longer), cuda = args.contexts, args.device.type == "cuda"
     at: Row = {"context": short}
     everywhere = LINEUP if cuda else LINEUP[:3]
-    first = [Cell(name, way, **at) for name, way in LINEUP]
-    eager = [Cell(name, **at) for name in (STOCK_LOOKUP, "medusa", "plain", "prompt_lookup")]
-    batches = [
-        Cell(name, way, batch, short)
-        for batch, (name, way) in product(args.batches, everywhere) if batch > 1
-    ]  # fmt: skip
+
+    def rows(ways: Iterable[tuple[str, Way]], **more: Any) -> list[Cell]:
+        return [Cell(name, way, **more) for name, way in ways]
+
+    first, eager = rows(LINEUP, **at), rows(product(EAGER, [Way.EAGER]), **at)
+    batches = [rows(everywhere, batch=batch, context=short) for batch in args.batches if batch > 1]
     contexts = [
         Cell(name, way, context=context, kernel=cuda and name != TRANSFORMERS)
         for context, (name, way) in product(longer, everywhere)
     ]
     contexts += [Cell("medusa", Way.RECORDED, context=context) for context in longer if cuda]
-    sampled = [Cell(name, way, **at, temperature=0.7) for name, way in LINEUP[:4]]
-    beside = [Cell(name, way, **at, lora=True) for name, way in LINEUP[:3]]
-    with_assistant = [Cell("draft_model", Way.RECORDED, **at), Cell(STOCK_ASSISTED, **at)]
+    sampled, beside = rows(LINEUP[:4], **at, temperature=0.7), rows(LINEUP[:3], **at, lora=True)
+    with_assistant = rows([("draft_model", Way.RECORDED), (STOCK_ASSISTED, Way.EAGER)], **at)
     with_assistant *= bool(args.assistant or args.shape)
-    ways = [*LINEUP[:3], ("medusa", Way.EAGER)]
-    counted = [Cell(name, way, **at, what=What.COUNTS) for name, way in ways]
+    counted = rows([*LINEUP[:3], ("medusa", Way.EAGER)], **at, what=What.COUNTS)
     forwards = [
         Cell("forward", way, **at, what=What.FORWARD, tokens=count)
         for way, count in product((Way.RECORDED, Way.EAGER), TOKENS)
@@ -94,9 +95,9 @@ def plan(args: argparse.Namespace) -> list[Cell]:
         for context, count, batch in sizes
         if cuda or "TRITON_INTERPRET" in os.environ
     ]
-    compiled = [Cell(name, Way.COMPILED, **at) for name in (TRANSFORMERS, "plain", "medusa")]
+    compiled = rows(product((TRANSFORMERS, "plain", "medusa"), [Way.COMPILED]), **at)
     found = [
-        *first, *eager, *compiled[:1], *batches, *contexts, *sampled, *counted, *forwards,
+        *first, *eager, *compiled[:1], *chain(*batches), *contexts, *sampled, *counted, *forwards,
         *with_assistant, *beside, *layers, *compiled[1:],
     ]  # fmt: skip
     return [cell for cell in found if not args.only or cell.contender in args.only]

@@ -95,6 +95,13 @@ def copy_speed(device: torch.device) -> float:
     return 2 * size / min(found) / 1e9
 
 
+def phases(steps: Sequence[Row]) -> Row:
+    """Milliseconds of each part of a step."""
+    parts = {name: sum(step[name] for step in steps) for name in PHASES}
+    parts["other"] = sum(step["seconds"] for step in steps) - sum(parts.values())
+    return {f"{name}_ms": 1e3 * part / len(steps) for name, part in parts.items()}
+
+
 class Worker:
     """Measures these cells of a command line, one after the other."""
 
@@ -186,12 +193,7 @@ class Worker:
             "made": cold["made"], "refused": cold["refused"], "peak_gib": gib,
             "prompt_tokens": sets[0]["input_ids"].shape[1],
         }  # fmt: skip
-        if "forward" in steps[0]:
-            count, whole = len(steps), sum(step["seconds"] for step in steps)
-            parts = {name: sum(step[name] for step in steps) for name in PHASES}
-            parts["other"] = whole - sum(parts.values())
-            row |= {f"{name}_ms": 1e3 * part / count for name, part in parts.items()}
-        return row
+        return {**row, **(phases(steps) if "forward" in steps[0] else {})}
 
     def limit_ms(self, cell: Cell, sets: Sequence[dict[str, Tensor]]) -> float:
         """What reading the weights and the prompt's keys and values once takes."""

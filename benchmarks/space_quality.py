@@ -70,17 +70,17 @@ def scores(
             answers = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
             base = base or answers
             loss = sum(_loss(model, *pair) for pair in zip(asked, wanted))
-            pairs = [(_last_number(a), _last_number(b)) for a, b in zip(answers, references)]
-            right = [a == b for a, b in pairs if b is not None]
-            found.append(
-                Score(
-                    one.name,
-                    math.exp(loss / sum(map(len, wanted))),
-                    sum(right) / len(right) if right else math.nan,
-                    sum(a == b for a, b in zip(answers, base)) / len(answers),
-                )
-            )
+            perplexity = math.exp(loss / sum(map(len, wanted)))
+            same = sum(a == b for a, b in zip(answers, base)) / len(answers)
+            found.append(Score(one.name, perplexity, _right(answers, references), same))
     return found
+
+
+def _right(answers: Sequence[str], references: Sequence[str]) -> float:
+    """:attr:`Score.last_number`."""
+    pairs = [(_last_number(a), _last_number(b)) for a, b in zip(answers, references)]
+    right = [a == b for a, b in pairs if b is not None]
+    return sum(right) / len(right) if right else math.nan
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
-from hf_spec.tools.bench.session import Session, rotated
+from hf_spec.tools.bench.session import Session, eos_ids, rotated
 from hf_spec.tools.loading import load_model, read_adapters
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -142,50 +143,55 @@ def measure(args: argparse.Namespace) -> Row:
     if args.backend != "none" and lineup:
         lineup = and_compiled(lineup, args.backend, longest)
     greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
-    eos = model.generation_config.eos_token_id
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
-    rates: dict[str, list[float]] = {}
-    answers: dict[str, Answers] = {}
-    versions: Row = {}
-
-    def note(name: str, seconds: float, tokens: Answers) -> None:
-        rates.setdefault(name, []).append(sum(map(len, tokens)) / seconds)
-        answers.setdefault(name, [_before(ends, row) for row in tokens])
-        print(f"{name}: {rates[name][-1]:.1f} tokens per second", file=sys.stderr, flush=True)
-
+    tally, versions = Tally(set(eos_ids(model.generation_config))), Row()
     with Session.open(model, tokenizer, greedy, lineup) as session:
         for turn in range(args.repeats):
             for engine in rotated(args.vllm, turn):
                 found = ask_vllm(args, ids, engine)
                 versions = {"vllm": found.get("version"), "vllm_torch": found.get("torch")}
-                note(ENGINES[engine], sum(found["seconds"]), found["tokens"])
+                tally.note(ENGINES[engine], sum(found["seconds"]), found["tokens"])
             for one in rotated(lineup, turn):
                 session.generate(one, [ids[0]])
                 made = [session.generate(one, [prompt]) for prompt in ids]
-                note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])
+                tally.note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])
         about = environment_of(model, args.model, args.prompts)
     order = [*(ENGINES[engine] for engine in args.vllm), *(one.name for one in lineup)]
-    references = {"vllm": VLLM, "plain": BASELINE.name}
     return {
         "environment": {**about, **versions},
         "prompts": len(ids), "max_new_tokens": args.max_new_tokens, "repeats": args.repeats,
-        "batch_size": args.batch_size,
-        "results": [
-            {
-                "name": name, "tokens_per_second": statistics.median(rates[name]),
-                "lowest": min(rates[name]), "highest": max(rates[name]),
-                **{f"same_as_{key}": _same(answers[name], answers[other])
-                   for key, other in references.items() if other in answers},
-            }
-            for name in order
-        ],
+        "batch_size": args.batch_size, "results": [tally.row(name) for name in order],
     }  # fmt: skip
 
 
-def _before(ends: set[int], row: list[int]) -> list[int]:
-    """An answer up to its end, which not all report alike."""
-    stop = next((place for place, token in enumerate(row) if token in ends), len(row))
-    return row[:stop]
+class Tally:
+    """Tokens per second of each turn, and the first answers, by contender.
+
+    Args:
+        ends: tokens that end an answer, which not all report alike.
+    """
+
+    def __init__(self, ends: set[int]):
+        self.ends = ends
+        self.rates: dict[str, list[float]] = {}
+        self.answers: dict[str, Answers] = {}
+
+    def note(self, name: str, seconds: float, tokens: Answers) -> None:
+        """Count a turn of a contender."""
+        self.rates.setdefault(name, []).append(sum(map(len, tokens)) / seconds)
+        whole = [[*takewhile(lambda one: one not in self.ends, row)] for row in tokens]
+        self.answers.setdefault(name, whole)
+        print(f"{name}: {self.rates[name][-1]:.1f} tokens per second", file=sys.stderr, flush=True)
+
+    def row(self, name: str) -> Row:
+        """A contender's results."""
+        references = {"vllm": VLLM, "plain": BASELINE.name}
+        rates = self.rates[name]
+        return {
+            "name": name, "tokens_per_second": statistics.median(rates),
+            "lowest": min(rates), "highest": max(rates),
+            **{f"same_as_{key}": _same(self.answers[name], self.answers[other])
+               for key, other in references.items() if other in self.answers},
+        }  # fmt: skip
 
 
 def _same(one: Answers, other: Answers) -> float:
@@ -243,32 +249,37 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, help="where results go, too")
     args = parser.parse_args(argv)
     try:
-        counts = (
-            "limit", "max_new_tokens", "threads", "repeats", "ngram_tokens", "draft_tokens",
-            "batch_size", "timeout",
-        )  # fmt: skip
-        for name in counts:
-            if getattr(args, name) is not None and getattr(args, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if not args.prompts.is_file():
-            raise ValueError(f"--prompts {args.prompts}: there is no such file")
-        args.vllm = args.vllm.split(",")
-        unknown = [name for name in args.vllm if name not in ENGINES]
-        if unknown or len({*args.vllm}) < len(args.vllm):
-            raise ValueError(f"--vllm {','.join(args.vllm)}: name each of {','.join(ENGINES)} once")
-        if ("drafter" in args.vllm) != (args.drafter is not None):
-            raise ValueError("--vllm drafter and --drafter FOLDER belong together: give both")
-        if args.drafter is not None and not (args.drafter / "config.json").is_file():
-            raise ValueError(f"--drafter {args.drafter}: there is no config.json")
-        if args.batch_size > 1 and not args.engines_only:
-            raise ValueError(f"--batch-size {args.batch_size} needs --engines-only")
-        if args.backend not in ("none", *torch._dynamo.list_backends(exclude_tags=())):
-            raise ValueError(f"--backend {args.backend}: torch.compile does not know it")
+        check(args)
         own = [one.strategy for one in read_adapters(args.adapter)]
         args.strategies = parse_names(args.strategies or ",".join([*own, "prompt_lookup"]))
     except ValueError as error:
         parser.error(first_line(error))
     return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Splits ``--vllm``; raises a ValueError for wrong values."""
+    counts = (
+        "limit", "max_new_tokens", "threads", "repeats", "ngram_tokens", "draft_tokens",
+        "batch_size", "timeout",
+    )  # fmt: skip
+    for name in counts:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if not args.prompts.is_file():
+        raise ValueError(f"--prompts {args.prompts}: there is no such file")
+    args.vllm = args.vllm.split(",")
+    unknown = [name for name in args.vllm if name not in ENGINES]
+    if unknown or len({*args.vllm}) < len(args.vllm):
+        raise ValueError(f"--vllm {','.join(args.vllm)}: name each of {','.join(ENGINES)} once")
+    if ("drafter" in args.vllm) != (args.drafter is not None):
+        raise ValueError("--vllm drafter and --drafter FOLDER belong together: give both")
+    if args.drafter is not None and not (args.drafter / "config.json").is_file():
+        raise ValueError(f"--drafter {args.drafter}: there is no config.json")
+    if args.batch_size > 1 and not args.engines_only:
+        raise ValueError(f"--batch-size {args.batch_size} needs --engines-only")
+    if args.backend not in ("none", *torch._dynamo.list_backends(exclude_tags=())):
+        raise ValueError(f"--backend {args.backend}: torch.compile does not know it")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -38,14 +38,15 @@ def _generation_config(model: Any, tokenizer: Any, greedy: bool, ends: bool) -> 
         if getattr(config, name, None) is not None:
             setattr(config, name, None)
     config.do_sample = config.do_sample and not greedy
-    choices = (config.pad_token_id, tokenizer.pad_token_id, *_eos_ids(config), 0)
+    choices = (config.pad_token_id, tokenizer.pad_token_id, *eos_ids(config), 0)
     config.pad_token_id = next(choice for choice in choices if choice is not None)
     if not ends:
         config.eos_token_id = None
     return config
 
 
-def _eos_ids(config: Any) -> list[int]:
+def eos_ids(config: Any) -> list[int]:
+    """The tokens that end a text, by a generation config."""
     eos = config.eos_token_id
     return [eos] if isinstance(eos, int) else list(eos or ())
 
@@ -161,7 +162,7 @@ class Session:
             calls, before = self.compiling.get(contender.name, (0, 0.0))
             self.compiling[contender.name] = calls + 1, before + seconds
         width = inputs["input_ids"].shape[1]
-        eos = set(_eos_ids(model.generation_config))
+        eos = set(eos_ids(model.generation_config))
         rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
         if stats is None:
             # The forward passes of a sequence end with its last token, not with the batch.

@@ -65,14 +65,14 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     return name
 
 
-def check_writable(folder: Path, option: str = "--output") -> None:
-    """Make a folder; raise a ValueError naming the option if files cannot be written into it."""
+def check_writable(folder: Path) -> None:
+    """Make the output folder; raise a ValueError if files cannot be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ValueError(f"cannot write to {option} {str(folder)!r}: {error.strerror}") from error
+        raise ValueError(f"cannot write to --output {str(folder)!r}: {error.strerror}") from error
 
 
 def show_results(

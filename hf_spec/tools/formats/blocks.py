@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.core.checks import check_count
-from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.block_diffusion.dspark import CONFIDENCE
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.tools.formats import block_kinds as kinds
@@ -138,7 +136,7 @@ class _Said:
         tables.check_known(flags, known)
         stated = kinds.NEUTRAL.keys() & self.config.keys()
         tables.check_known({name: self.config[name] for name in stated}, kinds.NEUTRAL)
-        _check_size("num_hidden_layers", self.layers.get("num_hidden_layers"))
+        tables.check_size("num_hidden_layers", self.layers.get("num_hidden_layers"))
 
     def _base_facts(self) -> dict[str, Any]:
         """What is known of the base."""
@@ -147,7 +145,7 @@ class _Said:
         if self.config.get("num_target_layers"):
             facts["num_hidden_layers"] = self.config["num_target_layers"]
         for fact, value in facts.items():
-            _check_size(fact, value)
+            tables.check_size(fact, value)
         return facts
 
     def _head(self, fields: dict[str, Any]) -> None:
@@ -161,7 +159,7 @@ class _Said:
         if fields.setdefault("markov_rank", 0) and self.kind.head is not None:
             fields["markov_head"] = self.kind.head
         if kinds.RATIO in self.all:
-            _check_size(kinds.RATIO, self.all[kinds.RATIO])
+            tables.check_size(kinds.RATIO, self.all[kinds.RATIO])
             fields["markov_width"] = self.all[kinds.RATIO] * fields["markov_rank"]
         has_confidence, with_markov = kinds.CONFIDENCE_HEAD
         if self.dspark and self.all.get(has_confidence):
@@ -180,10 +178,6 @@ class _Said:
             "sliding_window_from": "anchor" if self.ours else "query",
             kinds.CAUSAL: self.config.get(kinds.CAUSAL, False) if self.ours else both,
         }  # fmt: skip
-
-
-def _check_size(name: str, value: Any) -> None:
-    check_count(f"{name} in config.json", value, high=MAX_SIZE)
 
 
 def _causal(config: Mapping[str, Any], part: Mapping[str, Any]) -> bool:

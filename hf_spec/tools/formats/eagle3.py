@@ -18,8 +18,6 @@ from torch import Tensor
 
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import vocab_size
-from hf_spec.core.checks import check_count
-from hf_spec.core.limits import MAX_SIZE
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.layer_types import ARCHITECTURES, LayerType
 from hf_spec.model.row_embeddings import RowEmbeddings
@@ -96,7 +94,7 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     if OF_DEEPSPEC in config:
         fields["logit_softcap"] = layers.get("final_logit_softcapping")
     if config.get(KIND) == KINDS[1]:
-        check_count("mask_token_id in config.json", config.get("mask_token_id"), low=0)
+        tables.check_size("mask_token_id", config.get("mask_token_id"), low=0)
         fields["mask_token_id"] = config["mask_token_id"]
     for name, part, first in LAYERS:
         if ids := tables.group(config, part).get(name):
@@ -106,7 +104,7 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
     hidden, fusion, known = fields["hidden_size"], found.get(FUSION), layers.get("vocab_size")
     if fusion is not None and fusion.ndim == 2 and 0 < len(fusion) - hidden <= EARLY_STOP:
         found[FUSION] = fusion[:hidden]
-    check_count("vocab_size in config.json", known, high=MAX_SIZE)
+    tables.check_size("vocab_size", known)
     if HEAD not in found:
         raise ValueError(f"it has no tensor {HEAD!r}, which draft tokens are chosen with")
     stated = config.get("draft_vocab_size")

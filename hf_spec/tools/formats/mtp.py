@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_BLOCKS
-from hf_spec.tools.formats.tables import KIND, Files, Reader
+from hf_spec.tools.formats.tables import KIND, Files, Reader, check_size
 from modeling_patches.mtp import SPECULATORS, gathered
 
 #: Field with the number of layers, and prefix of all parameters of an adapter.
@@ -33,7 +32,7 @@ def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
             "need no import, assistant_strategy='mtp' reads them"
         )
     count = config.get(COUNT)
-    check_count(f"{COUNT} in config.json", count, high=MAX_BLOCKS)
+    check_size(COUNT, count, high=MAX_BLOCKS)
     found, there = {}, set()
     for name, tensor in tensors.items():
         layer, own = SPECULATORS.parse(name, 0) or (None, None)

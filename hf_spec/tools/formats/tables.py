@@ -224,6 +224,11 @@ def check_known(fields: Mapping[str, Any], known: Mapping[str, Any], where: str 
             raise ValueError(f"{where}{name}={value!r} in config.json: {wanted!r} is read")
 
 
+def check_size(name: str, value: Any, low: int = 1, high: int = MAX_SIZE) -> None:
+    """Raise a ValueError unless a field holds a number in these limits."""
+    check_count(f"{name} in config.json", value, low, high)
+
+
 def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of ``config.json`` that describes the layers."""
     if not config:
@@ -261,7 +266,7 @@ def layer_fields(layers: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
     """Fields of :class:`DecoderConfig` that describe layers."""
     layers = kind.flat(layers)
     for name in ("hidden_size", "num_attention_heads"):
-        check_count(f"{name} in config.json", layers.get(name), high=MAX_SIZE)
+        check_size(name, layers.get(name))
     heads, dim = layers["num_attention_heads"], layers.get("head_dim")
     return {
         "architecture": kind.name,
