@@ -23,7 +23,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -154,6 +153,43 @@ def plot_losses(history: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def trained(
+    model, optimizer, factor, datasets: tuple[Windows, Windows], folder: Path, kind=Trainer, **more
+):
+    """The Trainer of a model after its steps, which go on from the last checkpoint in a folder.
+
+    Args:
+        factor: share of the peak learning rate by step.
+        datasets: to train on, and held out.
+        kind: makes the Trainer.
+        more: arguments of the training.
+    """
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_grad_norm=1.0, use_cpu=not torch.cuda.is_available(),
+        save_total_limit=1, report_to=[], train_sampling_strategy="sequential",
+        per_device_eval_batch_size=more["per_device_train_batch_size"], **more,
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    trainer = kind(
+        model=model, args=arguments, train_dataset=datasets[0], eval_dataset=datasets[1],
+        optimizers=(optimizer, schedule),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
+    return trainer
+
+
+def save(target: Path, model, tokenizer, texts: list[str], stream, seen: int, **facts) -> None:
+    """Write the weights, the tokenizer, and ``training.json`` with facts."""
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    record = {
+        **machine(model.device), "parameters": model.num_parameters(),
+        "training_tokens_in_files": len(stream), "training_tokens_seen": seen,
+        "data_sha256": data_hash(texts), **facts,
+    }  # fmt: skip
+    write_atomically(target / "training.json", json.dumps(record, indent=1))
+
+
 def main(output: str) -> None:
     set_seed(SEED)
     target = Path(output)
@@ -169,52 +205,23 @@ def main(output: str) -> None:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    arguments = TrainingArguments(
-        output_dir=str(target / "checkpoints"), max_steps=STEPS, seed=SEED,
-        per_device_train_batch_size=BATCH_SIZE, per_device_eval_batch_size=BATCH_SIZE,
-        max_grad_norm=1.0, bf16=True,
-        use_cpu=not torch.cuda.is_available(), torch_compile=True, logging_steps=20,
-        eval_strategy="steps", eval_steps=200, save_strategy="steps", save_steps=200,
-        save_total_limit=1, report_to=[], dataloader_drop_last=True,
-        train_sampling_strategy="sequential",
+    datasets = Windows(stream, STEPS * BATCH_SIZE, True), Windows(held_stream, 10**9, False)
+    trainer = trained(
+        model, make_optimizer(model), learning_rate_factor, datasets, target / "checkpoints",
+        max_steps=STEPS, seed=SEED, per_device_train_batch_size=BATCH_SIZE, bf16=True,
+        torch_compile=True, logging_steps=20, eval_strategy="steps", eval_steps=200,
+        save_strategy="steps", save_steps=200, dataloader_drop_last=True,
     )  # fmt: skip
-    optimizer = make_optimizer(model)
-    trainer = Trainer(
-        model=model, args=arguments,
-        train_dataset=Windows(stream, STEPS * BATCH_SIZE, random_offsets=True),
-        eval_dataset=Windows(held_stream, 10**9, random_offsets=False),
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)),
-    )  # fmt: skip
-    folder = target / "checkpoints"
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if last is not None and int(last.rpartition("-")[2]) >= STEPS:  # interrupted after the end
-        model = LlamaForCausalLM.from_pretrained(last)
-        history = TrainerState.load_from_json(f"{last}/trainer_state.json").log_history
-    else:
-        trainer.train(resume_from_checkpoint=last)
-        history = trainer.state.log_history
-
-    model.to(torch.bfloat16).save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    kinds = ("loss", "eval_loss")
+    history = [row for row in trainer.state.log_history if row.keys() & {*kinds}]
+    final, held_out = ([row[kind] for row in history if kind in row][-1] for kind in kinds)
     plot_losses(history, target / "loss.png")
-    record = {
-        **machine(model.device),
-        "seed": SEED,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "files": len(texts),
-        "training_tokens_in_files": len(stream),
-        "training_tokens_seen": STEPS * BATCH_SIZE * SEQ_LENGTH,
-        "data_sha256": data_hash(texts),
-        "held_out_sha256": data_hash(held_texts),
-        "held_out_models": list(HELD_OUT),
-        "final_loss": [row["loss"] for row in history if "loss" in row][-1],
-        "held_out_loss": [row["eval_loss"] for row in history if "eval_loss" in row][-1],
-        "history": [
-            {key: row[key] for key in ("step", "loss", "eval_loss") if key in row}
-            for row in history if "loss" in row or "eval_loss" in row
-        ],
-    }  # fmt: skip
-    write_atomically(target / "training.json", json.dumps(record, indent=1))
+    save(
+        target, model, tokenizer, texts, stream, STEPS * BATCH_SIZE * SEQ_LENGTH, seed=SEED,
+        files=len(texts), held_out_sha256=data_hash(held_texts), held_out_models=list(HELD_OUT),
+        final_loss=final, held_out_loss=held_out,
+        history=[{key: row[key] for key in ("step", *kinds) if key in row} for row in history],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -16,26 +16,22 @@ writes the weights, the tokenizer and ``training.json`` to OUTPUT_DIR.
 from __future__ import annotations
 
 import argparse
-import json
 import random
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from train_demo_model import Windows, data_hash, make_optimizer
+from train_demo_model import Windows, make_optimizer, save, trained
 from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
-from hf_spec.files import write_atomically
-from hf_spec.tools.bench.environment import machine
 from hf_spec.tools.data import Row, read
 
 SEED = 20261125
@@ -190,22 +186,16 @@ def train(hybrid, llama, stream, steps: int, folder: Path) -> list[dict]:
         folder: of checkpoints, from the last of which training goes on.
     """
     held = HELD_OUT * SEQ_LENGTH
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, seed=SEED, max_grad_norm=1.0,
-        per_device_train_batch_size=BATCH_SIZE, per_device_eval_batch_size=BATCH_SIZE,
-        use_cpu=not torch.cuda.is_available(), logging_steps=LOG_EVERY, save_steps=SAVE_EVERY,
-        save_total_limit=1, report_to=[], train_sampling_strategy="sequential",
-    )  # fmt: skip
-    optimizer = make_optimizer(hybrid, LEARNING_RATE, ADAMW_LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / steps)
+    datasets = (
+        Windows(stream[:-held], steps * BATCH_SIZE, True, SEQ_LENGTH),
+        Windows(stream[-held:], HELD_OUT, False, SEQ_LENGTH),
     )
-    trainer = Distillation(
-        model=hybrid, args=arguments, llama=llama, optimizers=(optimizer, schedule),
-        train_dataset=Windows(stream[:-held], steps * BATCH_SIZE, True, SEQ_LENGTH),
-        eval_dataset=Windows(stream[-held:], HELD_OUT, False, SEQ_LENGTH),
+    trainer = trained(
+        hybrid, make_optimizer(hybrid, LEARNING_RATE, ADAMW_LEARNING_RATE),
+        lambda step: min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / steps), datasets, folder,
+        partial(Distillation, llama=llama), max_steps=steps, seed=SEED,
+        per_device_train_batch_size=BATCH_SIZE, logging_steps=LOG_EVERY, save_steps=SAVE_EVERY,
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
     trainer.text_losses.clear()  # of steps since the last log
     found = trainer.evaluate()
     names = ("step", "loss", "text_loss")
@@ -236,18 +226,8 @@ def main(argv: list[str] | None = None) -> None:
     llama = LlamaForCausalLM.from_pretrained(arguments.llama, dtype=torch.float32)
     hybrid = convert(llama)
     history = train(hybrid, llama, stream, arguments.steps, target / "checkpoints")
-    hybrid.to(torch.bfloat16).save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    record = {
-        **machine(hybrid.device),
-        "seed": SEED,
-        "parameters": sum(p.numel() for p in hybrid.parameters()),
-        "training_tokens_in_files": len(stream),
-        "training_tokens_seen": arguments.steps * BATCH_SIZE * SEQ_LENGTH,
-        "data_sha256": data_hash(texts),
-        "history": history,
-    }
-    write_atomically(target / "training.json", json.dumps(record, indent=1))
+    seen = arguments.steps * BATCH_SIZE * SEQ_LENGTH
+    save(target, hybrid, tokenizer, texts, stream, seen, seed=SEED, history=history)
 
 
 if __name__ == "__main__":
