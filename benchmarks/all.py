@@ -38,7 +38,7 @@ from real_models import folder_of
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_spec.core.checks import duration, first_line
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, write_atomically, write_json
 from hf_spec.tools.bench.contenders import STOCK, parse_names
 from hf_spec.tools.bench.prompts import Prompt, context_limit, encode, read_prompts, spread
 from hf_spec.tools.cli.options import whole_numbers
@@ -221,7 +221,7 @@ def take(step: Step, output: Path) -> Row:
         if done.returncode:
             raise SystemExit(f"vllm.py failed:\n{done.stderr[-2000:]}")
         found = {"words": step.words, "text": done.stdout.strip()}
-        write_atomically(output / "vllm.json", json.dumps(found))
+        write_json(output / "vllm.json", found)
     found = read_json(output / "vllm.json")
     return found
 

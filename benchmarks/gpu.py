@@ -35,7 +35,7 @@ from wide import SHAPES
 import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import synchronize
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, write_json
 from hf_spec.tools.bench.contenders import STOCK_ASSISTED, STOCK_LOOKUP
 from hf_spec.tools.bench.report import aligned
 from hf_spec.tools.bench.synthetic import SyntheticRates
@@ -202,7 +202,7 @@ def measure(
                 raise SystemExit(f"cannot measure: {message['found']['error']}")
             else:
                 results["rows"].append({"cell": cell, **message["found"]})
-                write_atomically(args.output, json.dumps(results, indent=1))
+                write_json(args.output, results)
                 print(f"{args.minutes * 60 - ends + time.monotonic():4.0f} s ", title(cell),
                       said(message["found"]), flush=True)  # fmt: skip
     results["left"] = len(cells) - len(results["rows"])

@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.files import read_json
-from hf_spec.tools.bench.contenders import Contender, ours
+from hf_spec.tools.bench.contenders import contender_of
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import read_prompts, spread
 from hf_spec.tools.bench.report import write_results
@@ -51,7 +51,7 @@ def main(model: str, skip: Path, prompts: Path, output: Path, limit: int) -> Non
     new_tokens = read_json(skip / "search.json")["identity"]["max_new_tokens"]
     loaded, tokenizer = load_model(model, "bfloat16")
     lineup = [
-        Contender(f"{STRATEGY}:{name}", ours(STRATEGY, {**choice, **TRIAL_OPTIONS}))
+        contender_of(f"{STRATEGY}:{name}", {**choice, **TRIAL_OPTIONS})
         for name, choice in choices(skippable(loaded), searched)
     ]
     chosen = spread(read_prompts(prompts), limit)

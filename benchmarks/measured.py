@@ -4,7 +4,6 @@ made again."""
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, write_json
 
 #: What was measured, beside ``results.json``: the arguments of ``hf-spec bench``.
 ARGUMENTS = "arguments.json"
@@ -105,6 +104,6 @@ def bench(folder: Path, words: list[str]) -> dict[str, Any]:
     if not is_measured(folder, words):
         (folder / ARGUMENTS).unlink(missing_ok=True)
         command("bench", *words, "--output", str(folder))
-        write_atomically(folder / ARGUMENTS, json.dumps({"bench": words}))
+        write_json(folder / ARGUMENTS, {"bench": words})
     results: dict[str, Any] = read_json(folder / "results.json")
     return results

@@ -9,7 +9,6 @@ OUTPUT_DIR. Models in ``HELD_OUT`` are never seen.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_spec.files import write_atomically
+from hf_spec.files import write_json
 from hf_spec.tools.bench.environment import machine
 from hf_spec.tools.training.muon import RATE, WithMuon, layer_matrices
 
@@ -187,7 +186,7 @@ def save(target: Path, model, tokenizer, texts: list[str], stream, seen: int, **
         "training_tokens_in_files": len(stream), "training_tokens_seen": seen,
         "data_sha256": data_hash(texts), **facts,
     }  # fmt: skip
-    write_atomically(target / "training.json", json.dumps(record, indent=1))
+    write_json(target / "training.json", record)
 
 
 def main(output: str) -> None:

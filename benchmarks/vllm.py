@@ -35,7 +35,7 @@ sys.path = [path for path in sys.path if Path(path).resolve() != Path(__file__).
 import torch
 
 from hf_spec.core.checks import first_line
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, write_json
 from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"{Path(__file__).name}: {error}")
     print(markdown(found))
     if args.json is not None:
-        write_atomically(args.json, json.dumps(found, indent=1))
+        write_json(args.json, found)
 
 
 if __name__ == "__main__":

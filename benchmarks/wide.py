@@ -26,7 +26,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.drafting.decoder import DecoderConfig
-from hf_spec.files import write_atomically
+from hf_spec.files import write_json
 
 #: Standard deviation of random weights.
 STD = 0.02
@@ -196,7 +196,7 @@ def main(given: Sequence[str] | None = None) -> None:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoints"))
         place = target / "adapter_config.json"
         config = {**json.loads(place.read_text()), "base_facts": facts_of(wide)}
-        write_atomically(place, json.dumps(config, indent=2))
+        write_json(place, config, indent=2)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,11 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
+def write_json(path: Path, data: Any, indent: int = 1) -> None:
+    """Write JSON as :func:`write_atomically` writes text."""
+    write_atomically(path, json.dumps(data, indent=indent))
+
+
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     """A JSON object from a file, empty if an optional one is missing; a ValueError names the file
     if it holds none."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from hf_spec.core.checks import explained
+
 DEFAULT_CATEGORY = "default"
 #: Name of all categories together.
 ALL = "all"
@@ -105,12 +107,10 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
         with path.open("rb") as file:
             is_parquet = file.peek(len(PARQUET)).startswith(PARQUET)
             for row in _parquet_rows(path) if is_parquet else _json_rows(path, file):
-                try:
+                with explained(row.place, ValueError):
                     if not isinstance(row.fields, dict):
                         raise ValueError("must be a JSON object, such as {'prompt': '...'}")
                     parsed = parse(row)
-                except ValueError as error:
-                    raise ValueError(f"{row.place}: {error}") from error
                 yield parsed
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
@@ -124,12 +124,12 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
             continue
         if first and line.lstrip().startswith("["):
             # Blank lines in place of those before, so that errors name the right one.
-            array = _load(str(path), "\n" * (number - 1) + line + "".join(lines), ACCEPTED)
+            array = parse_json(str(path), "\n" * (number - 1) + line + "".join(lines), ACCEPTED)
             for position, fields in enumerate(array, start=1):
                 yield Row(f"{path}, row {position}", position, fields)
             return
         place = f"{path}, line {number}"
-        yield Row(place, number, _load(place, line, ACCEPTED if first else ""))
+        yield Row(place, number, parse_json(place, line, ACCEPTED if first else ""))
         first = False
 
 
@@ -145,7 +145,8 @@ def _lines(path: Path, file: io.BufferedReader) -> Iterator[str]:
             ) from error
 
 
-def _load(place: str, text: str, hint: str) -> Any:
+def parse_json(place: str, text: str, hint: str = "") -> Any:
+    """What a text of JSON says; a ValueError begins with its place."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

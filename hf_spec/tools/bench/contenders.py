@@ -168,8 +168,8 @@ def contenders(
     return result
 
 
-def _alone(name: str, given: dict[str, Any]) -> Contender:
-    """A contender with these options, without adapters and assistant."""
+def contender_of(name: str, given: dict[str, Any]) -> Contender:
+    """The contender of a name with these options, without adapters and assistant."""
     if not name.startswith(STOCK):
         return Contender(name, ours(strategy_of(name), given))
     default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
@@ -182,7 +182,7 @@ def _with_assistants(
     """A strategy once with each assistant."""
     if not assistants:
         raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
-    alone = _alone(name, given)
+    alone = contender_of(name, given)
     return [
         replace(alone, name=_label(name, path, assistants), assistant=path) for path in assistants
     ]
@@ -201,7 +201,7 @@ def _with_adapters(
                 f"{name!r} needs a trained adapter: give its folder with --adapter, which "
                 f"`hf-spec train {strategy}` or `hf-spec import` writes"
             )
-        return [_alone(name, given)]
+        return [contender_of(name, given)]
     found = []
     for adapter in fitting:
         stored = {} if strategy == AUTO else adapter.options  # which it finds itself

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from hf_spec.core.stats import bar
 from hf_spec.decoding.auto import Choice
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.methods.registry import Method, get_method, methods
-from hf_spec.tools.bench.contenders import Contender, ours
+from hf_spec.tools.bench.contenders import contender_of
 from hf_spec.tools.bench.prompts import Prompt
-from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.data import ALL
 
@@ -81,15 +79,15 @@ def diagnose(
     looks_up = "lookup" in method.drafter.unused  # that is what it does
     if not looks_up:
         options["lookup"] = False
-    drafting = Contender("drafting", ours(choice.strategy, options))
-    default = Contender("default", ours(choice.strategy, dict(choice.options)))
+    drafting = contender_of(f"{choice.strategy}:drafting", options)
+    default = contender_of(f"{choice.strategy}:default", dict(choice.options))
     settings: Any = {"max_new_tokens": max_new_tokens, "progress": progress}
     made = run(model, tokenizer, prompts, [drafting, default], **settings)
     if made.interrupted:
         raise KeyboardInterrupt
-    tasks = {row["task"]: row["tau"] for row in made.runs() if row["strategy"] == "drafting"}
-    tau, speedup = tasks.pop(ALL), made.overall("default")["speedup"]
-    positions = made.overall("drafting")["stats"]["acceptance_per_position"]
+    tasks = {row["task"]: row["tau"] for row in made.runs() if row["strategy"] == drafting.name}
+    tau, speedup = tasks.pop(ALL), made.overall(default.name)["speedup"]
+    positions = made.overall(drafting.name)["stats"]["acceptance_per_position"]
     adapter = method.active_adapter(model)
     config = None if adapter is None else adapter.config
     measured = {
@@ -103,7 +101,11 @@ def diagnose(
     best = (trained.get("best") or {}).get("eval_tau", 0.0)
     findings = _findings(method, adapter, chat, best, tau, speedup, positions)
     if isinstance(config, BlockConfig) and not (config.is_causal_always or trained):
-        again = partial(run, model, tokenizer, prompts, [drafting], **settings)
+
+        def again() -> float:
+            other = run(model, tokenizer, prompts, [drafting], **settings)
+            return float(other.overall(drafting.name)["tau"])
+
         findings = [*_other_mask(config, measured, tau, again), *findings]
     return measured, findings
 
@@ -146,13 +148,13 @@ def _findings(
 
 
 def _other_mask(
-    config: BlockConfig, measured: dict[str, str], tau: float, measure: Callable[[], BenchResult]
+    config: BlockConfig, measured: dict[str, str], tau: float, measure: Callable[[], float]
 ) -> list[str]:
     """What it means that a block drafter is better if its blocks are causal, where they are not, or
     the other way; empty if it is not."""
     config.causal = not config.causal
     try:
-        other, word = measure().overall("drafting")["tau"], json.dumps(config.causal)
+        other, word = measure(), json.dumps(config.causal)
     finally:
         config.causal = not config.causal
     measured["mask"] = f'tau {other:.2f} with "causal": {word}'

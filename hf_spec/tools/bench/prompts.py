@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import explained
 from hf_spec.tools.data import Message, Prompt, example, plain_text, read
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
@@ -76,16 +76,12 @@ def encode(
         from jinja2 import TemplateError
 
         chat = [message._asdict() for message in (*history, Message("user", text))]
-        try:
+        roles = ", ".join(message["role"] for message in chat)
+        what = f"the tokenizer's chat template refuses messages of the roles {roles}"
+        with explained(what, TemplateError):
             encoded = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=True, return_dict=True, **template
             )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in chat)
-            raise ValueError(
-                f"the tokenizer's chat template refuses messages of the roles {roles}: "
-                f"{first_line(error)}"
-            ) from error
     else:
         encoded = tokenizer(plain_text(text, history), verbose=False)
     return list(encoded["input_ids"])
@@ -147,10 +143,8 @@ def encode_prompts(
         )
     encoded = []
     for prompt in prompts:
-        try:
+        with explained(f"prompt {prompt.question_id!r}", ValueError):
             encoded.append(encode_within(tokenizer, prompt.text, room, prompt.history))
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.question_id!r}: {error}") from error
     return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_spec.files import write_atomically
+from hf_spec.files import write_json
 from hf_spec.tools.bench.agreement import Agreement
 from hf_spec.tools.bench.results import BenchResult, Interval
 from hf_spec.tools.data import ALL
@@ -104,4 +103,4 @@ def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) 
     names = ("strategy", "batch_size", "prompts", "seconds", "new_tokens", "row_steps")
     calls = [{name: getattr(one, name) for name in names} for one in result.measurements]
     data = {"environment": environment, "runs": result.runs(), "calls": calls}
-    write_atomically(path, json.dumps(data, indent=1))
+    write_json(path, data)

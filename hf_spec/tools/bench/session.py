@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import hf_spec
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import explained
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.tools.bench.contenders import Contender
 
@@ -131,11 +131,9 @@ class Session:
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
         for turn in {turn.size: turn for turn in reversed(plan)}.values():
             for item in turn.contenders:
-                try:
+                with explained(item.name, ValueError, TypeError, RuntimeError, NotImplementedError):
                     batch = [token_ids[index] for index in turn.indices]
                     self.generate(item, batch, max_new_tokens=short)
-                except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-                    raise ValueError(f"{item.name}: {first_line(error)}") from error
 
     def generate(
         self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any

@@ -65,13 +65,12 @@ class SyntheticRates:
     def parse(cls, text: str) -> SyntheticRates:
         """The rates in a text such as ``0.8,0.6,0.45``; a ValueError for others."""
         try:
-            return cls(tuple(float(part) for part in text.split(",")))
+            rates = tuple(float(part) for part in text.split(","))
         except ValueError as error:
-            if "could not convert" not in str(error):
-                raise
             raise ValueError(
                 f"{OPTION} {text!r}: must be numbers from 0 to 1 with commas, such as 0.8,0.6,0.45"
             ) from error
+        return cls(rates)
 
     def __str__(self) -> str:
         return ", ".join(f"{rate:g}" for rate in self.rates)

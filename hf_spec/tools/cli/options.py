@@ -1,6 +1,5 @@
 """Options that several commands share, and the parsing of their values."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from hf_spec.core.checks import check_choice, check_range
+from hf_spec.tools.data import parse_json
 from hf_spec.tools.loading import NATIVE
 
 DTYPES = (NATIVE, "auto", "bfloat16", "float16", "float32", "float64")
@@ -115,10 +115,7 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
 def json_object(option: str, text: str | None) -> dict[str, Any]:
     """The JSON object in the value of an option; empty if the option is not given. A ValueError
     names the option."""
-    try:
-        value = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: not JSON ({error.msg} at column {error.colno})") from error
+    value = {} if text is None else parse_json(option, text)
     if not isinstance(value, dict):
         raise ValueError(f"{option}: must be a JSON object, such as {{}}")
     return value

@@ -1,6 +1,5 @@
 """``hf-spec search``."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +82,7 @@ def _write(
     held_out: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the adapter, the search and what was measured; returns the figures of all prompts."""
-    from hf_spec.files import write_atomically
+    from hf_spec.files import write_json
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench.environment import environment_of, package_version
     from hf_spec.tools.bench.report import write_results
@@ -104,7 +103,7 @@ def _write(
         "best": {**choice, "speedup": row["speedup"], "tau": row["tau"]},
         "finalists": finalists,
     }
-    write_atomically(output / SEARCH, json.dumps(data, indent=1))
+    write_json(output / SEARCH, data)
     # The file of prompts is the same, the prompts are others.
     write_results(output / RESULTS, bench, {**environment, "held_out": bool(held_out)})
     write_card(output)

@@ -5,7 +5,6 @@ This module reads and writes files; methods know what the tensors mean (``Method
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields as fields_of
@@ -27,7 +26,7 @@ from hf_spec.adapters.checkpoint import (
 )
 from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import check_choice, explained, first_line
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, write_json
 from hf_spec.methods.registry import Method, methods
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
 from hf_spec.tools.hub.card import write_card
@@ -285,7 +284,7 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
         with staging(output) as temporary:
             for file, content in files.items():
                 if not file.endswith(SAFE):
-                    write_atomically(temporary / file, json.dumps(content, indent=2))
+                    write_json(temporary / file, content, indent=2)
                     continue
                 # safetensors does not store views of a shared tensor.
                 plain = {name: tensor.detach().cpu().clone() for name, tensor in content.items()}

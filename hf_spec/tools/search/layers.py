@@ -19,9 +19,9 @@ from typing import Any
 import optuna
 
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.core.checks import check_same_settings, first_line
+from hf_spec.core.checks import check_same_settings, explained
 from hf_spec.core.memory import forget
-from hf_spec.tools.bench.contenders import Contender, ours
+from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import device_of
 from hf_spec.tools.bench.prompts import Prompt, encode_prompts
 from hf_spec.tools.bench.results import BenchResult
@@ -167,7 +167,7 @@ class LayerSearch:
     def contender(self, choice: Choice, name: str = STRATEGY, **options: Any) -> Contender:
         """A choice as a contender of benchmarks."""
         kwargs = {**choice, "max_draft": self.settings.max_draft, **options}
-        return Contender(name, ours(STRATEGY, kwargs))
+        return contender_of(name, kwargs)
 
     def ranked(self, count: int) -> list[Any]:
         """The complete trials of the largest values, each choice once."""
@@ -218,13 +218,10 @@ def open_study(folder: Path, seed: int = 0) -> Any:
     """The Optuna study in a folder, created if there is none; a ValueError if it cannot be read."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
-    try:
+    what = f"cannot use {STUDY_FILE} in {str(folder)!r}, give another folder"
+    with explained(what, OSError, ValueError, KeyError, AssertionError):  # Optuna's, too
         return optuna.create_study(
             storage=optuna.storages.JournalStorage(backend), study_name=STRATEGY,
             direction="maximize", load_if_exists=True,
             sampler=optuna.samplers.GPSampler(seed=seed),
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, AssertionError) as error:  # the last is Optuna's, too
-        raise ValueError(
-            f"cannot use {STUDY_FILE} in {str(folder)!r}: {first_line(error)}; give another folder"
-        ) from error

@@ -22,8 +22,8 @@ import torch
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.core.checks import check_same_settings
 from hf_spec.decoding.auto import LOOKUPS, choose
-from hf_spec.files import read_json, write_atomically, writing
-from hf_spec.tools.bench.contenders import Contender, ours
+from hf_spec.files import read_json, write_json, writing
+from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
@@ -105,7 +105,7 @@ class AnswerFolder:
 
     def begin(self, provenance: dict[str, Any]) -> None:
         """Write how the answers are made, and drop a last line that was not written to its end."""
-        write_atomically(self.provenance, json.dumps(provenance, indent=1))
+        write_json(self.provenance, provenance)
         with self.answers.open("ab+") as file:
             file.seek(0)
             whole = sum(len(line) for line in file if line.endswith(b"\n"))
@@ -218,7 +218,7 @@ def distill(
         "answer_tokens": total, "mean_answer_tokens": total / len(prompts), "measured": measured,
     }  # fmt: skip
     if state.is_main_process:
-        write_atomically(folder.provenance, json.dumps(provenance, indent=1))
+        write_json(folder.provenance, provenance)
     state.wait_for_everyone()
     return provenance
 
@@ -269,7 +269,7 @@ def fitting(model: Any) -> Contender:
     """The strategy that fits a model, as ``auto`` finds it."""
     choice = choose(model)
     options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
-    return Contender(choice.strategy, ours(choice.strategy, options))
+    return contender_of(choice.strategy, options)
 
 
 def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import ProgressCallback
+from transformers import TrainerCallback
 
 from hf_spec.core.checks import duration
 
@@ -13,7 +13,7 @@ from hf_spec.core.checks import duration
 SHOWN = 4
 
 
-class Report(ProgressCallback):
+class Report(TrainerCallback):
     """A progress bar, and a line per evaluation of a training, whose ``done`` is from 0 to 1.
 
     Attributes:
@@ -21,8 +21,8 @@ class Report(ProgressCallback):
     """
 
     def __init__(self, trainer: Any):
-        super().__init__()
-        self.trainer = trainer
+        self.trainer: Any = trainer
+        self._bar: tqdm | None = None
         self.steps, self._speaks = 0, False
         self._began = self._before = self._best = 0.0
 
@@ -34,18 +34,12 @@ class Report(ProgressCallback):
         if self._speaks and not args.disable_tqdm:
             total = state.max_steps if args.max_minutes is None else None
             done = state.global_step
-            self.training_bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False)
+            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
-        if self.training_bar is not None:
-            self.training_bar.update(1)
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pass  # the line of the evaluation says enough
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pass  # losses are kept in the record
+        if self._bar is not None:
+            self._bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
@@ -71,15 +65,15 @@ class Report(ProgressCallback):
 
     def close(self) -> None:
         """Remove the bar, if there is one; also where a training ends with an error."""
-        if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def _say(self, text: str) -> None:
-        if self.training_bar is None:
+        if self._bar is None:
             print(text, flush=True)
         else:
-            self.training_bar.write(text)
+            self._bar.write(text)
 
 
 def outcome(record: Mapping[str, Any]) -> list[str]:

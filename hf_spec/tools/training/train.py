@@ -1,7 +1,6 @@
 """Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.checks import check_count, check_range, nearest, setting
 from hf_spec.decoding.selfcheck import check_tree_forward
-from hf_spec.files import write_atomically, writing
+from hf_spec.files import write_json, writing
 from hf_spec.methods.registry import Method, methods
 from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
 from hf_spec.tools.hub.card import TRAINING
@@ -215,7 +214,7 @@ def train(
             record = _record(trainer, method, options, adapter_config, result, provenance)
             if start is not None:
                 record["started_from"] = start.name
-            write_atomically(output / TRAINING, json.dumps(record, indent=1))
+            write_json(output / TRAINING, record)
         trainer.accelerator.wait_for_everyone()
     return record
 
