@@ -19,6 +19,7 @@ from hf_spec.adapters.checkpoint import (
     INDEX,
     PICKLE,
     WEIGHTS,
+    Origin,
     check_numbers,
     complaints,
     opened,
@@ -88,35 +89,30 @@ def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str
         wants: whether the tensor of a name is needed, of files that an index names.
         files: names that a folder or repository is searched for; the first one counts.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    path, wanted = Path(place), ", ".join(files)
+    path, origin, where = Path(place), Origin(place), ""
     if path.is_file():
         return path
-    if path.is_dir():
-        found = [path / name for name in files if (path / name).is_file()]
-        if not found:
-            raise ValueError(f"the folder {place!r} has none of {wanted}. Give the file itself")
-        return found[0]
-    if not is_repository(place) or place.count("/") != 1 or path.suffix in SUFFIXES:
+    named = is_repository(place) and place.count("/") == 1 and path.suffix not in SUFFIXES
+    if not path.is_dir() and not named:
         raise ValueError(f"there is no file {place!r}, nor a folder of this name")
-    where = ""
     for name in files:
         try:
-            file = Path(hf_hub_download(place, name))
-            for shard in _shards(file, wants) if name.endswith(INDEX) else ():
-                hf_hub_download(place, shard)
-            with suppress(EntryNotFoundError):  # some layouts have none
-                hf_hub_download(place, MODEL_CONFIG)
-            return file
-        except EntryNotFoundError as error:
-            if isinstance(error, LocalEntryNotFoundError):
-                where = " in the local cache, and the Hub cannot be reached"
+            file = origin.file(name)
+            if file is not None:
+                for shard in _shards(file, wants) if name.endswith(INDEX) else ():
+                    origin.file(shard)
+                with suppress(LocalEntryNotFoundError):  # some layouts have none
+                    origin.file(MODEL_CONFIG)
+                return file
+        except LocalEntryNotFoundError:
+            where = " in the local cache, and the Hub cannot be reached"
         except OSError as error:
             raise ValueError(f"cannot read {place!r}: {first_line(error)}") from error
     raise ValueError(
-        f"the repository {place!r} has none of {wanted}{where}: download its file and give that"
+        f"the {'folder' if path.is_dir() else 'repository'} {place!r} has none of "
+        f"{', '.join(files)}{where}: give the file itself"
     )
 
 
