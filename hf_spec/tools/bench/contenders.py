@@ -169,11 +169,15 @@ def contenders(
 
 
 def contender_of(name: str, given: dict[str, Any]) -> Contender:
-    """The contender of a name with these options, without adapters and assistant."""
-    if not name.startswith(STOCK):
-        return Contender(name, ours(strategy_of(name), given))
-    default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
-    return Contender(name, {**default, **given}, stock=True, single_row=True)
+    """The contender of a name with these options, without adapters and assistant; a ValueError if
+    an option is wrong."""
+    if name.startswith(STOCK):
+        default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
+        return Contender(name, {**default, **given}, stock=True, single_row=True)
+    strategy = strategy_of(name)
+    hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=given)  # checks options
+    options = {"assistant_kwargs": given} if given else {}
+    return Contender(name, {"assistant_strategy": strategy, **options})
 
 
 def _with_assistants(
@@ -205,11 +209,11 @@ def _with_adapters(
     found = []
     for adapter in fitting:
         stored = {} if strategy == AUTO else adapter.options  # which it finds itself
-        kwargs = ours(strategy, {**stored, **given})
-        active = [adapter, *_companions(kwargs, adapters)]
+        alone = contender_of(name, {**stored, **given})
+        active = [adapter, *_companions(alone.kwargs, adapters)]
         plain = next((_baseline(one).name for one in active if one.changes_model), GENERATE)
         label, loaded = _label(name, adapter.path, fitting), tuple(one.name for one in active)
-        found.append(Contender(label, kwargs, loaded, baseline=plain))
+        found.append(replace(alone, name=label, adapters=loaded, baseline=plain))
     return found
 
 
@@ -241,10 +245,3 @@ def _baseline(adapter: Adapter) -> Contender:
     """Plain decoding of the model with the adapter."""
     name = f"{GENERATE}@{Path(adapter.path).name}"
     return Contender(name, adapters=(adapter.name,), stock=True, baseline=name)
-
-
-def ours(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` for one of hf_spec's strategies; a ValueError if an option
-    is wrong."""
-    hf_spec.SpecConfig(assistant_strategy=name, assistant_kwargs=options)  # checks options
-    return {"assistant_strategy": name, **({"assistant_kwargs": options} if options else {})}

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.core.stats import SpecStats
+from hf_spec.core.stats import PHASES, SpecStats
 from hf_spec.tools.bench.agreement import Agreement
 from hf_spec.tools.bench.contenders import BASELINE, Contender
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.data import ALL
 
-PHASES = ("draft", "forward", "verify", "other")
 #: Share of the resampled figures that lie within an interval.
 CONFIDENCE = 0.95
 #: Fewest units that an interval is computed from.
@@ -172,6 +171,6 @@ def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
             }
         total.merge(item.stats)
     seconds = sum(item.seconds for item in group)
-    share = {phase: getattr(total, f"{phase}_seconds") / seconds for phase in PHASES}
+    share = {phase: getattr(total, f"{phase}_seconds") / seconds for phase in (*PHASES, "other")}
     share["generate"] = 1.0 - sum(share.values())
     return {**total.to_dict(), "share": share}
