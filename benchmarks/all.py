@@ -308,10 +308,11 @@ def write_page(args: argparse.Namespace, chosen: list[Table]) -> None:
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     groups = ("batches", "tasks", "contexts", "compiled", "vllm")
     parser = measured.parser(
-        __doc__, ["model", "prompts"], adapter=[], strategies=None, output=Path("all"), limit=48,
+        __doc__, ["model", "prompts"], adapter=[], output=Path("all"), limit=48,
         max_new_tokens=128, dtype=NATIVE, threads=os.cpu_count(),
     )  # fmt: skip
     add = parser.add_argument
+    add("--strategies", help="default: prompt_lookup and those of the adapters")
     add("--assistant", help="smaller model: draft_model and Transformers' assisted take part")
     add("--only", help=f"of {','.join(groups)}, with commas (default: all)")
     add("--batch-sizes", default="1,4,8,16", help="default: %(default)s")

@@ -23,7 +23,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "answers": {"type": Path, "help": "what hf-spec distill wrote, for training"},
     "prompts": {"type": Path, "help": "file of prompts, as for hf-spec bench; not trained on"},
     "adapter": {"action": "append", "help": "of a strategy; may be given several times"},
-    "strategies": {"help": "with commas"},
     "output": {"type": Path, "help": "what is written"},
     "limit": {"type": int, "help": "number of prompts, spread over tasks"},
     "max_new_tokens": {"type": int, "help": "new tokens of each"},

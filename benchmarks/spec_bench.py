@@ -67,9 +67,10 @@ def write_answers(path: Path, result: BenchResult, tokenizer, model_id: str) -> 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = measured.parser(
-        __doc__, ["model", "prompts", "output"], strategies="prompt_lookup", adapter=[],
-        dtype="bfloat16", max_new_tokens=128, limit=None,
+        __doc__, ["model", "prompts", "output"], adapter=[], dtype="bfloat16",
+        max_new_tokens=128, limit=None,
     )  # fmt: skip
+    parser.add_argument("--strategies", default="prompt_lookup", help="default: %(default)s")
     given = parser.parse_args(arguments)
     adapters = read_adapters(given.adapter)
     lineup = contenders(parse_names(given.strategies), adapters=adapters)
