@@ -225,27 +225,28 @@ def said(row: Row) -> str:
     return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
+def line_of(cell: Cell, row: Row, base: dict[Cell, float]) -> list[str]:
+    """A row of the table of calls; ``base`` has the speeds that count as 1, and gets this one."""
+    star = "*" if row.get("synthetic") else ""
+    words = [f"{cell.contender}{star}", cell.way + ", kernel" * cell.kernel]
+    words += [str(cell.batch), str(row.get("prompt_tokens", cell.context))]
+    words += [f"{cell.temperature:g}", "LoRA" * cell.lora]
+    if "error" in row:
+        return [*words, row["error"], *[""] * (len(COLUMNS) + 1)]
+    plain = cell._replace(contender=TRANSFORMERS, way=Way.EAGER, kernel=False)
+    if cell == plain:
+        base[cell] = row["tokens_per_second"]
+    ratio = f"{row['tokens_per_second'] / base[plain]:.2f}x" if plain in base else ""
+    figures = [f"{row[n]:.{digits}f}" if n in row else "" for n, digits in COLUMNS.values()]
+    return [*words, ratio, f"{row['limit_ms'] / row['ms']:.0%}", *figures]
+
+
 def print_results(results: Row) -> None:
     """The table of calls, and what else was measured."""
-    about = results["environment"]
+    about, base = results["environment"], dict[Cell, float]()
     rows = [(Cell(*row["cell"]), row) for row in results["rows"]]
-    lines, base = [], dict[Cell, float]()
-    for cell, row in rows:
-        if cell.what != What.SPEED:
-            continue
-        star = "*" if row.get("synthetic") else ""
-        words = [f"{cell.contender}{star}", cell.way + ", kernel" * cell.kernel]
-        words += [str(cell.batch), str(row.get("prompt_tokens", cell.context))]
-        words += [f"{cell.temperature:g}", "LoRA" * cell.lora]
-        if "error" in row:
-            lines.append([*words, row["error"], *[""] * (len(COLUMNS) + 1)])
-            continue
-        plain = cell._replace(contender=TRANSFORMERS, way=Way.EAGER, kernel=False)
-        if cell == plain:
-            base[cell] = row["tokens_per_second"]
-        ratio = f"{row['tokens_per_second'] / base[plain]:.2f}x" if plain in base else ""
-        figures = [f"{row[n]:.{digits}f}" if n in row else "" for n, digits in COLUMNS.values()]
-        lines.append([*words, ratio, f"{row['limit_ms'] / row['ms']:.0%}", *figures])
+    calls = [(cell, row) for cell, row in rows if cell.what == What.SPEED]
+    lines = [line_of(cell, row, base) for cell, row in calls]
     heads = ["", "steps", "batch", "prompt", "T", "", "speed", "of the limit", *COLUMNS]
     names = ("device_name", "date", "model", "shape", "dtype", "torch", "transformers")
     print("\n", ", ".join(f"{name} {about.get(name)}" for name in names), sep="")
