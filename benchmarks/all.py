@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from real_models import folder_of
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_spec.core.checks import duration, first_line
-from hf_spec.files import read_json, write_atomically, write_json
+from hf_spec.files import write_atomically
 from hf_spec.tools.bench.contenders import STOCK, parse_names
 from hf_spec.tools.bench.prompts import Prompt, context_limit, encode, read_prompts, spread
 from hf_spec.tools.cli.options import whole_numbers
@@ -131,7 +130,7 @@ def tables(args: argparse.Namespace) -> list[Table]:
         ]  # fmt: skip
         start = STARTING * len(args.vllm.split(","))
         step = Step("vllm", words, lambda each: 3 * limit * each(0) + start)
-        found.append(Table("vllm", "Beside vLLM", [step], lambda results, _: [results[0]["text"]]))
+        found.append(Table("vllm", "Beside vLLM", [step], lambda results, _: [results[0]["table"]]))
     found = [table for table in found if table.steps]
     return [one for one in found if not args.only or one.group in args.only]
 
@@ -200,9 +199,6 @@ def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def is_done(step: Step, output: Path) -> bool:
-    if step.name == "vllm":
-        known = output / "vllm.json"
-        return known.is_file() and read_json(known)["words"] == step.words
     return measured.is_measured(output / step.name, step.words)
 
 
@@ -212,18 +208,11 @@ def take(step: Step, output: Path) -> Row:
     Raises:
         SystemExit: it failed.
     """
+    folder = output / step.name
     if step.name != "vllm":
-        return measured.bench(output / step.name, step.words)
-    if not is_done(step, output):
-        print("vllm.py", shlex.join(step.words), flush=True)
-        run = [sys.executable, str(VLLM), *step.words]
-        done = subprocess.run(run, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"vllm.py failed:\n{done.stderr[-2000:]}")
-        found = {"words": step.words, "text": done.stdout.strip()}
-        write_json(output / "vllm.json", found)
-    found = read_json(output / "vllm.json")
-    return found
+        return measured.bench(folder, step.words)
+    words = [*step.words, "--json", str(folder / "results.json")]
+    return measured.kept(folder, step.words, lambda: measured.run("vllm.py", [str(VLLM)], words))
 
 
 def trial(args: argparse.Namespace, longest: int) -> Callable[[int], float]:
@@ -291,7 +280,7 @@ def write_page(args: argparse.Namespace, chosen: list[Table]) -> None:
         if not steps:
             continue
         results = [take(step, args.output) for step in steps]
-        ours = [one for one in results if "environment" in one]
+        ours = [one for one in results if "runs" in one]
         script = "hf-spec bench" if ours else "python benchmarks/vllm.py"
         commands = [f"{script} {shlex.join(step.words)}" for step in steps]
         lines += ["", f"## {table.title}", "", "```bash", *commands, "```", ""]

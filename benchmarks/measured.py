@@ -7,7 +7,7 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +60,21 @@ def words_of(
     ]  # fmt: skip
 
 
-def command(*words: str) -> None:
-    """Run a command of hf-spec.
+def run(name: str, start: Sequence[str], words: Sequence[str]) -> None:
+    """Run a program that Python starts with some words before its own.
 
     Raises:
         SystemExit: it failed.
     """
-    print("hf-spec", shlex.join(words), flush=True)
-    done = subprocess.run([sys.executable, "-m", "hf_spec.tools.cli", *words], capture_output=True)
+    print(name, shlex.join(words), flush=True)
+    done = subprocess.run([sys.executable, *start, *words], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"hf-spec {words[0]} failed:\n{done.stderr.decode()[-2000:]}")
+        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
+
+
+def command(*words: str) -> None:
+    """Run a command of hf-spec."""
+    run("hf-spec", ["-m", "hf_spec.tools.cli"], words)
 
 
 def train(folder: Path, args: argparse.Namespace, method: str, *more: str) -> Path:
@@ -89,20 +94,19 @@ def is_measured(folder: Path, words: list[str]) -> bool:
     results, known = folder / "results.json", folder / ARGUMENTS
     if not (results.is_file() and known.is_file()):
         return False
-    return (
-        read_json(known)["bench"] == words and not read_json(results)["environment"]["interrupted"]
-    )
+    interrupted = read_json(results)["environment"].get("interrupted")
+    return read_json(known)["bench"] == words and not interrupted
+
+
+def kept(folder: Path, words: list[str], make: Callable[[], None]) -> dict[str, Any]:
+    """The results of these arguments in a folder, made unless they are there."""
+    if not is_measured(folder, words):
+        (folder / ARGUMENTS).unlink(missing_ok=True)
+        make()
+        write_json(folder / ARGUMENTS, {"bench": words})
+    return read_json(folder / "results.json")
 
 
 def bench(folder: Path, words: list[str]) -> dict[str, Any]:
-    """What ``hf-spec bench`` with these arguments writes into a folder, unless it is there.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    if not is_measured(folder, words):
-        (folder / ARGUMENTS).unlink(missing_ok=True)
-        command("bench", *words, "--output", str(folder))
-        write_json(folder / ARGUMENTS, {"bench": words})
-    results: dict[str, Any] = read_json(folder / "results.json")
-    return results
+    """What ``hf-spec bench`` with these arguments writes into a folder, unless it is there."""
+    return kept(folder, words, lambda: command("bench", *words, "--output", str(folder)))

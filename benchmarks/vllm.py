@@ -289,9 +289,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measure(args)
     except (RuntimeError, ValueError) as error:
         sys.exit(f"{Path(__file__).name}: {error}")
-    print(markdown(found))
+    table = markdown(found)
+    print(table)
     if args.json is not None:
-        write_json(args.json, found)
+        write_json(args.json, {**found, "table": table})
 
 
 if __name__ == "__main__":
