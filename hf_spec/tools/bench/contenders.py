@@ -145,7 +145,7 @@ def contenders(
         adapters: a strategy with several takes part once with each.
         assistants: names of models; a strategy that needs one takes part once with each.
     """
-    names, options = list(names), options or {}
+    names, options, assistants = list(names), options or {}, [*dict.fromkeys(assistants)]
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
         given = dict(options.get(name, {}))
