@@ -29,6 +29,7 @@ from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import check_choice, explained, first_line
 from hf_spec.files import read_json, write_json
 from hf_spec.methods.registry import Method, methods
+from hf_spec.tools.formats.tables import CONFIG as MODEL_CONFIG
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
 from hf_spec.tools.hub.card import write_card
 from hf_spec.tools.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
@@ -37,8 +38,6 @@ from modeling_patches.fp8 import FP8, SCALES, dequantized
 from modeling_patches.weights import placement, renamed
 
 SAFE = ".safetensors"
-#: What a checkpoint holds.
-MODEL_CONFIG = "config.json"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
 SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 #: Files that a model's weights may be in, and a drafter's: Medusa's and PEFT's, too.
