@@ -43,7 +43,7 @@ class ChainConfig(SpecPeftConfig):
         count(1, MAX_FUTURE),
     )
     decay: float | None = setting(
-        0.8,
+        None,
         "Weight of step s in the loss is decay ** s, s from 0; null: what a step adds to the "
         "expected number of accepted tokens (D-PACE).",
         SHARE,

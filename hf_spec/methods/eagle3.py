@@ -60,11 +60,6 @@ class Eagle3Config(ChainConfig, DecoderConfig):
     )
     own_embeddings: bool = setting(False, "Whether it has input embeddings of its own.")
     ttt_steps: int | None = setting(STEPS, "Steps of the training-time test.")
-    decay: float | None = setting(
-        None,
-        "Weight of step s in the loss is decay ** s, s from 0; null: what a step adds to the "
-        "expected number of accepted tokens (D-PACE).",
-    )
 
     def _defaults(self, model: Any) -> dict[str, Any]:
         count = num_layers(model)

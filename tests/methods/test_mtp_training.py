@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from test_mtp import BUILT, model_of
 from torch import Tensor, nn
 from trained import SETTINGS, history, record, same
-from transformers import DynamicCache, Trainer
+from transformers import DynamicCache, Trainer, TrainerCallback
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -48,6 +49,15 @@ def answers(name: str) -> Any:
 
 def fresh(name: str) -> Any:
     return copy.deepcopy(model_of(name))
+
+
+def naive_weights(losses: Tensor, decay: float | None) -> list[float]:
+    """Of a chain's steps: powers, or what each adds to the expected number of accepted tokens."""
+    if decay is not None:
+        return [decay**step for step in range(len(losses))]
+    chances = [(1 + math.exp(-one)) / 2 for one in losses.tolist()]
+    reached = [math.prod(chances[: step + 1]) for step in range(len(chances))]
+    return [sum(reached[step:]) for step in range(len(chances))]
 
 
 def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int) -> Tensor:
@@ -83,12 +93,18 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    zip(["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT], cycle(["kl", "ce"])),
+    ("name", "kind", "decay"),
+    zip(
+        ["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT],
+        cycle(["kl", "ce"]),
+        [None, 0.7, 0.7, None, None],
+    ),
 )
-def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: str) -> None:
+def test_loss_and_gradients_are_those_of_chains_run_one_by_one(
+    name: str, kind: str, decay: float | None
+) -> None:
     """Of two sequences, the shorter one padded; chains that leave the text are cut off."""
-    base, steps, decay = fresh(name).train(), 3, 0.7
+    base, steps = fresh(name).train(), 3
     for module in base.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -115,18 +131,20 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(name: str, kind: 
         for anchor in batch["anchors"][row].tolist():
             most = min(steps, length - 2 - anchor)
             found = naive_logits(base.eval(), adapter, ids, anchor, max(most, 0))
+            wanted = labels[anchor + 2 : anchor + 2 + most]
+            losses = torch.zeros(most)
             for step in range(most):
-                if labels[anchor + 2 + step] == -100:
-                    continue
                 chances, tokens = of_base[anchor + 1 + step].softmax(-1).topk(LIKELIEST)
                 log = found[step].log_softmax(-1)
                 if kind == "kl":
-                    one = (chances * (chances.log() - log[tokens])).sum()
+                    losses[step] = (chances * (chances.log() - log[tokens])).sum()
                 else:
-                    one = -log[labels[anchor + 2 + step]]
-                sums[step] = sums[step] + one
+                    losses[step] = -log[wanted[step]]
+            shares = naive_weights(losses, decay)
+            for step in range(most):
+                sums[step] = sums[step] + shares[step] * losses[step]
                 counts[step] += 1
-        total = total + (sums / counts.clamp(min=1) * decay ** torch.arange(steps)).sum() / 2
+        total = total + (sums / counts.clamp(min=1)).sum() / 2
     torch.testing.assert_close(own, total, rtol=1e-5, atol=1e-6)
     expected = torch.autograd.grad(total, trained, allow_unused=True)
     seen = 0
@@ -194,7 +212,25 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == model_of(name).name_or_path
     assert config["num_layers"] == len(mtp_layers(model_of(name)).layers)
-    assert record(folder)["config"] == {"ttt_steps": 3, "decay": 0.8, "loss": "kl"}
+    assert record(folder)["config"] == {"ttt_steps": 3, "decay": None, "loss": "kl"}
+
+
+def test_every_tensor_is_trained_matrices_by_muon(tmp_path: Path) -> None:
+    name, groups = "qwen3_5_text", list[dict[str, Any]]()
+
+    class Groups(TrainerCallback):
+        def on_train_begin(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
+            groups.extend(optimizer.param_groups)
+
+    train(fresh(name), answers(name), "mtp", tmp_path, {}, SETTINGS, callbacks=[Groups()])
+    by_muon = [one.shape for each in groups if "ns_steps" in each for one in each["params"]]
+    before = mtp_layers(model_of(name)).layers.state_dict()
+    assert sorted(by_muon) == sorted(one.shape for one in before.values() if one.ndim == 2)
+    assert sum(len(each["params"]) for each in groups) == len(before)
+    after = load_file(tmp_path / WEIGHTS)
+    for own, tensor in before.items():
+        (now,) = (one for key, one in after.items() if key.endswith(f"layers.{own}"))
+        assert not torch.equal(now, tensor), own
 
 
 def test_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
