@@ -124,7 +124,7 @@ METHOD = Method(
     objective=loss,
     included=mtp_layers,
     formats="hf_spec.tools.formats.mtp",
-    # The layers are trained already, so that rates of new ones would undo what they know.
-    training={"learning_rate": 1e-4, "num_train_epochs": 2, "optim": "muon"},
+    # Below the rates of new layers, as these are trained already.
+    training={"learning_rate": 3e-4, "num_train_epochs": 2, "optim": "muon"},
     num_anchors=32,
 )
