@@ -268,16 +268,17 @@ def register_type(
             f"{_path(config_class)}."
         )
     tuner_class = type(
-        f"{adapter_class.__name__}Tuner",
+        f"{name}_Tuner",
         (SpecTuner,),
         {
             "type_name": name,
             "prefix": prefix,
             "adapter_class": adapter_class,
             "objective": None if objective is None else staticmethod(objective),
-            "__module__": adapter_class.__module__,
+            "__module__": __name__,
         },
     )
+    globals()[tuner_class.__name__] = tuner_class  # where pickle looks for it
     peft_type: Any = SpecPeftType(name)
     PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_class
     PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = tuner_class

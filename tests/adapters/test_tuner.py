@@ -1,6 +1,7 @@
 """Our adapter types through every door of PEFT and Transformers, with and without weights."""
 
 import copy
+import pickle
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -126,6 +127,8 @@ def test_save_and_load(base, base_path, kind, tmp_path):
     assert len(names) == len(expected) and all("toy_" in name for name in names)
     trainable.get_model_status()
     trainable.print_trainable_parameters()
+    again = pickle.loads(pickle.dumps(trainable))
+    assert same(weights(again, kind), expected) and again.peft_config == trainable.peft_config
 
 
 def test_a_base_that_is_dispatched(base, base_path, kind, tmp_path):
