@@ -310,15 +310,21 @@ class TreeCache(StatefulCache):
         Raises:
             ValueError: if the number is positive, or a row cannot be cut there.
         """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative "
+                f"number, such as crop({-tokens_to_remove}), as for a DynamicCache."
+            )
         self.count_appended()
         lengths = [length + tokens_to_remove for length in self.host_lengths]
         reached = self.reachable(lengths)
-        if tokens_to_remove > 0 or reached != lengths:
+        if reached != lengths:
+            inputs = f" ({', '.join(self.inputs)})" if self.inputs else ""
             raise ValueError(
                 f"crop({tokens_to_remove}): rows of {self.host_lengths} tokens can be cut to "
                 f"{reached}. A sliding window drops tokens, a recurrent state holds all at once, "
-                f"and states may depend on more than tokens ({', '.join(self.inputs) or 'no'}). "
-                "Remove fewer, or start without a cache."
+                f"and states may depend on more than tokens{inputs}. Remove fewer, or start "
+                "without a cache."
             )
         self.truncate(lengths)
 
