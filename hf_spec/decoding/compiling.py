@@ -93,7 +93,7 @@ def warm_up(
         The number of compiled graphs.
 
     Raises:
-        ValueError: if a size is below 1, or if ``generate`` raises it.
+        ValueError: if a size is below 1, if no strategy is named, or if ``generate`` raises it.
     """
     for size in batch_sizes:
         check_count("batch_sizes", size)
@@ -108,6 +108,11 @@ def warm_up(
     # Transformers warns if it gets both a config and arguments for it.
     for name in [name for name in given if hasattr(config, name)]:
         setattr(config, name, given.pop(name))
+    if config.assistant_strategy is None:
+        raise ValueError(
+            "warm_up without assistant_strategy: name the strategy of later calls, such as "
+            "assistant_strategy='prompt_lookup'."
+        )
     made, length = 0, SMALLEST
     if progress is not None:
         config._tell_made = lambda number: progress(made + number)
