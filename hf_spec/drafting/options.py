@@ -33,7 +33,7 @@ def _number_or_auto(name: str, value: Any) -> None:
 
 def _place(name: str, value: Any) -> None:
     if not (isinstance(value, str) and value):
-        raise ValueError(f"{name}={value!r}: give an adapter's folder, or its repository.")
+        raise ValueError(f"{name}={value!r}: give an adapter's folder or repository as a string.")
 
 
 def _history(name: str, value: Any) -> None:
