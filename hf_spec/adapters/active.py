@@ -1,5 +1,8 @@
 """Finds the active adapter of a type on a model, for drafters and training."""
 
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from hf_spec.adapters.layer import layer_of, layers_of
@@ -35,7 +38,7 @@ def find_active(model: nn.Module, peft_type: str, place: str | None = None) -> A
     if len(active) > 1:
         raise ValueError(
             f"{len(active)} adapters of type {peft_type} are active ({', '.join(active)}), one is "
-            f"needed. Choose it with model.set_adapter({active[0]!r})."
+            f"needed. Choose it with model.set_adapter({_to_set(model, layer, active[0])!r})."
         )
     if not active:
         return None
@@ -61,10 +64,20 @@ def require_active(
     remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
     if layer is not None and layer.adapters:
         name = min(layer.adapters)
-        remedy = f"activate {name!r} with enable_adapters() or set_adapter({name!r})"
+        wanted = _to_set(model, layer, name)
+        remedy = f"activate {name!r} with enable_adapters() or set_adapter({wanted!r})"
     raise ValueError(
         f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: {remedy}."
     )
+
+
+def _to_set(model: nn.Module, layer: Any, name: str) -> str | list[str]:
+    """What `set_adapter` must be given to activate one adapter of a layer and leave those of other
+    types, such as a LoRA, active: Transformers turns off all that it does not name."""
+    layers = [one for one in unwrapped(model).modules() if isinstance(one, BaseTunerLayer)]
+    active = {other for one in layers if not one.disable_adapters for other in one.active_adapters}
+    others = sorted(active.difference(layer.adapters))
+    return [*others, name] if others else name
 
 
 def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:

@@ -244,6 +244,9 @@ def test_loaded_by_transformers(fresh: Tiny, tmp_path: Path) -> None:
     model.add_adapter(CONFIGS["bita"](), adapter_name="bita")
     model.set_adapter(["bita", "ft"])
     assert tokens(model, "bita") == tokens(model) == expected
+    # What the error says to call must not turn the LoRA off.
+    with pytest.raises(ValueError, match=r"or set_adapter\(\['bita', 'ft', 'ours'\]\)\.$"):
+        tokens(model, "medusa")
     with pytest.raises(ValueError, match="could not be found: absent"):
         model.set_adapter(["ft", "absent"])
     model.delete_adapter("ours")
