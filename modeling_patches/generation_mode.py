@@ -156,7 +156,7 @@ def _wrap_generate(mode: Mode) -> None:
     def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values(), self.generation_config)
         config = next(value for value in values if isinstance(value, GenerationConfig))
-        if (value := mode.option(config)) is not None:
+        if (value := kwargs.get(switch, mode.option(config))) is not None:
             raise ValueError(
                 f"{switch}={value!r} with continuous batching (generate_batch, "
                 "cache_implementation='paged'): the paged cache cannot hold a tree. Call "

@@ -23,6 +23,7 @@ _OTHER_MODES = {
         "Drop it: assistant_strategy='prompt_lookup', and lookups beside other strategies, choose "
         "by themselves how many tokens to draft."
     ),
+    "max_matching_ngram_size": "Give assistant_kwargs={'max_ngram': ...} to prompt_lookup instead.",
     "use_mtp": "Drop it: assistant_strategy='mtp' drafts with the same layers.",
     "assistant_early_exit": "Drop it: assistant_strategy='layer_skip' drafts with some layers.",
     "speculation_type": "Drop it: the strategy alone names the drafter.",

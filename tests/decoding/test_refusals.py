@@ -56,6 +56,7 @@ def test_options(tiny: Tiny, kwargs: dict[str, Any], message: str) -> None:
         ("speculation_type", "dflash", "the strategy alone"),
         ("low_memory", True, "Leave one"),
         ("prompt_lookup_num_tokens", 5, "assistant_strategy='prompt_lookup'"),
+        ("max_matching_ngram_size", 2, "assistant_kwargs={'max_ngram'"),
     ],
 )
 def test_modes_that_not_every_release_has(
@@ -99,6 +100,8 @@ def test_other_ways_to_generate(tiny: Tiny) -> None:
         with pytest.raises(ValueError, match="generate_batch.*leave assistant"):
             config = GenerationConfig(**GREEDY, **spec)
             model.generate_batch(prompt().tolist(), generation_config=config)
+        with pytest.raises(ValueError, match="generate_batch.*leave assistant"):
+            model.generate_batch(prompt().tolist(), **spec)
     # On one rank it is a flag like any other.
     check_same(model, {**spec, "synced_gpus": False}, prompt(), **GREEDY)
 
