@@ -97,7 +97,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
             raise ValueError(
                 f"merging takes the one active {self.peft_type} adapter that changes the weights "
                 f"of the base model, got {names} with {', '.join(active) or 'none'} active. "
-                "Activate it with set_adapter, or use unload() to take adapters off."
+                "Activate one by set_adapter; to take off adapters that change none, use unload()."
             )
         self.adapters[active[0]].base_update.merge(model, check_finite=safe_merge)
 
