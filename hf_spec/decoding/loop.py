@@ -49,6 +49,7 @@ def decode(
     streamer: Any = None,
     tokenizer: Any = None,
     assistant_model: Any = None,
+    assistant_tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput:
     """Decode with ``generation_config.assistant_strategy``; ``generate()`` calls this.

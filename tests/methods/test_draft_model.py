@@ -147,11 +147,26 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
             model.generate(prompt(), **GREEDY, **spec, assistant_model=other)
         with pytest.raises(ValueError, match="xlstm|XLSTM|xLSTM"):
             model.generate(prompt(), **GREEDY, **spec, assistant_model=architectures.build("xlstm"))
-        with pytest.raises(ValueError, match="assistant_tokenizer='object'.*one tokenizer"):
-            model.generate(
-                prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"), tokenizer=object(),
-                assistant_tokenizer=object(),
-            )  # fmt: skip
+        for own, others in ((None, "abc"), ("abc", "abd"), ("abc", "abcd")):
+            with pytest.raises(ValueError, match="assistant_tokenizer='Words'.*one tokenizer"):
+                model.generate(
+                    prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"),
+                    tokenizer=own and Words(own), assistant_tokenizer=Words(others),
+                )  # fmt: skip
+
+
+class Words(list[str]):
+    """What is asked of a tokenizer."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self[one] for one in ids]
+
+
+def test_two_tokenizers_with_the_same_tokens(tiny: Tiny) -> None:
+    """A pipeline gives both where the models' vocabularies are padded to different sizes."""
+    given = {"assistant_model": tiny("llama_tied"), "assistant_tokenizer": Words("abc")}
+    given["tokenizer"] = Words("abc")
+    check_same(tiny("llama"), {**drafts(), **given}, **GIVEN["row"], **GREEDY)
 
 
 def test_assistants_in_wrappers_draft_as_their_models_do(tiny: Tiny, fresh: Tiny) -> None:
