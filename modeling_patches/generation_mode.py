@@ -114,7 +114,8 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
         if generation_mode is member:
             mode.validate(self, config, mode_kwargs)
             return
-        for name in mode.attributes:
+        default = mode.option(self.generation_config)  # a strategy that the call has turned off
+        for name in mode.attributes if default is None else ():
             if getattr(config, name, None):
                 _warn_of_unused(name, mode.attributes[0])
         original(self, generation_mode, config, mode_kwargs)

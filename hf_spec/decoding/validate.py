@@ -16,7 +16,7 @@ from hf_spec.methods.registry import Method, get_method
 from modeling_patches.attention_masks import check_attention
 from modeling_patches.support import activated_loras, check_cache_stays, check_model
 
-_ONE_OF_TWO = "Leave one of the two out."
+_ONE_OF_TWO = "Leave one of the two out (assistant_strategy=None)."
 #: Options of other decoding modes, and what to do without them.
 _OTHER_MODES = {
     "prompt_lookup_num_tokens": (

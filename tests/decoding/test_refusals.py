@@ -69,10 +69,16 @@ def test_modes_that_not_every_release_has(
         model.generate(prompt(), generation_config=config)
 
 
-def test_options_without_a_strategy(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_a_strategy(
+    tiny: Tiny, fresh: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
     """They do nothing, which is said once; a strategy may be left out for a single call."""
-    model = tiny()
     generation_mode._warn_of_unused.cache_clear()
+    model = fresh()
+    model.generation_config.update(assistant_strategy="plain", assistant_kwargs={"drafting": "x"})
+    model.generate(prompt(), **GREEDY, assistant_strategy=None)
+    assert not caplog.records
+    model = tiny()
     for _ in range(2):
         found = model.generate(prompt(), **GREEDY, assistant_kwargs={"max_ngram": 3})
     assert found.tolist() == model.generate(prompt(), **GREEDY).tolist()
