@@ -219,7 +219,7 @@ def test_the_commonest_tokens_are_predicted(tmp_path, method, fields, tokens):
 
 
 def test_the_command_says_what_came_out_and_what_is_next(tmp_path, capsys):
-    checkpoint, data, output = save_checkpoint(tmp_path / "m"), tmp_path / "d", tmp_path / "out"
+    checkpoint, data, output = save_checkpoint(tmp_path / "m"), tmp_path / "d", tmp_path / "its out"
     data.mkdir()
     rows = "".join(json.dumps(row) + "\n" for row in answers())
     (data / "answers.jsonl").write_text(rows)
@@ -232,7 +232,7 @@ def test_the_command_says_what_came_out_and_what_is_next(tmp_path, capsys):
     told = [line.split(":")[0] for line in lines[:2]]
     assert told == ["step 3 of 6", "step 6 of 6"] and "{" not in "".join(lines)
     assert lines[-2] == f"adapter: {output}"
-    assert lines[-1] == f"try: hf-spec bench --model {checkpoint} --adapter {output} --by-task"
+    assert lines[-1] == f"try: hf-spec bench --model {checkpoint} --adapter '{output}' --by-task"
 
 
 # -- refused -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 from typer import Option, echo
@@ -112,9 +113,9 @@ def _next(model: str, strategy: str, adapters: Sequence[str]) -> list[str]:
     """Commands to try."""
     from hf_spec.methods.registry import get_method
 
-    method = get_method(strategy)
+    method, model = get_method(strategy), quote(model)
     if method.adapter_config is not None and adapters:
-        folders = " ".join(f"--adapter {folder}" for folder in adapters)
+        folders = " ".join(f"--adapter {quote(folder)}" for folder in adapters)
         return [f"hf-spec bench --model {model} {folders} --by-task"]
     learns = "medusa" if method.training is None else method.name
     return [

@@ -1,6 +1,7 @@
 """``hf-spec card``, ``push``, ``import`` and ``export``: adapter folders, and their other forms."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 from typer import Argument, Option, echo
@@ -109,7 +110,7 @@ def import_(
     else:
         path = work.find_published(file, work.importable(kind)[1].wants)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
-    echo(f"try: hf-spec doctor --model {model} --adapter {output}")
+    echo(f"try: hf-spec doctor --model {quote(model)} --adapter {quote(str(output))}")
 
 
 def export(

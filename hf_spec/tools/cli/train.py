@@ -4,6 +4,7 @@ import dataclasses
 import json
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 from typer import Argument, Context, Option, echo
@@ -99,7 +100,7 @@ def train(
     for line in outcome(record):
         echo(line)
     echo(f"adapter: {output}")
-    echo(f"try: hf-spec bench --model {model} --adapter {output} --by-task")
+    echo(f"try: hf-spec bench --model {quote(str(model))} --adapter {quote(str(output))} --by-task")
 
 
 def _option(name: str) -> str:
