@@ -93,6 +93,12 @@ class AttentionLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         block = self.cache.block
         if block is None:
+            if len(key_states) != self.cache.batch_size:
+                raise ValueError(
+                    f"TreeCache holds {self.cache.batch_size} rows, a forward has "
+                    f"{len(key_states)}. For beams or several answers to a prompt repeat them: "
+                    "cache.batch_repeat_interleave(number). Or start without a cache."
+                )
             block = self.cache.appending(self.appended, key_states.shape[-2])
             self.appended += key_states.shape[-2]
         keys = self._write("keys", key_states, block)

@@ -61,7 +61,8 @@ def _check_continued(
     if len(rows) != cache.batch_size:
         raise ValueError(
             f"{CACHE} holds {cache.batch_size} rows, the prompt has {len(rows)}: "
-            "give as many prompts as the cache has rows."
+            "give as many prompts as the cache has rows, or repeat them by "
+            f"{CACHE}.batch_repeat_interleave(number)."
         )
     if "attention_mask" in cache.inputs:
         raise ValueError(

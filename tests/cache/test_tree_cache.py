@@ -253,6 +253,15 @@ def test_rows_of_different_lengths_cannot_be_used_as_a_stock_cache() -> None:
     pair.check()
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_forward_of_other_rows_than_a_stock_cache_has(rows: int) -> None:
+    """As beams and several answers to a prompt bring them to plain generation."""
+    pair = Pair(SPECS["equal"], [3, 3], capacity=32, seed=0)
+    with pytest.raises(ValueError, match=f"2 rows, a forward has {rows}.*batch_repeat_interleave"):
+        pair.cache.update(*pair.states(rows, 1)[0], 0)
+    pair.check()
+
+
 # -- shortening, emptying, choosing rows ---------------------------------------------------------
 
 
