@@ -28,6 +28,7 @@ from hf_spec.adapters.checkpoint import (
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import layer_of, layers_of, name_on_disk
 from hf_spec.adapters.module import Adapter
+from hf_spec.core.checks import explained
 from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path
 from modeling_patches.modules import unwrapped
@@ -108,7 +109,8 @@ def load_unattached(base: Any, place: str) -> Adapter:
     if key not in known:
         _check_there(f"adapter={place!r}", place)
         origin = _origin(place, {})
-        config = _read_config(origin)
+        with explained(f"cannot read adapter={place!r}", ValueError, OSError, TypeError, KeyError):
+            config = _read_config(origin)
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         remedy = "Attach it with model.load_adapter(...)"
         if not isinstance(config, SpecPeftConfig):
