@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class Sequences:
         same: Callable[[Sequence[float]], list[float]] = list,
     ):  # fmt: skip
         count, self.width = input_ids.shape
-        self.max_length = min(int(criteria.max_length), NO_LIMIT)
+        self.max_length = min(math.ceil(criteria.max_length), NO_LIMIT)
         self._ids = input_ids.clone()
         self.lengths = [self.width] * count
         #: Columns of each sequence that the device has.

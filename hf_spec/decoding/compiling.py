@@ -67,7 +67,7 @@ def graphs_for(
 def warm_up(
     model: PreTrainedModel,
     *,
-    batch_sizes: Sequence[int] = (1,),
+    batch_sizes: Sequence[int] | int = (1,),
     max_length: int = SMALLEST,
     generation_config: GenerationConfig | None = None,
     progress: Callable[[int], object] | None = None,
@@ -80,7 +80,7 @@ def warm_up(
 
     Args:
         model: a causal language model.
-        batch_sizes: batch sizes of later calls; a shrinking batch goes through powers of two.
+        batch_sizes: that or those of later calls; a shrinking batch goes through powers of two.
         max_length: largest number of prompt and output tokens; there is a graph for every power of
             two up to it, from 256.
         generation_config: as for ``generate``.
@@ -95,6 +95,7 @@ def warm_up(
     Raises:
         ValueError: if a size is below 1, if no strategy is named, or if ``generate`` raises it.
     """
+    batch_sizes = [batch_sizes] if isinstance(batch_sizes, int) else batch_sizes
     for size in batch_sizes:
         check_count("batch_sizes", size)
     check_count("max_length", max_length)

@@ -260,7 +260,7 @@ def test_a_warm_up(shallow: Any, name: str, sampled: bool, sizes: tuple[int, ...
             assert compiled(output)["made"] == 0
             assert sampled or torch.equal(output.sequences, plain)
     with pytest.raises(ValueError, match="batch_sizes=0"):
-        hf_spec.warm_up(model, batch_sizes=(0,), **options)
+        hf_spec.warm_up(model, batch_sizes=0, **options)
     with pytest.raises(ValueError, match="warm_up without assistant_strategy: name"):
         hf_spec.warm_up(model, batch_sizes=sizes)
 
