@@ -81,7 +81,7 @@ KINDS = {
     "xpress": Kind("dflash", "XPress", {"markov_rank": RANK}, "xpress", "refiner_head."),
 }  # fmt: skip
 #: Names of the flag of causal blocks: JetSpec's, NeMo's and vLLM's, SpecForge's. vLLM 0.32 reads
-#: the last one first, and not the first one.
+#: the last one first, and not the first one; in files of speculators it reads `CAUSAL` alone.
 CAUSAL_BLOCK = ("causal_head", "causal", "is_causal")
 #: Fields with the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
