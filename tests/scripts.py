@@ -26,6 +26,13 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
+def few_texts(kinds: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``long_prompts.KINDS`` reads is a page or two: a tokenizer of bytes takes seconds for
+    the whole repository."""
+    for name, files in {"docs": "docs/guides/t*.md", "code": "modeling_patches/m*.py"}.items():
+        monkeypatch.setitem(kinds, name, kinds[name]._replace(files=(files,)))
+
+
 #: Options of ``hf-spec train``.
 SHORT = (
     "--max-steps", "2", "--eval-steps", "2", "--held-out", "1", "--served-prompts", "1",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
-from scripts import base_answers_and_prompts, commands_here, load_script
+from scripts import base_answers_and_prompts, commands_here, few_texts, load_script
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -147,6 +147,9 @@ def test_runs(tmp_path, monkeypatch, made, name):
     if name == "train_hybrid_model":
         monkeypatch.setattr(script, "SEQ_LENGTH", 48)
         monkeypatch.setattr(script, "HELD_OUT", 2)
+    if name == "gpu":
+        few_texts(sys.modules["long_prompts"].KINDS, monkeypatch)
+        monkeypatch.setattr(script, "plan", lambda args: [script.Cell("medusa", context=60)])
     words, file, said = RUNS[name]
     script.main(shlex.split(words.format(out=tmp_path, **made)))
     assert re.search(said, (tmp_path / file).read_text(encoding="utf-8"), re.DOTALL)
@@ -155,6 +158,7 @@ def test_runs(tmp_path, monkeypatch, made, name):
 def test_contexts(monkeypatch, made, capsys):
     """A row for each length and strategy, in turns; the same tokens for each."""
     script: Any = load_script("contexts")
+    few_texts(script.long_prompts.KINDS, monkeypatch)
     monkeypatch.setattr(script.subprocess, "run", lambda words, check: script.main(words[2:]))
     given = ["--model", str(made["base"]), "--adapter", str(made["heads"])]
     given += ["--strategies", "transformers", "medusa", "--lengths", "150", "--new-tokens", "9"]
@@ -205,9 +209,11 @@ def test_long_prompts(tmp_path, monkeypatch, capsys):
     """The same each time, no longer than asked for."""
     folder = str(save_checkpoint(tmp_path / "model"))
     words = ["long_prompts.py", "--model", folder, "--lengths", "2048", "--count", "1"]
+    script: Any = load_script("long_prompts")
+    few_texts(script.KINDS, monkeypatch)
     for name in ("one", "two"):
         monkeypatch.setattr("sys.argv", [*words, "-o", str(tmp_path / name)])
-        load_script("long_prompts").main()
+        script.main()
     assert "2 prompts" in capsys.readouterr().out
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     prompts = read_prompts(tmp_path / "one")
@@ -218,7 +224,7 @@ def test_long_prompts(tmp_path, monkeypatch, capsys):
     for lengths in ("100", "100000000"):
         monkeypatch.setattr("sys.argv", [*words[:3], "--lengths", lengths, "-o", "none"])
         with pytest.raises(SystemExit):
-            load_script("long_prompts").main()
+            script.main()
         assert "give numbers from 129 to" in capsys.readouterr().err
 
 
