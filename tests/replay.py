@@ -1,21 +1,85 @@
 """A CUDA graph without a GPU: a function is recorded once, and only the record runs again.
 
-The record is what ``make_fx`` traces with real tensors, so whatever Python code computes, and every
+The record is the list of operations that have run, so whatever Python code computes, and every
 tensor that is not an input, is a constant in it, as in a graph. Its results are in fixed memory,
 and all others' are gone when it runs, as in a pool.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
 #: Keywords of ``generate`` for recorded steps.
 RECORDED = {"compile_config": CompileConfig(backend="cudagraphs")}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a tensor among the inputs of a record and the results of its operations."""
+
+    number: int
+
+
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Values with each of those in lists and dicts changed."""
+    if isinstance(values, (tuple, list)):
+        return [mapped(change, value) for value in values]
+    if isinstance(values, dict):
+        return {name: mapped(change, value) for name, value in values.items()}
+    return change(values)
+
+
+class Tape(TorchDispatchMode):
+    """Notes the operations of a block, which run."""
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        super().__init__()
+        self._seen = [*inputs]  # held: an id is of one tensor while that exists
+        self._places = {id(one): Place(number) for number, one in enumerate(inputs)}
+        self._steps: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise RuntimeError(f"{func}: the host reads what a graph computes")
+        given = mapped(self._noted, [args, kwargs or {}])
+        results = func(*args, **(kwargs or {}))
+        for one in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(one, Tensor) and id(one) not in self._places:
+                self._places[id(one)] = Place(len(self._seen))
+                self._seen.append(one)
+        self._steps.append((func, *given, mapped(self._noted, results)))
+        return results
+
+    def _noted(self, value: Any) -> Any:
+        """A tensor's place; one that has none is a constant."""
+        return self._places.get(id(value), value) if isinstance(value, Tensor) else value
+
+    def program(self, results: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        """What runs the operations on other inputs, and gives these results of them."""
+        steps, wanted, size = self._steps, mapped(self._noted, results), len(self._seen)
+
+        @torch.no_grad()
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            tensors: list[Any] = [*inputs, *[None] * (size - len(inputs))]
+
+            def found(value: Any) -> Any:
+                return tensors[value.number] if isinstance(value, Place) else value
+
+            for func, args, kwargs, places in steps:
+                made = func(*mapped(found, args), **mapped(found, kwargs))
+                pairs = zip(places, made) if isinstance(places, list) else [(places, made)]
+                for place, one in pairs:
+                    if isinstance(place, Place):
+                        tensors[place.number] = one
+            return tuple(mapped(found, wanted))
+
+        return run
 
 
 class Replay:
@@ -41,7 +105,10 @@ class Replay:
         return replay, results
 
     def _program(self, function: Any, inputs: Sequence[Tensor]) -> Any:
-        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        tape = Tape(inputs)
+        with tape:
+            results = function(*inputs)
+        return tape.program(results)
 
 
 class Rerun(Replay):
