@@ -21,6 +21,8 @@ from modeling_patches.per_call import Changes
 
 #: Compiled steps whose code is what was captured.
 CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}
+#: Layers of a model that a strategy leaves out, or looks into, or that make it repeat itself.
+LAYERS = {"layer_skip": 3, "propd": 2, "prompt_lookup": 2}
 #: Options of ``propd`` that belong to pruning.
 PRUNING = ("prune_top_k", "drafter", "drafter_kwargs")
 

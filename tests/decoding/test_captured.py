@@ -17,7 +17,7 @@ from conftest import Tiny, check_same, prompt, ragged
 from covering import covering
 from recurrent_models import recurrent
 from replay import RECORDED, Replay, Rerun
-from running import CAPTURED, drafting, family, proposals, without_pruning
+from running import CAPTURED, LAYERS, drafting, family, proposals, without_pruning
 from test_compiled import adapt, compiled, generate, strategy
 from test_method_contract import CASES, FIRST, adapted
 from test_method_contract import strategy as variant_of
@@ -84,8 +84,7 @@ SOME = covering(
 @pytest.mark.parametrize(("name", "variant"), SOME, ids=["-".join(case) for case in SOME])
 def test_every_method(shallow: Tiny, name: str, variant: str) -> None:
     """A ragged batch of the first variant, a row alone of the others; sampled of the second."""
-    layers = {"layer_skip": 3, "propd": 2, "prompt_lookup": 2}  # that they use, or repeat by
-    model, case = shallow(layers=layers.get(name, 1)), (name, variant)
+    model, case = shallow(layers=LAYERS.get(name, 1)), (name, variant)
     given = ragged() if case in FIRST and case not in SECOND else {"inputs": prompt()}
     given |= SAMPLED if case in SECOND else {}
     with adapted(model, name, variant):

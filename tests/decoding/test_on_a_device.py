@@ -14,7 +14,7 @@ from covering import EVERY_CASE, covering
 from emulated_device import DEVICE, EmulatedDevice, emulated
 from recurrent_models import recurrent
 from replay import RECORDED, Rerun
-from running import drafting, family, without_pruning
+from running import LAYERS, drafting, family, without_pruning
 from test_compiled import KINDS
 from test_method_contract import CASES, RUNS, adapted, strategy
 from transformers import StoppingCriteria
@@ -24,7 +24,7 @@ from hf_spec.decoding.step import Steps
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.model import captures
 
-NEW = 20
+NEW = 14
 TRANSFER = "core/verify to_host: read"
 #: Waits of a call's first step, and of the first with predictions, which have to prepare something.
 FIRST = {
@@ -115,7 +115,8 @@ OWN_CODE = ("online", "dspine", "xpress", "merged", "straightforward", "looked u
 def test_every_strategy(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, variant: str, setting: str, batch: int
 ) -> None:
-    model, inputs = shallow(layers=3), ragged() if batch > 1 else {"input_ids": prompt()}
+    model = shallow(layers=LAYERS.get(name, 1))
+    inputs = ragged() if batch > 1 else {"input_ids": prompt()}
     settings = {"do_sample": False, "max_new_tokens": NEW, **SETTINGS[setting]}
     torch.manual_seed(3)
     plain = model.generate(**inputs, **settings)
@@ -179,7 +180,10 @@ OTHER_RULES = [
 def test_other_rules(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
-    model, variant = shallow(layers=3), "merged" if name == "layer_skip" else "adaptive"
+    model, variant = (
+        shallow(layers=LAYERS.get(name, 1)),
+        "merged" if name == "layer_skip" else "adaptive",
+    )
     with adapted(model, name, variant):
         spec = strategy(name, variant)
         spec["assistant_kwargs"] = {**spec["assistant_kwargs"], **options}
@@ -189,7 +193,7 @@ def test_other_rules(
 
 
 def test_an_assistant_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, settings = copy.deepcopy(base_of("shared")), {"max_new_tokens": 30, "do_sample": False}
+    model, settings = copy.deepcopy(base_of("shared")), {"max_new_tokens": 12, "do_sample": False}
     plain = model.generate(**ragged(), **settings)
     spec = {**drafting("draft_model"), "assistant_model": assistant_for("shared", ordered=True)}
     found, steps = generate(monkeypatch, model, ragged(), **settings, **spec)
