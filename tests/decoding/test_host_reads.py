@@ -92,9 +92,9 @@ def test_one_read_per_step(
 def test_reads_of_compiled_steps_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     as_if(True, monkeypatch)
     kwargs = {
-        "assistant_strategy": "draft_model", "assistant_kwargs": {"drafting": "always"},
-        "assistant_model": assistant_for("shared", ordered=True), "eos_token_id": None,
-        **CAPTURED,
+        "assistant_strategy": "draft_model", "eos_token_id": None,
+        "assistant_kwargs": {"drafting": "always", "max_depth": 2},  # few levels, each a graph
+        "assistant_model": assistant_for("shared", ordered=True), **CAPTURED,
     }  # fmt: skip
     model = base_of("shared")
     generate(model, ragged(), max_new_tokens=10, **kwargs)
