@@ -227,9 +227,10 @@ def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
     """Calls of mixed lengths, trees, strategies, adapters and batch sizes."""
     model = adapt(adapt(shallow(), "medusa", "heads"), "space", "masks")
     model.set_adapter(["heads", "masks"])
+    lookup = strategy("prompt_lookup", max_nodes=4)
     calls = [
-        (strategy("prompt_lookup"), prompt(31)), (strategy("medusa"), prompt(9, 2)),
-        (strategy("space", tree="chain"), prompt(5)), (strategy("prompt_lookup"), prompt(22)),
+        (lookup, prompt(31)), (strategy("medusa", num_draft_tokens=4), prompt(9, 2)),
+        (strategy("space", tree="chain", max_depth=2), prompt(5)), (lookup, prompt(22)),
         (strategy("medusa", tree="chain"), prompt(17, 2)),
     ]  # fmt: skip
     seen = [
@@ -254,9 +255,9 @@ def test_a_warm_up(shallow: Any, name: str, sampled: bool, sizes: tuple[int, ...
     assert told == list(range(1, made + 1))
     assert made and hf_spec.warm_up(model, batch_sizes=sizes, max_length=256, **options) == 0
     for inputs in (prompt(9, rows) for rows in sizes):
-        plain = generate(model, inputs, max_new_tokens=40).sequences
+        plain = generate(model, inputs, max_new_tokens=30).sequences
         for _ in range(2):
-            output = generate(model, inputs, max_new_tokens=40, **{**options, **CAPTURED})
+            output = generate(model, inputs, max_new_tokens=30, **{**options, **CAPTURED})
             assert compiled(output)["made"] == 0
             assert sampled or torch.equal(output.sequences, plain)
     with pytest.raises(ValueError, match="batch_sizes=0"):
@@ -278,18 +279,16 @@ def test_buffers_are_used_again(shallow: Any, monkeypatch: Any, name: str) -> No
         return buffers
 
     monkeypatch.setattr(AttentionStates, "release", note)
-    model = adapt(shallow(), name)
+    model, spec = adapt(shallow(), name), {**strategy(name, max_depth=1), **CAPTURED}
     plain = generate(model, prompt()).sequences
     for _ in range(2):
         places.clear()
         for _ in range(2):
-            found = generate(
-                model, prompt(), return_dict_in_generate=False, **strategy(name), **CAPTURED
-            )
+            found = generate(model, prompt(), return_dict_in_generate=False, **spec)
             assert torch.equal(found, plain)
         assert len(places) == 2 * held
         assert places[:held] == places[held:]
-        output = generate(model, prompt(), **strategy(name), **CAPTURED)
+        output = generate(model, prompt(), **spec)
         caches.append(output[CACHE])
     longer = generate(model, plain).sequences
     for cache in caches:
