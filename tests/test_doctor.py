@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_checkpoint import make_model, make_tokenizer
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -12,10 +13,9 @@ from hf_spec.core.tree import Tree
 from hf_spec.decoding.auto import choose
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.tools.bench.diagnosis import diagnose, supported
-from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
+from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.session import Session
 from hf_spec.tools.cli import main
-from hf_spec.tools.loading import load_model
 
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 
@@ -62,7 +62,7 @@ def test_the_command_prints_json(capsys):
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_mask_of_an_imported_block_drafter_is_tried(monkeypatch, causal):
     """One that drafts well with the other mask only; those that were trained here know theirs."""
-    model, tokenizer = load_model(str(DEMO / "model"), "float32")
+    model, tokenizer = make_model(), make_tokenizer()
     model.add_adapter(hf_spec.DFlashConfig(num_layers=1, causal=causal))
 
     def propose(self, state):
@@ -71,7 +71,7 @@ def test_the_mask_of_an_imported_block_drafter_is_tried(monkeypatch, causal):
         return Tree.chain(torch.stack([state.root[0], after if right else after ^ 1])[None])
 
     monkeypatch.setattr(BlockDrafter, "propose", propose)
-    given = model, tokenizer, spread(read_prompts(BUNDLED), 1), choose(model)
+    given = model, tokenizer, [Prompt("def add(a, b):")], choose(model)
     measured, findings = diagnose(*given, {}, 16)
     word = f'"causal": {json.dumps(not causal)}'
     assert float(measured["tau"].split()[0]) == 1.0
@@ -83,8 +83,8 @@ def test_the_mask_of_an_imported_block_drafter_is_tried(monkeypatch, causal):
 
 def test_an_interrupt_ends_it(monkeypatch):
     """And nothing is said of what was not measured."""
-    model, tokenizer = load_model(str(DEMO / "model"), "float32")
-    given = model, tokenizer, spread(read_prompts(BUNDLED), 1), choose(model)
+    model, tokenizer = make_model(), make_tokenizer()
+    given = model, tokenizer, [Prompt("def add(a, b):")], choose(model)
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
