@@ -143,9 +143,9 @@ def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")
-def test_compiled_levels(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_levels(shallow: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few graphs, and the drafts are those of levels that are not compiled."""
-    model: Any = adapted(fresh("llama_tied"), draft_vocab_size=40)
+    model: Any = adapted(shallow("llama_tied"), draft_vocab_size=40)
     plain = model.generate(**ragged(), **GREEDY).tolist()
     spec = {**GREEDY, **CAPTURED, **drafting("eagle3", max_depth=3, width=3)}
     with compared(monkeypatch) as steps:
