@@ -10,7 +10,7 @@ import torch
 from bit_sums import bit_sums
 from datasets import Dataset
 from fake_clock import FakeClock
-from running import configured, drafting
+from running import drafting
 from tiny_checkpoint import make_model, save_checkpoint
 from trained import (
     SETTINGS,
@@ -62,22 +62,13 @@ def test_the_loss_falls_and_the_base_stays(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name != "full"])
 def test_the_adapter_that_is_written_is_the_best_one(trained, name):
-    """It decodes as plain ``generate`` does, on a base like the first."""
-    folder, model = trained(name), make_model()
+    folder = trained(name)
     made = record(folder)
     key, choose = ("eval_loss", min) if name == "lora" else ("eval_tau", max)
     found = {row["step"]: row[key] for row in made["history"] if key in row}
     best = made["best"]["step"]
     assert set(found) == {3, 6} and found[best] == choose(found.values())
     assert same(weights(folder), weights(folder / "checkpoints" / f"checkpoint-{best}"))
-    ids = torch.tensor([answers()[0]["prompt_ids"]])
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    base = model.generate(ids, **options)
-    model.load_adapter(folder)
-    plain = model.generate(ids, **options)
-    assert torch.equal(plain, base) == (name != "lora")
-    config = hf_spec.SpecConfig.from_pretrained(folder, eos_token_id=None)
-    assert torch.equal(model.generate(ids, **configured(config), **options), plain)
 
 
 def test_measured_tau_is_that_of_decoding_each_prompt(trained):
