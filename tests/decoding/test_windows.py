@@ -93,7 +93,8 @@ def test_probes_and_own_caches(name: str, variant: str, way: str) -> None:
 @pytest.mark.parametrize("kind", ["gemma3", "mistral", "llama4_text"])
 def test_conversations(kind: str) -> None:
     """In one cache, ours and plain generation's in turns; a row of it, and several."""
-    model = MODELS[kind]()
+    model, few = MODELS[kind](), {**GREEDY, "max_new_tokens": 12}
+    returned = {**few, "return_dict_in_generate": True}
     for lengths in ((50,), (50, 8, 41)):
         batch = ragged(lengths)
         ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -102,13 +103,13 @@ def test_conversations(kind: str) -> None:
         filled: Any = DynamicCache(config=model.config)
         for turn in range(4):
             whole = {"input_ids": ids, "attention_mask": mask}
-            plain = model.generate(**whole, **RETURNED, **{CACHE: plain_cache})
+            plain = model.generate(**whole, **returned, **{CACHE: plain_cache})
             plain_cache = plain[CACHE]
             if len(lengths) == 1:
-                ours = model.generate(**whole, **RETURNED, **LOOKUP, **{CACHE: filled})
+                ours = model.generate(**whole, **returned, **LOOKUP, **{CACHE: filled})
                 assert ours.sequences.tolist() == plain.sequences.tolist()
             own = {} if turn == 2 and len(lengths) == 1 else LOOKUP  # a stock call continues ours
-            ours = model.generate(**whole, **RETURNED, **own, **{CACHE: cache})
+            ours = model.generate(**whole, **returned, **own, **{CACHE: cache})
             assert ours.sequences.tolist() == plain.sequences.tolist()
             cache = ours[CACHE]
             assert isinstance(cache, TreeCache)
@@ -116,11 +117,11 @@ def test_conversations(kind: str) -> None:
                 assert one.is_sliding == stock.is_sliding
             new = prompt(9, len(lengths), seed=turn)
             ids = torch.cat([plain.sequences, new], 1)
-            mask = torch.cat([mask, torch.ones(len(ids), 33).long()], 1)
+            mask = torch.cat([mask, torch.ones(len(ids), 12 + 9).long()], 1)
             cache.count_appended()
         for _ in range(2):  # also once more: the answer is cut off
-            expected = model.generate(ids, attention_mask=mask, **GREEDY)
-            again = model.generate(ids, attention_mask=mask, **GREEDY, **LOOKUP, **{CACHE: cache})
+            expected = model.generate(ids, attention_mask=mask, **few)
+            again = model.generate(ids, attention_mask=mask, **few, **LOOKUP, **{CACHE: cache})
             assert again.tolist() == expected.tolist()
 
 
