@@ -45,7 +45,7 @@ demo: $(STAMP)
 	@$(BIN)/hf-spec demo $(ARGS)
 
 # As many processes as the machine has CPUs, eight at the most.
-PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --durations 20 --durations-min 3
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --durations 20 --durations-min 1
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
