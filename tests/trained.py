@@ -1,7 +1,6 @@
 """Small trainings on a tiny model, each done once per session and shared by all workers."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle": ("eagle3", {"ttt_steps": 3, "draft_vocab_size": 40, "mask_token_id": 3}),
     "layer_skip": ("layer_skip", {"skip_mlp": [0], "draft_rank": 2}),
 }
-#: Gives the adapter folder of a training of `TRAININGS`, which no test may change.
-Trained = Callable[[str], Path]
 
 
 class Stop(TrainerCallback):
