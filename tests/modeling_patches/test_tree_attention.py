@@ -48,8 +48,14 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.float32, torch.float16),
     "splits": (1, 2, 11),
 }
-#: Some of all combinations, of which :func:`covering` takes those that have every pair.
-CASES = covering(random.Random(0).sample([*itertools.product(*FEATURES.values())], 1500))
+#: Some of all combinations, of which :func:`covering` takes those that have every pair. The
+#: interpreter runs a merge for each query head of a node: there are few of many nodes.
+CASES = covering(
+    [
+        case for case in random.Random(0).sample([*itertools.product(*FEATURES.values())], 1500)
+        if case[1] == 1 or case[2] < 66 or case[-1] == 1
+    ]
+)  # fmt: skip
 
 
 def dense(
@@ -208,7 +214,7 @@ def test_splits_fill_the_device() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the kernel's queries; small caches are split, too."""
+    """Shapes of the kernel's queries, of caches that are not split: each merge takes its time."""
     made: list[tuple[int, ...]] = []
     run = kernel.tree_attention
 
@@ -217,7 +223,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return run(query, *rest)
 
     monkeypatch.setattr(kernel, "tree_attention", counted)
-    monkeypatch.setattr(kernel, "split_count", lambda *_: 2)
+    monkeypatch.setattr(kernel, "split_count", lambda *_: 1)
     return made
 
 
@@ -227,7 +233,6 @@ RUNS = [
     ("gemma3", "bita"), ("cohere2", "space"), ("gpt_oss", "medusa"), ("llama4_text", "medusa"),
     ("deepseek_v3", "prompt_lookup"), ("qwen3_next", "prompt_lookup"),
 ]  # fmt: skip
-BY_KERNEL = [("mistral", "prompt_lookup"), ("gpt_oss", "prompt_lookup")]
 
 
 def check_model(
@@ -307,11 +312,16 @@ def test_windows_that_are_rings(tiny: Tiny, strategy: str, monkeypatch: pytest.M
     assert min(slots) < max(slots) and max(numbers for _, numbers in made) > 4
 
 
-@pytest.mark.parametrize(("name", "strategy"), BY_KERNEL)
+@pytest.mark.parametrize(("name", "splits"), [("mistral", 2), ("gpt_oss", 1)])
 def test_the_same_tokens_by_the_kernel(
-    tiny: Tiny, calls: list[tuple[int, ...]], name: str, strategy: str
+    tiny: Tiny,
+    calls: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    splits: int,
 ) -> None:
-    check_model(tiny, name, strategy, max_new_tokens=5)
+    monkeypatch.setattr(kernel, "split_count", lambda *_: splits)
+    check_model(tiny, name, "prompt_lookup", max_new_tokens=5)
     assert any(shape[2] > 1 for shape in calls)
 
 
@@ -328,9 +338,10 @@ def test_in_programs(
     assert found["kept"] and not found["refused"] and calls
 
 
-def test_long_prompts_in_chunks(tiny: Tiny, calls: list[tuple[int, ...]]) -> None:
+def test_long_prompts_in_chunks(shallow: Tiny, calls: list[tuple[int, ...]]) -> None:
     """A continued prompt runs through forwards of trees: chains of more nodes than a word has."""
-    model = tiny("llama", TREE_ATTENTION)
+    model: Any = shallow("llama")
+    model.set_attn_implementation(TREE_ATTENTION)
     given = {"return_dict_in_generate": True, "max_new_tokens": 2, "do_sample": False}
     first = model.generate(prompt(8), **given, assistant_strategy="plain")
     longer = torch.cat([first.sequences, prompt(66, seed=4)], 1)
