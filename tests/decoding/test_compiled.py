@@ -29,6 +29,7 @@ from hf_spec.drafting import growth
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
 from hf_spec.model.graphs import Graphs
+from hf_spec.policy import plans
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
@@ -245,8 +246,11 @@ def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "sampled", "sizes"), [("prompt_lookup", False, (1, 2)), ("medusa", True, (2,))]
 )
-def test_a_warm_up(shallow: Any, name: str, sampled: bool, sizes: tuple[int, ...]) -> None:
+def test_a_warm_up(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, sampled: bool, sizes: tuple[int, ...]
+) -> None:
     """Behind it nothing is compiled, whatever the policy chooses."""
+    monkeypatch.setattr(plans, "SIZES", plans.SIZES[:4])
     model = adapt(shallow(), name)
     config = CAPTURED["compile_config"]
     options = {"assistant_strategy": name, "compile_config": config, "do_sample": sampled}
