@@ -73,7 +73,7 @@ def check_freed(model: Any, given: dict[str, Any], **settings: Any) -> None:
 def test_nothing_is_left_of_a_call(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """On a GPU, the caches of finished calls would pile up."""
     variant = dict(FIRST)[name]
-    model, spec = tiny(), {**strategy(name, variant), "max_new_tokens": 12}
+    model, spec = tiny(), {**strategy(name, variant), "max_new_tokens": 8}
     with adapted(model, name, variant):
         check_freed(model, {"input_ids": prompt(100)}, **spec, do_sample=False)
         as_if(True, monkeypatch)  # a host that reads waits, so that drafts are prefetched
