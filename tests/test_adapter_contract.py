@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import pickle
 import shutil
 import weakref
 from collections.abc import Callable
@@ -170,6 +171,7 @@ def test_saved_and_loaded_every_way(base_path: str, tmp_path: Path, name: str, k
         lambda: itself(AutoModelForCausalLM.from_pretrained(base_path, device_map={"": "cpu"})),
         wrapped,
         lambda: wrapped(low_cpu_mem_usage=True),
+        lambda: pickle.loads(pickle.dumps(wrapped(is_trainable=True))),
         lambda: AutoPeftModelForCausalLM.from_pretrained(str(folder)),
         lambda: itself(load(base_path)),
     ]
@@ -223,6 +225,8 @@ def test_gradients_reach_the_adapter_alone(
 ) -> None:
     model = get_peft_model(fresh(architecture), config_of(name, kind))
     weights = randomise(model, config_of(name).type_name)
+    model.print_trainable_parameters()
+    assert model.get_model_status().enabled is True
     out = model(**batch())
     out["loss"].backward()
     assert out["logits"].shape[:2] == out["labels"].shape[:2] == (2, 2)
