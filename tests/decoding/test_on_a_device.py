@@ -146,7 +146,7 @@ def test_recorded_steps(
     be refused."""
     monkeypatch.setitem(captures.RECORDERS, DEVICE.type, Rerun)
     rules = {"typical": {**SETTINGS["sampled"], "acceptance": "typical"}}
-    model, rule = shallow(layers=3), {**SETTINGS, **rules}[setting]
+    model, rule = shallow(layers=LAYERS.get(case[0], 1)), {**SETTINGS, **rules}[setting]
     settings = {"do_sample": False, "max_new_tokens": NEW, **rule}
     given = without_pruning(strategy(*case))
     if "acceptance" in settings:
