@@ -186,7 +186,8 @@ def seconds_more(*case: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        ("cuda", "bf16", 4, 128, 128, False, True),
+        ("cuda", "bf16", 4, 64, 64, False, True),
+        seconds_more("cuda", "bf16", 4, 128, 128, False, True),
         seconds_more("cuda", "fp32", 1, 192, 128, True, False),
         seconds_more("hip", "fp16", 4, 128, 128, False, True),
     ],
