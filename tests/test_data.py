@@ -18,7 +18,7 @@ pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-Q, A = "Write “add” in Python. 🐍", "def add(a, b):\n    return a + b"
+Q, A = "Write “add” in Python. 🐍", "def add(a, b):\n    return a\u2028+ b"
 USER, REPLY = {"role": "user", "content": Q}, {"role": "assistant", "content": A}
 EARLIER = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -118,10 +118,12 @@ def test_an_input_follows_its_instruction(tmp_path):
 
 def test_ids_are_lines_or_positions_in_an_array(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "b", "question_id": None, "category": None}]
-    for text, ids in ((f"\n\n{as_lines(rows)}", [3, 4]), (json.dumps(rows), [1, 2])):
+    rows.append({"turns": ["c", "d"], "question_id": 81, "category": "chat"})
+    for text, ids in ((f"\n\n{as_lines(rows)}", [3, 4, 81]), (json.dumps(rows), [1, 2, 81])):
         (tmp_path / "x").write_text(text)
         read = read_prompts(tmp_path / "x")
-        assert [one.question_id for one in read] == ids and read[1].category == "default"
+        assert [one.question_id for one in read] == ids
+        assert [one.category for one in read] == ["default", "default", "chat"]
 
 
 @pytest.mark.parametrize(

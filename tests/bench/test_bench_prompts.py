@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from tiny_checkpoint import make_model, make_tokenizer, write_prompts
+from tiny_checkpoint import make_model, make_tokenizer
 
 from hf_spec.tools.bench.prompts import (
     Prompt,
@@ -14,22 +14,6 @@ from hf_spec.tools.bench.prompts import (
     spread,
 )
 from hf_spec.tools.data import Message
-
-
-def test_reads_prompts_with_categories_ids_and_references(tmp_path):
-    path = write_prompts(
-        tmp_path / "p.jsonl",
-        [
-            {"turns": ["first", "second"], "category": "chat", "question_id": 81},
-            {"prompt": "a prompt"},
-            {"question": "a question?", "category": "qa", "answer": "an\u2028answer"},
-        ],
-    )
-    assert read_prompts(path) == [
-        Prompt("first", "chat", 81),
-        Prompt("a prompt", "default", 2),
-        Prompt("a question?", "qa", 3, "an\u2028answer"),
-    ]
 
 
 @pytest.mark.parametrize(
