@@ -149,6 +149,8 @@ def test_ids_are_lines_or_positions_in_an_array(tmp_path):
         (b'{"messages": [{"role": "user", "content": " "}]}', "the user's last message is empty"),
         (b'{"messages": [{"role": "system", "content": "a"}]}', "be the user's, it is the system"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "be the user's, it is the ass"),
+        (b'{"turns": []}', "'turns' must be a list with at least one text"),
+        (b'{"prompt": "a", "answer": "b", "category": "all"}', "'category' must not be 'all'"),
         (b"PAR1 broken", "cannot read '.*x': .*arquet"),
         (b" \n", "no"),
     ],

@@ -1,34 +1,12 @@
-"""Prompts of a benchmark: fields of their own (tests/test_data.py has the others), limits, cuts."""
+"""Prompts of a benchmark: limits and cuts; tests/test_data.py has their fields."""
 
 from collections import Counter
 
 import pytest
 from tiny_checkpoint import make_model, make_tokenizer
 
-from hf_spec.tools.bench.prompts import (
-    Prompt,
-    encode,
-    encode_prompts,
-    encode_within,
-    read_prompts,
-    spread,
-)
+from hf_spec.tools.bench.prompts import Prompt, encode, encode_prompts, encode_within, spread
 from hf_spec.tools.data import Message
-
-
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        ('{"turns": []}', "'turns' must be a list with at least one text"),
-        ('{"prompt": "x", "category": "all"}', "'category' must not be 'all'"),
-    ],
-)
-def test_a_bad_line_is_named_with_its_rule(tmp_path, line, rule):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "good"}\n\n' + line + "\n")
-    with pytest.raises(ValueError, match="p.jsonl, line 3: ") as caught:
-        read_prompts(path)
-    assert rule in str(caught.value)
 
 
 def test_limit_is_spread_evenly_and_keeps_the_order():

@@ -155,13 +155,11 @@ def test_no_files_or_both_kinds_or_no_rows(tmp_path):
     ("rows", "message"),
     [
         ([{"prompt_ids": [1], "answer": "a"}], "1: needs one of .*; it has prompt_ids, answer$"),
-        ([{"text": "a"}], " 1: needs one of .* prompt, question, instruction; it has text$"),
         (TEXTS, " 1: holds texts: give the tokenizer of the model, too"),
         ([{"prompt_ids": [1], "answer_ids": "a"}], "1: 'answer_ids' must be a list of token ids"),
         ([{"prompt_ids": [1.5], "answer_ids": [1]}], "'prompt_ids' must be a list of token ids"),
         ([*IDS, {"prompt_ids": [1], "answer_ids": []}], "3: 'answer_ids' must be .* not empty"),
         ([*IDS, {"prompt_ids": None, "answer_ids": [1]}], "3: 'prompt_ids' must be a list"),
-        ([{"prompt": 1, "answer": "a"}], " 1: 'prompt' must hold a text that is not empty"),
     ],
 )
 def test_columns_that_will_not_do(tmp_path, rows, message, capfd):
