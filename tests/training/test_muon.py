@@ -8,7 +8,7 @@ import torch
 from tiny_checkpoint import make_model
 from torch import nn
 from torch.optim import AdamW, Muon
-from trained import SETTINGS, TRAININGS, Stop, answers, same, weights
+from trained import SETTINGS, TRAININGS, answers
 from transformers import Trainer
 
 from hf_spec.tools.training.muon import WithMuon, layer_matrices
@@ -43,18 +43,6 @@ def test_each_steps_its_own_parameters() -> None:
                 one.zero_grad()
         for one, other in zip(both.parameters(), apart.parameters()):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["dflash", "eagle3"])
-def test_resumed_training_equals_uninterrupted(tmp_path: Path, name: str) -> None:
-    method, config = TRAININGS[name]
-    settings = {**SETTINGS, "optim": "muon"}
-    train(make_model(), answers(), method, tmp_path / "whole", config, settings)
-    arguments = (answers(), method, tmp_path / "parts", config, settings)
-    with pytest.raises(KeyboardInterrupt):
-        train(make_model(), *arguments, callbacks=[Stop()])
-    train(make_model(), *arguments, resume=True)
-    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
 
 def test_without_matrices_it_is_refused(tmp_path: Path) -> None:

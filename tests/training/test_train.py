@@ -99,7 +99,7 @@ def test_measured_tau_is_that_of_decoding_each_prompt(trained):
     assert (stats.num_row_steps, stats.num_generated_tokens) == (steps, tokens)
 
 
-@pytest.mark.parametrize("name", ["bita", "full"])
+@pytest.mark.parametrize("name", ["bita", "full", "dflash", "eagle3"])  # the last two by Muon
 def test_resumed_training_equals_uninterrupted(trained, tmp_path, name):
     whole = trained(name)
     arguments = (answers(), TRAININGS[name][0], tmp_path, TRAININGS[name][1], SETTINGS)
