@@ -45,7 +45,7 @@ REFUSED: dict[str, Any] = {
     "penalty_alpha": 0.6, "dola_layers": "low", "low_memory": True, "guidance_scale": 1.5,
     "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1, "assistant_ensemble_weight": 0.5,
     "use_mtp": True, "speculation_type": "dflash", "output_attentions": True,
-    "output_hidden_states": True,
+    "output_hidden_states": True, "max_matching_ngram_size": 3,
 }  # fmt: skip
 
 #: Options that only say more about one of those, about another kind of model, or about the config
@@ -53,7 +53,7 @@ REFUSED: dict[str, Any] = {
 WITHOUT_EFFECT: dict[str, Any] = {
     "early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.5,
     "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic",
-    "max_matching_ngram_size": 3, "assistant_lookbehind": 3, "target_lookbehind": 3,
+    "assistant_lookbehind": 3, "target_lookbehind": 3,
     "decoder_start_token_id": 5, "cache_config": {"nbits": 4}, "max_cache_len": 400,
     "continuous_batching_config": None, "transformers_version": "5.0.0",
     "_from_model_config": False,
@@ -81,7 +81,7 @@ def test_no_option_is_overlooked() -> None:
 @pytest.mark.parametrize("option", REFUSED)
 def test_refused(tiny: Tiny, option: str) -> None:
     """By name, with a remedy, before the model runs."""
-    message = rf"^{option}=.* with assistant_strategy=.*\. (Leave|Run|Set|Drop) "
+    message = rf"^{option}=.* with assistant_strategy=.*\. (Leave|Run|Set|Drop|Give) "
     settings = {"max_new_tokens": 4, "return_dict_in_generate": True, **SPEC}
     with no_forward(tiny()), pytest.raises(ValueError, match=message):
         tiny().generate(prompt(), **settings, **{option: REFUSED[option]})
