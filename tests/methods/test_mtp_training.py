@@ -94,11 +94,13 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
 
 @pytest.mark.parametrize(
     ("name", "kind", "decay"),
-    zip(
-        ["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT],
-        cycle(["kl", "ce"]),
-        [None, 0.7, 0.7, None, None],
-    ),
+    [
+        *zip(
+            ["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT],
+            cycle(["kl", "ce"]),
+            [None, 0.7, 0.7, None, None],
+        )
+    ],
 )
 def test_loss_and_gradients_are_those_of_chains_run_one_by_one(
     name: str, kind: str, decay: float | None

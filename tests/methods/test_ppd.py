@@ -137,7 +137,7 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind"), zip(CONFIGS.values(), cycle(["distillation", "hard"])), ids=CONFIGS
+    ("fields", "kind"), [*zip(CONFIGS.values(), cycle(["distillation", "hard"]))], ids=CONFIGS
 )
 def test_loss_against_one_place_at_a_time(fresh: Tiny, fields: dict, kind: str) -> None:
     model = with_adapter(fresh("llama"), {**fields, "loss": kind, "decay": 0.7})
