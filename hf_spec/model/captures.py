@@ -6,8 +6,9 @@ and all that changes from run to run must be among its inputs.
 """
 
 import gc
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -15,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 #: The backend, by the name that ``torch.compile`` has for it, that records and compiles nothing.
@@ -236,6 +237,35 @@ def memory_of(tensor: Tensor) -> Any:
     except (RuntimeError, NotImplementedError):  # subclasses that cannot be taken apart
         place = id(tensor)
     return place, tensor.device
+
+
+def places(tensors: Iterable[Tensor]) -> dict[Hashable, Hashable]:
+    """Which of these is where in memory."""
+    return {memory_of(one): place for place, one in enumerate(plain_tensors(tensors))}
+
+
+def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """These, and of quantized weights the tensors that they consist of, as capturing sees them."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from plain_tensors(getattr(tensor, name) for name in names)
+        else:
+            yield tensor
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Silence torch's log of operations that cannot be captured, as the error reports them."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    # Weights that autocast has cast must not get into captured code, nor out of it.
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        log.disabled = disabled
+        torch.clear_autocast_cache()
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -17,10 +17,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -28,7 +26,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import CompileConfig
 
 from hf_spec.cache.attention import zeros
@@ -41,11 +38,14 @@ from hf_spec.model.captures import (
     Captured,
     Recorder,
     Watch,
+    capturing,
     check_recording,
     memory_of,
+    places,
+    plain_tensors,
     take_turns,
 )
-from hf_spec.model.repeats import compile_once
+from hf_spec.model.compilers import code_for, options_of
 from hf_spec.model.rounding import difference, tolerance
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.weights import placement
@@ -122,7 +122,7 @@ class Graphs:
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
         self.model, self._device = model, placement(model).device
-        self.config, self._options, self._backend = config, _options(config), config.backend
+        self.config, self._options, self._backend = config, options_of(config), config.backend
         self.compiles = config.backend != CUDA_GRAPHS
         # A record is for one device.
         split = len({parameter.device for parameter in model.parameters()}) > 1
@@ -141,7 +141,7 @@ class Graphs:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
             self._kept.trim()
         #: What code may contain: memory, and whose it is, as weights may change places.
-        self._places = _places(chain(model.parameters(), model.buffers()))
+        self._places = places(chain(model.parameters(), model.buffers()))
         self._valid: WeakSet[Graph] = WeakSet()  # code that contains nothing else
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
@@ -243,7 +243,7 @@ class Graphs:
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
         different tensors."""
-        self._places = {**_places(tensors), **self._places}
+        self._places = {**places(tensors), **self._places}
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values: an earlier call's if possible, as CUDA graphs depend on memory
@@ -316,20 +316,20 @@ class Graphs:
             kept.compiled[key] = made
         if kept.recorder is None:
             kept.recorder = RECORDERS[self._device.type](self._device)
-        with _capturing():
+        with capturing():
             return replace(made, code=Captured(kept.recorder, made.code, inputs, static))
 
     def _watched(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
         """A function as it is, if it can be recorded."""
-        with _capturing():
+        with capturing():
             function(*inputs)  # makes tables that are made once
             with Watch(inputs) as watch:
                 function(*inputs)
-        baked, others = self._sorted(_plain(watch.read.values()))
+        baked, others = self._sorted(plain_tensors(watch.read.values()))
         return Graph(function, baked, tolerance(watch.dtypes), others)
 
     def _compile(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
-        with _capturing():
+        with capturing():
             tracer = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
             captured: Any = tracer(*inputs)
         names = dict.fromkeys(node.target for node in captured.graph.find_nodes(op="get_attr"))
@@ -340,11 +340,7 @@ class Graphs:
         if self.records:
             with Watch(inputs):
                 captured(*inputs)
-        code = None
-        if self._backend in ("eager", "inductor"):
-            # By a function without the model, which kept code must not hold.
-            code = compile_once(captured, partial(_compile_part, self._backend, self._options))
-        code = code or self._whole(captured)
+        code = code_for(captured, self._backend, self._options)
         return Graph(code, baked, tolerance(dtypes), code)
 
     def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:
@@ -360,14 +356,6 @@ class Graphs:
         known = ((at, self._places[at]) for at, _ in tensors if at in self._places)
         return frozenset(known), others
 
-    def _whole(self, captured: torch.fx.GraphModule) -> Function:
-        if self._backend == "eager":  # runs the captured graph as it is
-            return captured
-        options = {**self._options, "guard_filter_fn": lambda guards: [False] * len(guards)}
-        return torch.compile(
-            captured, fullgraph=True, dynamic=False, backend=self._backend, options=options
-        )
-
     def _warn(self, why: str) -> None:
         if why not in self._kept.warned:
             self._kept.warned.add(why)
@@ -377,55 +365,10 @@ class Graphs:
             )  # fmt: skip
 
 
-def _options(config: CompileConfig) -> dict[str, Any]:
-    """The options of ``torch.compile``, its mode among them."""
-    options = dict(config.options or {})
-    if config.backend == "inductor":
-        mode = torch._inductor.list_mode_options(config.mode) if config.mode is not None else {}
-        options = {**mode, **options, "triton.cudagraphs": False}  # recorded by Graphs, as one
-    return options
-
-
-def _compile_part(
-    backend: str, options: dict[str, Any], part: torch.fx.GraphModule, inputs: Sequence[Tensor]
-) -> Function:
-    if backend == "eager":
-        return part
-    return torch._inductor.compile(part, list(inputs), options=options)
-
-
-@contextmanager
-def _capturing() -> Iterator[None]:
-    """Silence torch's log of operations that cannot be captured, as the error reports them."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
-    # Weights that autocast has cast must not get into captured code, nor out of it.
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        log.disabled = disabled
-        torch.clear_autocast_cache()
-
-
 def _shape(tensor: Tensor) -> Hashable:
     """The layout that code is compiled for; strides of dimensions of size 1 do not matter."""
     strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
     return tensor.shape, strides, tensor.dtype, tensor.device
-
-
-def _places(tensors: Iterable[Tensor]) -> dict[Hashable, Hashable]:
-    """Which of these is where in memory."""
-    return {memory_of(one): place for place, one in enumerate(_plain(tensors))}
-
-
-def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """These, and of quantized weights the tensors that they consist of, as capturing sees them."""
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        else:
-            yield tensor
 
 
 def _obstacle(model: Any, hooks: Collection[str], records: bool) -> str | None:

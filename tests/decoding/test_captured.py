@@ -28,7 +28,7 @@ from transformers import CompileConfig
 from hf_spec.core.memory import memory
 from hf_spec.decoding.device_step import DeviceStep
 from hf_spec.drafting.tree_drafter import TreeDrafter
-from hf_spec.model import captures, graphs
+from hf_spec.model import captures
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.repeats import compile_once
@@ -262,7 +262,7 @@ def cut_into(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return compile_once(captured, compiled_part)
 
-    monkeypatch.setattr(graphs, "compile_once", noted)
+    monkeypatch.setattr("hf_spec.model.compilers.compile_once", noted)
     return found
 
 

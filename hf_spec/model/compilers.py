@@ -1,0 +1,41 @@
+"""Code for captured graphs, by the backends of ``torch.compile``."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from transformers import CompileConfig
+
+from hf_spec.model.repeats import compile_once
+
+
+def options_of(config: CompileConfig) -> dict[str, Any]:
+    """The options of ``torch.compile``, its mode among them."""
+    options = dict(config.options or {})
+    if config.backend == "inductor":
+        mode = torch._inductor.list_mode_options(config.mode) if config.mode is not None else {}
+        options = {**mode, **options, "triton.cudagraphs": False}  # recorded by Graphs, as one
+    return options
+
+
+def code_for(captured: fx.GraphModule, backend: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """Code for a graph of tensors, whose recurring part is compiled once where a backend allows it;
+    it must not hold the model, as it is kept."""
+    if backend in ("eager", "inductor"):
+        code = compile_once(captured, partial(_compile_part, backend, options))
+        if code is not None:
+            return code
+    if backend == "eager":  # runs the captured graph as it is
+        return captured
+    options = {**options, "guard_filter_fn": lambda guards: [False] * len(guards)}
+    return torch.compile(captured, fullgraph=True, dynamic=False, backend=backend, options=options)
+
+
+def _compile_part(
+    backend: str, options: dict[str, Any], part: fx.GraphModule, inputs: Sequence[Tensor]
+) -> Callable[..., Any]:
+    if backend == "eager":
+        return part
+    return torch._inductor.compile(part, list(inputs), options=options)
