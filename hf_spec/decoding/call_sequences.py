@@ -17,14 +17,13 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from hf_spec.cache.buffers import SMALLEST
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 from hf_spec.core.verify import HostResult
 
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
 NO_LIMIT = 2**60
-#: Fewest columns of ids that are given to code of fixed shapes.
-SMALLEST = 256
 
 
 class Sequences:
@@ -157,8 +156,8 @@ class Sequences:
         lengths = [self.lengths[row] for row in self.rows]
         capacity = max(bucket(max(lengths)), SMALLEST)
         self._ids = _reserved(self._ids, capacity)
-        sent_now = sent([self.rows, [first[row] for row in self.rows], lengths], self.device)
-        return self.ids[sent_now[0], :capacity], sent_now[1:]
+        numbers = sent([self.rows, [first[row] for row in self.rows], lengths], self.device)
+        return self.ids[numbers[0], :capacity], numbers[1:]
 
     def write(self, tokens: Tensor) -> None:
         """Put tokens ``(batch, n)`` into the scratch space of each row."""
