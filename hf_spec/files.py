@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sqlite3
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ def _no_room(error: BaseException) -> str | None:
         return error.strerror
     if isinstance(error, SafetensorError) and "while serializing" in text:
         return text.splitlines()[0]
+    if isinstance(error, sqlite3.OperationalError) and "is full" in text:
+        return text
     if isinstance(error, RuntimeError) and "inline_container" in text:
         return "a file could not be written to its end"  # torch.save does not say why
     return None

@@ -94,4 +94,4 @@ class TRLCallback(TrainerCallback):
 def _place(args: Any, state: Any) -> Path:
     """The file of a process beside the other states of a checkpoint."""
     folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-    return folder / f"rollout_history_{args.process_index}.safetensors"
+    return folder / f"rollout_history_{args.process_index}.sqlite"

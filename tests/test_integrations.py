@@ -1,13 +1,14 @@
 """The callback for trainers of TRL, with a trainer that generates as these do."""
 
 import logging
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Tiny, prompt
-from safetensors.torch import load_file
 from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
@@ -81,10 +82,16 @@ def test_answers_are_saved_with_checkpoints(trainer: Any, tmp_path: Path) -> Non
     trainer.model.generate(prompt(7), generation_config=trainer.generation_config)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     history.save(tmp_path / "resumed")
-    resumed = load_file(tmp_path / "resumed")
-    assert len(resumed["prompts"].unique(dim=0)) == 1, "prompt(7)'s came after the checkpoint"
-    written = load_file(tmp_path / "checkpoint-2" / "rollout_history_0.safetensors")
-    assert written["lengths"].tolist() == resumed["lengths"].tolist() == [6, 6]
+    resumed = answers(tmp_path / "resumed")
+    assert len({prompt for prompt, _ in resumed}) == 1, "prompt(7)'s came after the checkpoint"
+    written = answers(tmp_path / "checkpoint-2" / "rollout_history_0.sqlite")
+    assert [size for _, size in written] == [size for _, size in resumed] == [24, 24]
+
+
+def answers(path: Path) -> list[tuple[bytes, int]]:
+    """The prompts of a file's answers, and the bytes of their tokens."""
+    with closing(sqlite3.connect(path)) as file:
+        return file.execute("select prompt, length(tokens) from answers").fetchall()
 
 
 def test_recording_is_asked_for(trainer: Any) -> None:

@@ -11,17 +11,16 @@ alone, so that the distribution is that of plain sampling.
 
 from __future__ import annotations
 
+import sqlite3
 from array import array
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_spec.core.checks import check_count, check_range
@@ -43,13 +42,31 @@ SHARE = 3 / 4
 MAX_LENIENCE = 1000.0
 
 
-@dataclass(eq=False)
+#: A row for each answer. ``round``: number of changes of the weights before it; ``seen`` grows with
+#: every answer to the same prompt; ``tokens``: int32.
+SCHEMA = """
+create table if not exists answers (
+    id integer primary key,
+    prompt blob not null check (typeof(prompt) = 'blob'),
+    seed integer not null check (typeof(seed) = 'integer'),
+    round integer not null,
+    seen integer not null,
+    tokens blob not null check (typeof(tokens) = 'blob' and length(tokens) % 4 = 0)
+);
+create index if not exists by_prompt on answers (prompt);
+create index if not exists by_seen on answers (seen);
+"""
+#: Bytes of a token.
+BYTES = 4
+
+
+@dataclass
 class _Answer:
-    """An answer: its tokens, its seed, and the number of times that weights had changed before."""
+    """An answer: its tokens, its seed, and the row that holds it; None: none does."""
 
     tokens: array[int]
     seed: int
-    round: int = -1
+    id: int | None = None
 
 
 class RolloutHistory:
@@ -68,28 +85,53 @@ class RolloutHistory:
         lenience: how many times as likely a token of the earlier answer is made where it is
             verified, in rollouts that sample. Above 1 more of it is kept, but the answer is not
             sampled from the current policy: **lossy** (the idea is SPEC-RL's).
+        path: the SQLite file, of this process alone, that holds the answers instead of the memory;
+            with those that an earlier process has left there.
+
+    Raises:
+        ValueError: if the file is in use, or is no history's.
     """
 
     def __init__(
-        self, max_tokens: int = MAX_HISTORY, fresh: float = 0.0, lenience: float = 1.0
+        self, max_tokens: int = MAX_HISTORY, fresh: float = 0.0, lenience: float = 1.0,
+        path: str | Path | None = None,
     ):  # fmt: skip
         check_count("max_tokens", max_tokens)
         check_range("fresh", fresh, 0.0, 1.0)
         check_range("lenience", lenience, 1.0, MAX_LENIENCE)
-        self.max_tokens, self.fresh, self.lenience = max_tokens, fresh, lenience
-        #: Answers by prompt, the prompt that was seen last at the end.
-        self._answers: OrderedDict[str, list[_Answer]] = OrderedDict()
-        self._size = self._round = 0
+        self.max_tokens, self.fresh, self.lenience, self.path = max_tokens, fresh, lenience, path
+        self._round = 0
         self._weights: Hashable = None
+        try:  # threads take turns by `locked`
+            self._rows = sqlite3.connect(path or ":memory:", timeout=0, check_same_thread=False)
+            self._rows.execute("pragma locking_mode = exclusive")
+            self._rows.executescript(SCHEMA)
+            with self._rows:
+                self._rows.execute("update answers set round = -1")
+            self._count()
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"path={str(path)!r}: must be a new file, or a history's that is not in use: "
+                f"{error}"
+            ) from error
 
     def __repr__(self) -> str:
         return (
             f"RolloutHistory(max_tokens={self.max_tokens}, fresh={self.fresh}, "
-            f"lenience={self.lenience})"
+            f"lenience={self.lenience}, path={self.path!r})"
         )
 
     def __deepcopy__(self, memo: Any) -> RolloutHistory:
         return self  # generate() copies its configuration
+
+    def __reduce__(self) -> Any:  # trainers pickle their arguments; :meth:`save` keeps answers
+        return type(self), (self.max_tokens, self.fresh, self.lenience)
+
+    def _count(self) -> None:
+        """Find the number of tokens, and the newest answer."""
+        count = "select coalesce(sum(length(tokens)), 0), coalesce(max(seen), 0) from answers"
+        size, self._seen = self._rows.execute(count).fetchone()
+        self._size = size // BYTES
 
     @locked
     def begin(
@@ -101,13 +143,10 @@ class RolloutHistory:
         weights = weights_version([x for x in trained if is_plain(x)])
         self._round += weights != self._weights
         self._weights = weights
-        keys = [blake2b(array("i", prompt), digest_size=16).hexdigest() for prompt in prompts]
+        keys = [blake2b(array("i", prompt), digest_size=16).digest() for prompt in prompts]
         seeds = torch.randint(2**48, (len(keys),), device=device).tolist()
         fresh = (torch.rand(len(keys), device=device) < self.fresh).tolist()
-        left = {
-            key: [one for one in self._answers.get(key, ()) if one.round < self._round]
-            for key in keys
-        }
+        left = {key: self._answers(key) for key in dict.fromkeys(keys)}
         old = [left[key].pop(0) if left[key] else None for key in keys]
         drafts = [
             _Answer(array("i"), seed) if one is None or new else one
@@ -115,33 +154,46 @@ class RolloutHistory:
         ]
         return Earlier(self, keys, old, drafts, list(map(len, prompts)))
 
+    def _answers(self, key: bytes) -> list[_Answer]:
+        """Those to a prompt that other weights gave, the oldest first."""
+        rows = self._rows.execute(
+            "select tokens, seed, id from answers where prompt = ? and round < ? order by id",
+            (key, self._round),
+        )
+        return [_Answer(array("i", tokens), *rest) for tokens, *rest in rows]
+
     @locked
     def add(self, earlier: Earlier, answers: Sequence[Sequence[int]]) -> None:
         """Keep the answers of a call, in place of those that drafted them."""
-        for key, old, draft, answer in zip(earlier.keys, earlier.old, earlier.drafts, answers):
-            known = self._answers.setdefault(key, [])
-            if old in known:
-                known.remove(old)
-                self._size -= len(old.tokens)
-            known.append(_Answer(array("i", answer), draft.seed, self._round))
-            self._size += len(answer)
-            self._answers.move_to_end(key)
-        while self._size > self.max_tokens:
-            _, dropped = self._answers.popitem(last=False)
-            self._size -= sum(len(one.tokens) for one in dropped)
+        with self._rows as rows:
+            for key, old, draft, answer in zip(earlier.keys, earlier.old, earlier.drafts, answers):
+                if old is not None:
+                    found = rows.execute("delete from answers where id = ?", (old.id,)).rowcount
+                    self._size -= found * len(old.tokens)
+                self._insert([(key, draft.seed, array("i", answer).tobytes())], self._round)
+                rows.execute("update answers set seen = ? where prompt = ?", (self._seen, key))
+                self._size += len(answer)
+            while self._size > self.max_tokens:
+                key = rows.execute("select prompt from answers order by seen limit 1").fetchone()
+                count = f"select sum(length(tokens)) / {BYTES} from answers where prompt = ?"
+                self._size -= rows.execute(count, key).fetchone()[0]
+                rows.execute("delete from answers where prompt = ?", key)
+
+    def _insert(self, answers: Iterable[tuple[bytes, int, bytes]], round: int = -1) -> None:
+        """Add prompts, seeds and tokens."""
+        for answer in answers:
+            self._seen += 1
+            values = (*answer, round, self._seen)
+            self._rows.execute(
+                "insert into answers (prompt, seed, tokens, round, seen) values (?, ?, ?, ?, ?)",
+                values,
+            )
 
     @locked
     def save(self, path: str | Path) -> None:
-        """Write the answers to a safetensors file, in one step; :meth:`load` takes them."""
-        every = [(key, one) for key, some in self._answers.items() for one in some]
-        tensors = {
-            "prompts": torch.tensor([[*bytes.fromhex(key)] for key, _ in every], dtype=torch.uint8),
-            "seeds": torch.tensor([one.seed for _, one in every], dtype=torch.int64),
-            "lengths": torch.tensor([len(one.tokens) for _, one in every], dtype=torch.int64),
-            "tokens": torch.tensor([x for _, one in every for x in one.tokens], dtype=torch.int32),
-        }
-        with replacing(Path(path)) as temporary:
-            save_file(tensors, temporary)
+        """Write the answers to an SQLite file, in one step; :meth:`load` takes them."""
+        with replacing(Path(path)) as temporary, closing(sqlite3.connect(temporary)) as file:
+            self._rows.backup(file)
 
     @locked
     def load(self, path: str | Path) -> None:
@@ -150,19 +202,18 @@ class RolloutHistory:
         Raises:
             ValueError: if it is no file that :meth:`save` has written.
         """
+        place = f"{Path(path).absolute().as_uri()}?mode=ro"
         try:
-            state = load_file(path)
-            prompts, seeds, lengths = (state[x].tolist() for x in ("prompts", "seeds", "lengths"))
-            parts = [part.tolist() for part in state["tokens"].split(lengths)] if lengths else []
-        except (OSError, SafetensorError, LookupError, RuntimeError) as error:
+            with closing(sqlite3.connect(place, uri=True)) as file, self._rows as rows:
+                rows.execute("delete from answers")
+                select = "select prompt, seed, tokens from answers order by seen, id"
+                self._insert(file.execute(select))
+        except sqlite3.Error as error:
             raise ValueError(
                 f"{str(path)!r} holds no answers as RolloutHistory.save() writes them: {error!r}"
             ) from error
-        self._answers.clear()
-        for prompt, seed, tokens in zip(prompts, seeds, parts):
-            answer = _Answer(array("i", tokens), seed)
-            self._answers.setdefault(bytes(prompt).hex(), []).append(answer)
-        self._size = sum(lengths)
+        finally:
+            self._count()
 
 
 @dataclass
@@ -178,7 +229,7 @@ class Earlier:
     """
 
     history: RolloutHistory
-    keys: list[str]
+    keys: list[bytes]
     old: list[_Answer | None]
     drafts: list[_Answer]
     prompts: list[int]

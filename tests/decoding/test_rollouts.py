@@ -1,6 +1,13 @@
 """Rollouts drafted by the answers of earlier ones: the same distribution, fewer steps."""
 
+import copy
+import gc
+import pickle
+import sqlite3
+import subprocess
+import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +16,6 @@ import torch
 from conftest import Tiny, prompt, ragged
 from replay import RECORDED, Replay
 from running import one_of_each_kind
-from safetensors.torch import load_file, save_file
 from scipy import stats
 from test_compiled import adapt, generate, strategy
 
@@ -38,18 +44,17 @@ def rollout(model: Any, history: Any, inputs: Any, name: str = "plain", **settin
 def seeds_alone(history: Any, path: Path) -> Any:
     """A history that makes the same random numbers and drafts nothing."""
     history.save(path)
-    state = load_file(path)
-    state["lengths"], state["tokens"] = state["lengths"] * 0, state["tokens"][:0]
-    save_file(state, path)
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("update answers set tokens = x''")
     other = hf_spec.RolloutHistory()
     other.load(path)
     return other
 
 
-def lengths(history: Any, path: Path) -> list[int]:
-    """Those of the answers."""
-    history.save(path)
-    return load_file(path)["lengths"].tolist()
+def lengths(path: Path) -> list[int]:
+    """Those of a file's answers."""
+    with closing(sqlite3.connect(path)) as file:
+        return [n // 4 for (n,) in file.execute("select length(tokens) from answers order by id")]
 
 
 def kept(output: Any) -> int:
@@ -188,16 +193,18 @@ def test_fresh_rollouts(fresh: Tiny, tmp_path: Path) -> None:
     change(model, 1e-7)
     same = (rollout(model, history, many).sequences == first.sequences).all(1).sum()
     assert 8 < same < 32  # outside once in 30,000 times
-    assert len(lengths(history, tmp_path / "answers")) == 40
+    history.save(tmp_path / "answers")
+    assert len(lengths(tmp_path / "answers")) == 40
 
 
 def test_bounds_and_state(fresh: Tiny, tmp_path: Path) -> None:
-    path = tmp_path / "answers.safetensors"
+    path = tmp_path / "answers"
     history, model = hf_spec.RolloutHistory(max_tokens=80), fresh("llama")
     one, two = prompt(12), prompt(12, seed=7)
     for inputs in (one, two, one, two):
         rollout(model, history, inputs)
-    assert lengths(history, path) == [24, 24], "the older prompt's are dropped"
+    history.save(path)
+    assert lengths(path) == [24, 24], "the older prompt's are dropped"
     first = rollout(model, history, one)
     history.save(path)
     again = hf_spec.RolloutHistory()
@@ -209,7 +216,31 @@ def test_bounds_and_state(fresh: Tiny, tmp_path: Path) -> None:
     assert kept(rollout(model, again, one)) == 0
 
 
-@pytest.mark.parametrize("content", [None, b"no tensors", {"seeds": torch.ones(1)}])
+def test_answers_on_disk(fresh: Tiny, tmp_path: Path) -> None:
+    """Are there after an interrupted process, and for one process at a time."""
+    path, model = tmp_path / "answers", fresh("llama")
+    history = hf_spec.RolloutHistory(path=path)
+    first = rollout(model, history, prompt(12))
+    code = f"import hf_spec; hf_spec.RolloutHistory(path={str(path)!r})"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "must be a new file, or a history's that is not in use" in other.stderr
+    assert copy.deepcopy(history) is history
+    assert repr(pickle.loads(pickle.dumps(history))) == repr(hf_spec.RolloutHistory())
+    del history
+    gc.collect()
+    again = hf_spec.RolloutHistory(path=path)
+    ours = rollout(model, again, prompt(12))
+    assert torch.equal(ours.sequences, first.sequences) and kept(ours) == 21
+    again.save(tmp_path / "others")
+    assert lengths(tmp_path / "others") == [24]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"no database", "create table others (x)", "create table answers (prompt, seed)",
+     "create table answers (prompt, seed, tokens, seen, id);"
+     "insert into answers values (x'00', 1, 'text', 1, 1)"],
+)  # fmt: skip
 def test_a_file_without_answers(content: Any, fresh: Tiny, tmp_path: Path) -> None:
     """Leaves the answers as they were."""
     history, model, path = hf_spec.RolloutHistory(), fresh("llama"), tmp_path / "answers"
@@ -217,10 +248,13 @@ def test_a_file_without_answers(content: Any, fresh: Tiny, tmp_path: Path) -> No
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
-        save_file(content, path)
+        with closing(sqlite3.connect(path)) as file:
+            file.executescript(content)
+            file.commit()
     with pytest.raises(ValueError, match=r"answers' holds no answers as RolloutHistory.save"):
         history.load(path)
-    assert lengths(history, tmp_path / "others") == [24]
+    history.save(tmp_path / "others")
+    assert lengths(tmp_path / "others") == [24]
 
 
 def test_bad_input(fresh: Tiny) -> None:
@@ -230,6 +264,8 @@ def test_bad_input(fresh: Tiny) -> None:
         hf_spec.RolloutHistory(fresh=2)
     with pytest.raises(ValueError, match="lenience=0.5: must be a number in"):
         hf_spec.RolloutHistory(lenience=0.5)
+    with pytest.raises(ValueError, match=r"path='/nowhere/x': .* unable to open database file"):
+        hf_spec.RolloutHistory(path="/nowhere/x")
     with pytest.raises(ValueError, match="history='x': give a hf_spec.RolloutHistory"):
         rollout(fresh("llama"), "x", prompt())
     with pytest.raises(ValueError, match="history=.* it belongs to acceptance='match'"):
