@@ -24,7 +24,6 @@ from hf_spec.drafting.losses import Ahead, future_losses, mean_loss
 from hf_spec.drafting.options import CHAIN, DraftOptions
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
-from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.registry import Method
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import computed_states, probe_sequences
@@ -178,10 +177,10 @@ class BitaDrafter(ProbeDrafter):
     options: BitaOptions
 
     def __init__(self, model: Any, options: BitaOptions, adapter: Adapter):
-        weights: Mapping[str, Tensor] = adapter.tensors()
-        source = tree_source(options, self.trees, model, adapter, len(weights["masks"]), probes=1)
-        used = {**weights, "masks": weights["masks"][: source.max_depth]}
-        super().__init__(model, options, probe_inputs(model, used), source, weights)
+        super().__init__(model, options, adapter, adapter.config.num_mask_tokens)
+        weights = adapter.tensors()
+        used = {**weights, "masks": weights["masks"][: self.distances]}
+        self.probe_inputs = probe_inputs(model, used)
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         if self.options.tree != STRAIGHTFORWARD:

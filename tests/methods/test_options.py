@@ -9,7 +9,7 @@ import hf_spec
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.decoding.strategy import resolve
 from hf_spec.drafting.options import DraftOptions, changed, key_of
-from hf_spec.drafting.tree_source import drafted_depth, static_tree
+from hf_spec.drafting.static_trees import drafted_depth, static_tree
 from hf_spec.methods.registry import get_method, methods
 
 WHOLE = "must be a whole number"

@@ -19,7 +19,6 @@ from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter
-from hf_spec.drafting.tree_source import tree_source
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.sequences import token_hidden
 
@@ -32,16 +31,14 @@ class BlockDrafter(TreeDrafter):
     """
 
     def __init__(self, model: Any, options: DraftOptions, adapter: Adapter):
-        config, weights = adapter.config, adapter.tensors()
-        source = tree_source(options, self.trees, model, adapter, config.distances)
-        super().__init__(model, options, source, weights)
+        config = adapter.config
+        super().__init__(model, options, adapter, config.distances)
         self.network = BlockNetwork(model, adapter)
         self.markov_head = head = self.network.head
         if head is not None:
             self.make_predictions = PathPredictions
             head.top_k = config.selector_top_k if head.chooses else None
         self.reads = Reads("committed", tuple(config.layers))
-        self.distances = source.max_depth
 
     def start(self, state: DecodeState) -> None:
         super().start(state)

@@ -7,7 +7,7 @@ draft tokens, by the step times that it learns (sections 4.2.1 and 4.2.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_spec.core.memory import locked
+from hf_spec.adapters.module import Adapter
+from hf_spec.core.memory import locked, recall
 from hf_spec.core.transfer import sent, waits
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
@@ -25,7 +26,6 @@ from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.heads import HeadDrafter
 from hf_spec.drafting.predictions import Predictions, reweighed
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_source import TreeSource
 from modeling_patches.weights import placement
 
 #: Value of the option ``tree``.
@@ -106,7 +106,7 @@ class Ranked:
 class OnlineDrafter(HeadDrafter):
     """Trees of the heads' likeliest ranks.
 
-    Args:
+    Attributes:
         hits: how often predictions are right, by distance; updated.
     """
 
@@ -116,12 +116,17 @@ class OnlineDrafter(HeadDrafter):
     _made: Sequence[Any] = ()
     _predicted: Sequence[Any] = ()
 
-    def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], hits: HitRates):
-        super().__init__(model, options, weights, TreeSource(len(hits.counts)))
-        self.hits, self._chances = hits, hits.sent(placement(model).device)
+    def __init__(self, model: Any, options: Any, adapter: Adapter):
+        super().__init__(model, options, adapter)
+        key = self.distances, options.hit_alpha, options.hit_ranks
+        self.hits = recall(model, (HitRates, adapter.name, *key), lambda: HitRates(*key))
+        self._chances = self.hits.sent(placement(model).device)
         self.num_kept = 1 if self.markov_head is None else 3
         #: Of steps that are not counted yet, the likeliest tokens (batch, depth, K), and what came.
         self._uncounted: list[tuple[Tensor, list[Sequence[int]]]] = []
+
+    def static_states(self, adapter: Adapter) -> None:
+        return None
 
     def kept(self) -> Sequence[Tensor]:
         return self._made
