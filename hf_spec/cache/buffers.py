@@ -166,9 +166,10 @@ class AttentionStates:
         return max(SMALLEST, bucket(slots)) if self._recur else -(-slots // STEP) * STEP
 
     def release(self) -> list[Tensor]:
-        """Return the buffers for use by another cache; this one must not be used again."""
+        """Return the buffers for use by another cache, if any will have such; this one must not be
+        used again."""
         buffers, self._groups = [storage for storage, _ in self._groups], []
-        return buffers
+        return buffers if self._recur else []
 
     def rehouse(self, allocate: Allocate | None) -> list[Tensor]:
         """Move everything into buffers of this allocator, see :meth:`allocate_by`; return the old

@@ -20,7 +20,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS
 from hf_spec.drafting.grow import Children, Frontier, grow
-from hf_spec.drafting.growth import ProgramDrafter
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
 from hf_spec.drafting.state import DecodeState
@@ -45,7 +45,7 @@ class GrowOptions(DraftOptions):
     width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
 
 
-class ForwardDrafter(ProgramDrafter):
+class ForwardDrafter(GrowingDrafter):
     """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
     before (EAGLE-2, section 4.1).
 
@@ -81,6 +81,8 @@ class ForwardDrafter(ProgramDrafter):
         self._key, self._owner = key, model if owner is None else owner
         self.policy_chooses = options.num_draft_tokens == AUTO
         self.distances = self.depth
+        self._block: Tree | None = None  # the drafted nodes
+        self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
     def start(self, state: DecodeState) -> None:
         self.exit = DraftExit(self.depth)
@@ -97,9 +99,11 @@ class ForwardDrafter(ProgramDrafter):
     def level(self, frontier: Frontier) -> Tensor:
         """``(batch, nodes, tokens)`` logits of what follows each node of a frontier."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Discard what :meth:`level` has cached."""
+        if self.cache is not None:
+            self.cache.rollback()
+        self._block = self._after = None
 
     def chain_after(self, root: Tensor) -> list[int]:
         """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""

@@ -50,6 +50,7 @@ class ProbeDrafter(TreeDrafter):
         return super().program(state, tree, grows) if tree.num_probes else None
 
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        super().received(found, result)
         assert result.host is not None
         self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
 

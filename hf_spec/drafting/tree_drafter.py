@@ -23,7 +23,7 @@ from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import MODULES
 from hf_spec.drafting.grow import grow
-from hf_spec.drafting.growth import ProgramDrafter
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, fixed_size
 from hf_spec.drafting.predictions import Predictions, levels
@@ -46,7 +46,7 @@ def chain_tree(_: Any, depth: int) -> TokenTree:
     return TokenTree.chain(depth)
 
 
-class TreeDrafter(ProgramDrafter):
+class TreeDrafter(GrowingDrafter):
     """A drafter that says how far it predicts, whether that takes probes, and what it predicts.
 
     Args:
@@ -123,6 +123,7 @@ class TreeDrafter(ProgramDrafter):
         self.hidden = hidden
 
     def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         if self.hidden is not None:
             self.hidden = self.hidden[sent(rows, self.hidden.device)]
         self.num_predicted = [self.num_predicted[row] for row in rows]

@@ -19,7 +19,6 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.appending import append
 from hf_spec.model.compiled import PARTS, CompiledTarget
-from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import states_at, taken
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
@@ -36,23 +35,20 @@ class DraftModelDrafter(AssistantDrafter):
         ValueError: see :class:`AssistantDrafter`; or the assistant cannot run trees.
     """
 
+    per_row = ("_logits",)
+
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
         self.outside = "the assistant's forwards are code of their own"
         check_model(assistant)
         self._target: Target | None = None  # of the assistant
         self._logits: Tensor | None = None  # (batch, vocab) after each sequence's last token
-        self._block: Tree | None = None  # the drafted nodes
-        self._graphs: Graphs | None = None  # of the assistant
-
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        self._target = self._graphs = None
 
     def catch_up(self, state: DecodeState) -> None:
         target = self._target
         if target is None:
             self._target = self._prompt(state)
+            self.cache = self._target.cache
             return
         rows = self._known(
             tokens[length:] for tokens, length in zip(state.tokens, target.cache.host_lengths)
@@ -101,17 +97,17 @@ class DraftModelDrafter(AssistantDrafter):
             logits = assistant(**given).logits
         self._logits = logits[:, -1].clone()
         graphs = state.target.graphs
-        self._graphs = graphs and graphs.beside(assistant, "draft_model")
-        allocate = None if self._graphs is None or graphs is None else graphs.allocate
+        own = graphs and graphs.beside(assistant, "draft_model")
+        allocate = None if own is None or graphs is None else graphs.allocate
         cache = TreeCache(len(source.layers), len(rows), device, allocate, rules)
         ends = list(map(sum, zip(lengths, state.remaining)))
         take_over(cache, source, mask, max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.
         context = getattr(text, "max_position_embeddings", None) or max(ends)
         last = sent([min(end, context) - 1 for end in ends], device)
-        if self._graphs is None:
+        if own is None:
             return Target(assistant, cache, last, beside=self.model)
-        return CompiledTarget(assistant, cache, last, beside=self.model, graphs=self._graphs)
+        return CompiledTarget(assistant, cache, last, beside=self.model, graphs=own)
 
     def _known(self, rows: Iterable[Sequence[int]]) -> list[list[int]]:
         """Tokens as the assistant gets them, some other one for what it does not know."""
@@ -126,22 +122,10 @@ class DraftModelDrafter(AssistantDrafter):
         logits = self._target(self._block, first=first, changes=Changes()).logits
         return logits[..., : self.shared]
 
-    def finish(self) -> None:
-        assert self._target is not None
-        self._target.cache.rollback()
-        self._block = None
-
     def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         if self._target is not None:
-            self._target.cache.select(rows)
             self._target.select(rows)
-        if self._logits is not None:
-            self._logits = self._logits[sent(rows, self._logits.device)]
-
-    def release(self) -> list[Tensor]:
-        if self._graphs is None or self._target is None:
-            return []
-        return self._target.cache.states.release()
 
     # -- stock assisted decoding -------------------------------------------------------------
 

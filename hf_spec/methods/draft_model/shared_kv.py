@@ -69,7 +69,6 @@ class SharedKVDrafter(AssistantDrafter):
         #: In a program: the model's cache, lengths before the step, and shift of positions.
         self._given: tuple[TreeCache, Tensor, Tensor] | None = None
         self._seen: Seen | None = None  # while a tree grows
-        self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
@@ -159,7 +158,8 @@ class SharedKVDrafter(AssistantDrafter):
         return logits
 
     def finish(self) -> None:
-        self._seen = self._after = None
+        super().finish()
+        self._seen = None
 
     # -- stock assisted decoding -------------------------------------------------------------
 

@@ -121,12 +121,15 @@ class OnlineDrafter(HeadDrafter):
         key = self.distances, options.hit_alpha, options.hit_ranks
         self.hits = recall(model, (HitRates, adapter.name, *key), lambda: HitRates(*key))
         self._chances = self.hits.sent(placement(model).device)
-        self.num_kept = 1 if self.markov_head is None else 3
         #: Of steps that are not counted yet, the likeliest tokens (batch, depth, K), and what came.
         self._uncounted: list[tuple[Tensor, list[Sequence[int]]]] = []
 
     def static_states(self, adapter: Adapter) -> None:
         return None
+
+    @property
+    def num_kept(self) -> int:
+        return 1 if self.markov_head is None else 3
 
     def kept(self) -> Sequence[Tensor]:
         return self._made
