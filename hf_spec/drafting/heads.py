@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import PredictingConfig, of_tokens
-from hf_spec.core.checks import SHARE, choice, count, setting
+from hf_spec.adapters.predicting import ObjectiveConfig, PredictingConfig, of_tokens
+from hf_spec.core.checks import choice, count, setting
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN
@@ -38,7 +38,7 @@ WEIGHTS, BIASES, PROJECTION = HEAD_WEIGHTS = "weights", "biases", "projections"
 
 
 @dataclass
-class HeadsConfig(PredictingConfig):
+class HeadsConfig(ObjectiveConfig, PredictingConfig):
     """Config of an adapter with heads.
 
     Raises:
@@ -53,13 +53,8 @@ class HeadsConfig(PredictingConfig):
         "num_heads * vocabulary * hidden parameters.",
         choice("shared", "own"),
     )
-    decay: float = setting(0.8, "Weight of head k in the loss is decay ** k.", SHARE)
-    loss: str = setting(
-        "hard",
-        "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
-        "own distributions.",
-        choice("hard", "distillation"),
-    )
+    loss: str = "hard"
+    decay: float | None = 0.8
 
     @property
     def reads_head(self) -> bool:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.predicting import ObjectiveConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core import mask as masks
-from hf_spec.core.checks import SHARE, choice, count, setting
+from hf_spec.core.checks import count, setting
 from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.losses import (
@@ -34,25 +34,13 @@ from hf_spec.model.sequences import token_states
 
 
 @dataclass
-class ChainConfig(SpecPeftConfig):
+class ChainConfig(ObjectiveConfig):
     """Config of a decoder that is trained so."""
 
     ttt_steps: int | None = setting(
         None,
         "Steps of the training-time test. Default: 4, or the number of layers if that is larger.",
         count(1, MAX_FUTURE),
-    )
-    decay: float | None = setting(
-        None,
-        "Weight of step s in the loss is decay ** s, s from 0; null: what a step adds to the "
-        "expected number of accepted tokens (D-PACE).",
-        SHARE,
-    )
-    loss: str = setting(
-        "kl",
-        "kl: KL divergence from the base's distributions. ce: cross-entropy of the answer's "
-        "tokens.",
-        choice("kl", "ce"),
     )
 
 
@@ -132,7 +120,7 @@ def chain_loss(
         See :func:`mean_loss`; labels are indices in the draft vocabulary.
     """
     steps: int = config.ttt_steps
-    likeliest = LIKELIEST if config.loss == "kl" else 0
+    likeliest = LIKELIEST if config.loss == "distillation" else 0
     states, *kept = token_states(
         model, batch.input_ids, batch.attention_mask, tuple(layers), likeliest
     )

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import FrontConfig, of_tokens, text_embeddings
+from hf_spec.adapters.predicting import FrontConfig, ObjectiveConfig, of_tokens, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import SHARE, check_count, choice, count, setting
+from hf_spec.core.checks import check_count, choice, count, setting
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
@@ -39,7 +39,7 @@ FIRST_STAGE = 0.5
 
 
 @dataclass
-class PPDConfig(FrontConfig):
+class PPDConfig(ObjectiveConfig, FrontConfig):
     """Config of a PPD adapter: prompt tokens that draft.
 
     Raises:
@@ -62,15 +62,7 @@ class PPDConfig(FrontConfig):
         "average", "How EPTs are combined: average, or learned weights.",
         choice("average", "learned"),
     )  # fmt: skip
-    loss: str = setting(
-        "distillation",
-        "distillation: KL divergence from the base's own distributions. hard: cross-entropy of the "
-        "answers' tokens.",
-        choice("distillation", "hard"),
-    )
-    decay: float = setting(
-        0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).", SHARE
-    )
+    decay: float | None = 0.8
     num_prefix_tokens: int = setting(
         0,
         "Tokens of a learned prefix KV in every layer for each prompt token, which alone sees them "
