@@ -40,7 +40,8 @@ class Drafter(CandidateGenerator):
     Attributes:
         reads: the target's hidden states that :meth:`advance` gets.
         trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
-            first; None for one that the drafter makes in a way of its own.
+            first; None for one that the drafter makes in a way of its own. If there are static
+            ones, rank paths are a value, too.
         unused: options of all strategies that it has no use for.
         drafts: whether it ever drafts anything.
         can_sample: whether draft tokens can be sampled; they then carry the distribution that they

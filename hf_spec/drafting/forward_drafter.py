@@ -71,11 +71,6 @@ class ForwardDrafter(GrowingDrafter):
         self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
     ):
         super().__init__(model, options)
-        if options.tree not in (ADAPTIVE, CHAIN):
-            raise ValueError(
-                f"tree={options.tree!r}: this strategy grows each tree from the draft tokens' own "
-                f"probabilities. Use tree={ADAPTIVE!r} or {CHAIN!r}."
-            )
         self.depth = options.max_depth or DEPTH
         self.width = 1 if options.tree == CHAIN else options.width
         self._key, self._owner = key, model if owner is None else owner

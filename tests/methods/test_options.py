@@ -45,6 +45,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bita", {"tree": "round"}, "one of adaptive, efficient, full, chain, straightforward, or"),
     ("ppd", {"tree": "full"}, "tree='full': choose one of adaptive, static, chain, dynamic, or"),
     ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),
+    ("eagle3", {"tree": [[0]]}, r"tree=\[\[0\]\]: choose one of adaptive, chain\."),
+    ("mtp", {"tree": "full"}, r"tree='full': choose one of adaptive, chain\."),
     # size
     ("bita", {"num_draft_tokens": 0}, f"num_draft_tokens=0: {WHOLE} from 1 to 1024"),
     ("ppd", {"tree": "static", "num_draft_tokens": 3}, "=3 with tree='static'.*tree='adaptive'"),
