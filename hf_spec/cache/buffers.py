@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_spec.cache.attention import AttentionLayer, zeros
 from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
@@ -352,7 +352,7 @@ class AttentionStates:
         that change their index are copied."""
         moved = [(index, row) for index, row in enumerate(rows) if index != row]
         for storage, _ in self._groups if moved else ():
-            into, source = (sent(x, storage.device) for x in zip(*moved))
+            into, source = (to_device(x, storage.device) for x in zip(*moved))
             used = storage[:, :, :, : self.front + length]
             used.index_copy_(1, into, used.index_select(1, source))
         self.batch_size = len(rows)

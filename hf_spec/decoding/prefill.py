@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
@@ -113,7 +113,7 @@ class _Prompt:
             cache.states.rehouse(owner.allocate)
         lengths = [length + count for length, count in zip(cache.host_lengths, new)]
         cache.states.limit = max(lengths) + self.budget
-        target = self._target(cache, sent(lengths, cache.lengths.device), self.later)
+        target = self._target(cache, to_device(lengths, cache.lengths.device), self.later)
         if target.rope is not None:
             target.rope.move(max(lengths))
         return append(target, rows)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.draft_cache import DraftCache, Rows, committed, whole
@@ -132,7 +132,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             found = network.run_true(tokens, network.features(states), before, rows, cache)
             cache.keep(counts, known)
             if known is not None:
-                counts = sent(known, counts.device)
+                counts = to_device(known, counts.device)
             last = (counts - 1).clamp(min=0)[:, None]
             states, after = (states_at(one, last) for one in found)
             if self._root is not None and not (known and all(known)):

@@ -15,7 +15,7 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.checks import count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
-from hf_spec.core.transfer import waits
+from hf_spec.core.transfer import is_async
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS
@@ -127,7 +127,7 @@ class ForwardDrafter(GrowingDrafter):
         """Trees of at most this depth, packed."""
         self.catch_up(state)
         noise, cost, goes_on = state.noise, state.draft_cost(), None
-        if cost is not None and waits(state.root.device):
+        if cost is not None and is_async(state.root.device):
             depth = self.paying(state, depth, cost)
         elif cost is not None:
             goes_on = partial(self._goes_on, state, cost)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from hf_spec.core.host_tree import HostTree
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.calibration import Calibration
@@ -67,7 +67,7 @@ class GrowingDrafter(Drafter, Holds):
         if self.cache is not None:
             self.cache.select(rows)
         of_rows = tensors_in(self, self.per_row)
-        replace_in(self, self.per_row, (one[sent(rows, one.device)] for one in of_rows))
+        replace_in(self, self.per_row, (one[to_device(rows, one.device)] for one in of_rows))
 
     def release(self) -> list[Tensor]:
         return [] if self.cache is None else self.cache.states.release()
@@ -161,6 +161,6 @@ class GrowingDrafter(Drafter, Holds):
             made = drafting.packed_trees(root, noise, trust, count, depth, expanded)
             return made, *drafting.kept()
 
-        inputs = [*changing, sent(self._next_trust, state.root.device)]
+        inputs = [*changing, to_device(self._next_trust, state.root.device)]
         key = "draft tree", key, count, depth, expanded, kind, len(buffers)
         return DraftProgram(key, buffers, inputs, function, depth, 1 + self.num_kept)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import filled
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.markov_head import MarkovHead
@@ -91,7 +91,7 @@ class Predictions:
         """Log-probabilities ``(batch, nodes, width)`` of a distance, counted from 0; -inf in rows
         without predictions of it."""
         if isinstance(self.known, Tensor) or min(self.known) <= place:
-            known = sent(self.known, log_probs.device)[:, None, None]
+            known = to_device(self.known, log_probs.device)[:, None, None]
             log_probs = log_probs.masked_fill(known <= place, -torch.inf)
         return log_probs
 
@@ -177,4 +177,4 @@ def levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, T
         filled([[max(n, 0) for n in getattr(tree, name)] for tree in trees])
         for name in ("parents", "depths", "ranks")
     )
-    return sent(parents, device), sent(depths, device), sent(ranks, device)
+    return to_device(parents, device), to_device(depths, device), to_device(ranks, device)

@@ -15,7 +15,7 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.core.host_tree import HostTree
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.core.verify import HostResult, StepResult
@@ -125,7 +125,7 @@ class TreeDrafter(GrowingDrafter):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         if self.hidden is not None:
-            self.hidden = self.hidden[sent(rows, self.hidden.device)]
+            self.hidden = self.hidden[to_device(rows, self.hidden.device)]
         self.num_predicted = [self.num_predicted[row] for row in rows]
         self._steps.clear()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.model.block import Block
@@ -153,7 +153,7 @@ class _Step:
 
     def _inputs(self) -> _Inputs:
         cache, after = self.target.cache, self.after
-        first = sent([self.first], cache.lengths.device) if self.first else None
+        first = to_device([self.first], cache.lengths.device) if self.first else None
         before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
         rule = [] if self.verify is None else self.verify.inputs
         changing = self.padded.tensors(), [*self.named.values()], rule, drafting

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from hf_spec.cache.stateful import sequence_cache, states_before
 from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.model.block import first_near
 from hf_spec.model.hidden_states import captured, embedded, model_logits, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -113,8 +113,8 @@ class _Run:
         self.anchors = anchors = anchors.to(self.device)
         self.batch, self.seq = input_ids.shape
         self.group = group
-        offsets = sent(group.offsets, self.device, torch.long)
-        self.within = sent(group.visible, self.device, torch.bool)
+        offsets = to_device(group.offsets, self.device, torch.long)
+        self.within = to_device(group.visible, self.device, torch.bool)
         self.positions = (self.real.long().cumsum(-1) - 1).clamp(min=0)
         at = self.positions.gather(1, anchors)
         self.probe_positions = (at[:, :, None] + offsets).flatten(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_spec.cache.buffers import bounded
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.pruning import Pruning, keep_likely
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.model.block import Block, Slots, first_near
@@ -293,7 +293,7 @@ class Target:
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
-                return value[sent(rows, value.device)]
+                return value[to_device(rows, value.device)]
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)

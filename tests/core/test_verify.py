@@ -404,7 +404,7 @@ def test_asking_early_changes_nothing() -> None:
     """A chain's random numbers are the same; of a tree, ``asks`` leaves out draws without use."""
     p, q = LANGUAGES["near"]
     tree = Tree.of_shapes([TokenTree.chain(3)] * 50)
-    one, two = (run_rejection(tree, p, q, seed=5, asks=asks) for asks in (False, True))
+    one, two = (run_rejection(tree, p, q, seed=5, early_exit=early) for early in (False, True))
     assert emitted_rows(one) != [] and one.counts.tolist() == two.counts.tolist()
     accepted = run_rejection(Tree.of_shapes([TokenTree((-1, 0, 0, 1, 2))] * ROWS), p, q, 11, True)
     assert chi_square(continue_rows(accepted, p, 3, seed=12), p.law(3)) > FALSE_ALARM

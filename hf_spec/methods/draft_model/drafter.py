@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
@@ -58,7 +58,7 @@ class DraftModelDrafter(AssistantDrafter):
             return
         assert self._logits is not None
         if target.graphs is None or max(map(len, rows)) > PARTS:
-            index = sent(new, self._logits.device)
+            index = to_device(new, self._logits.device)
             self._logits.index_copy_(0, index, append(target, rows).logits)
         else:
             self._logits = self._logits_after(target, rows)
@@ -66,10 +66,10 @@ class DraftModelDrafter(AssistantDrafter):
     def _logits_after(self, target: Target, rows: list[list[int]]) -> Tensor:
         """:attr:`_logits` after some more tokens, by a forward of a size that recurs."""
         counts, device = [len(row) for row in rows], target.cache.lengths.device
-        tokens = sent([row + [0] * (max(counts) - len(row)) for row in rows], device)
+        tokens = to_device([row + [0] * (max(counts) - len(row)) for row in rows], device)
         logits = target(Tree.chain(tokens), changes=Changes()).logits
         target.cache.commit(counts)
-        ends = sent(counts, logits.device)[:, None]
+        ends = to_device(counts, logits.device)[:, None]
         last = states_at(logits, (ends - 1).clamp(min=0))[:, 0]
         assert self._logits is not None
         return torch.where(ends > 0, last, self._logits)
@@ -79,8 +79,8 @@ class DraftModelDrafter(AssistantDrafter):
         assistant, rows = self.assistant, self._known(state.tokens)
         text, device = assistant.config.get_text_config(decoder=True), placement(assistant).device
         lengths, width = [len(row) for row in rows], max(map(len, rows))
-        ids = sent([[0] * (width - len(row)) + row for row in rows], device)
-        padding = sent([width - length for length in lengths], device)
+        ids = to_device([[0] * (width - len(row)) + row for row in rows], device)
+        padding = to_device([width - length for length in lengths], device)
         columns = torch.arange(width, device=device)
         mask = columns >= padding[:, None]
         source, positions = DynamicCache(config=text), (columns - padding[:, None]).clamp(min=0)
@@ -104,7 +104,7 @@ class DraftModelDrafter(AssistantDrafter):
         take_over(cache, source, mask, max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.
         context = getattr(text, "max_position_embeddings", None) or max(ends)
-        last = sent([min(end, context) - 1 for end in ends], device)
+        last = to_device([min(end, context) - 1 for end in ends], device)
         if own is None:
             return Target(assistant, cache, last, beside=self.model)
         return CompiledTarget(assistant, cache, last, beside=self.model, graphs=own)

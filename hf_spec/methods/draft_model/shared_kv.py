@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from hf_spec.cache.buffers import aligned
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.forward_drafter import GrowOptions
@@ -107,7 +107,7 @@ class SharedKVDrafter(AssistantDrafter):
 
     def select(self, rows: Sequence[int]) -> None:
         if self._hidden is not None:
-            self._hidden = self._hidden[sent(rows, self._hidden.device)]
+            self._hidden = self._hidden[to_device(rows, self._hidden.device)]
 
     def catch_up(self, state: DecodeState) -> None:
         cache = state.cache

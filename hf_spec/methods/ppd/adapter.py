@@ -111,9 +111,9 @@ class PPDConfig(ObjectiveConfig, FrontConfig):
             )
 
     def untrained(self, progress: float) -> frozenset[str]:
-        waits = self.head_stages == 2 and progress < FIRST_STAGE
+        waiting = self.head_stages == 2 and progress < FIRST_STAGE
         parts = {"head", "head_down", "head_up", "head_bias"}
-        return frozenset(parts) if waits else frozenset()
+        return frozenset(parts) if waiting else frozenset()
 
     @property
     def reads_head(self) -> bool:

@@ -10,7 +10,7 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.core.checks import SHARE, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.pruning import connected
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import FORWARDS, Drafter
 from hf_spec.drafting.heads import HeadDrafter
@@ -132,7 +132,7 @@ def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     at = [{node: index for index, node in enumerate(row)} for row in rows]
     place = [[index.get(node, 0) for node in row] for index, row in zip(at, above)]
     device = tree.parents.device
-    return sent(inner, device), sent(place, device)
+    return to_device(inner, device), to_device(place, device)
 
 
 class ProPDDrafter(HeadDrafter):
