@@ -25,7 +25,7 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import Reads, captured, states_at
+from hf_spec.model.hidden_states import Reads, captured, gather_hidden
 from hf_spec.model.instructions import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
@@ -197,4 +197,4 @@ def _read(
     real = real[:, -hidden.shape[1] :]
     order = torch.argsort(~real, dim=-1, stable=True)[:, : int(real.sum(-1).max())]
     rows = [row[keep].tolist()[1:] for row, keep in zip(ids, real)]
-    return states_at(hidden, order), rows
+    return gather_hidden(hidden, order), rows

@@ -25,7 +25,7 @@ from hf_spec.drafting.draft_cache import DraftCache, Rows, committed, whole
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.hidden_states import Reads, captured, states_at
+from hf_spec.model.hidden_states import Reads, captured, gather_hidden
 from hf_spec.model.programs import DraftProgram
 from modeling_patches.per_call import Changes
 
@@ -134,7 +134,7 @@ class AutoregressiveDrafter(ForwardDrafter):
             if known is not None:
                 counts = to_device(known, counts.device)
             last = (counts - 1).clamp(min=0)[:, None]
-            states, after = (states_at(one, last) for one in found)
+            states, after = (gather_hidden(one, last) for one in found)
             if self._root is not None and not (known and all(known)):
                 new = counts[:, None, None] > 0
                 states = torch.where(new, states, self._root[0])
@@ -153,7 +153,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         if not frontier.depth:
             return self.network.logits(self._root[0])
         before = self._root[1] if self._after is None else self._after
-        hidden = states_at(before, frontier.parents)
+        hidden = gather_hidden(before, frontier.parents)
         self._block, first = extended(self._block, frontier)
         cache = self.cache
         rows = cache.open(self._block, first)

@@ -16,7 +16,7 @@ from hf_spec.core.tree import filled
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.noise import TRUST, as_sampled
-from hf_spec.model.hidden_states import states_at
+from hf_spec.model.hidden_states import gather_hidden
 
 #: Tokens per distance that a Markov head rescores.
 SHORTLIST = 32
@@ -124,8 +124,8 @@ class Predictions:
             assert found is not None
             order = found.log_probs.argsort(stable=True, dim=-1, descending=True)
             order = order.expand(-1, parents.shape[1], -1)  # of all nodes, where they are alike
-            chosen = states_at(order, parents).gather(2, ranks[:, :, None])
-            after = states_at(found.tokens.expand(order.shape), parents).gather(2, chosen)
+            chosen = gather_hidden(order, parents).gather(2, ranks[:, :, None])
+            after = gather_hidden(found.tokens.expand(order.shape), parents).gather(2, chosen)
             here = depths == depth + 1
             tokens = torch.where(here, after[:, :, 0], tokens)
             choices = torch.where(here, chosen[:, :, 0], choices)

@@ -29,7 +29,7 @@ from hf_spec.drafting.losses import (
     mean_loss,
     prediction_losses,
 )
-from hf_spec.model.hidden_states import states_at
+from hf_spec.model.hidden_states import gather_hidden
 from hf_spec.model.sequences import token_states
 
 
@@ -86,7 +86,7 @@ def unrolled(
     cache, hidden, at_keys = DynamicCache(), network.features(states), positions
     tokens, rows = ids.roll(-1, 1), ChainRows(positions, positions, seen)
     outputs, after = network.run_true(tokens, hidden, None, rows, cache)
-    found, hidden = [states_at(outputs, anchors)], states_at(after, anchors)
+    found, hidden = [gather_hidden(outputs, anchors)], gather_hidden(after, anchors)
     count = anchors.shape[1]
     true = (columns <= anchors[:, :, None]) & real[:, None]  # (batch, anchors, seq)
     own = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)

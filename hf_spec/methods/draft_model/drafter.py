@@ -19,7 +19,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.appending import append
 from hf_spec.model.compiled import PARTS, CompiledTarget
-from hf_spec.model.hidden_states import states_at, taken
+from hf_spec.model.hidden_states import gather_hidden, supported_kwargs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
@@ -70,7 +70,7 @@ class DraftModelDrafter(AssistantDrafter):
         logits = target(Tree.chain(tokens), changes=Changes()).logits
         target.cache.commit(counts)
         ends = to_device(counts, logits.device)[:, None]
-        last = states_at(logits, (ends - 1).clamp(min=0))[:, 0]
+        last = gather_hidden(logits, (ends - 1).clamp(min=0))[:, 0]
         assert self._logits is not None
         return torch.where(ends > 0, last, self._logits)
 
@@ -89,7 +89,7 @@ class DraftModelDrafter(AssistantDrafter):
         at_once = width if rules else state.prompt_part
         for start in range(0, width, at_once):
             end = start + at_once
-            given = taken(
+            given = supported_kwargs(
                 assistant, input_ids=ids[:, start:end], attention_mask=mask[:, :end].long(),
                 position_ids=positions[:, start:end], use_cache=True, logits_to_keep=1,
                 **{CACHE: source},

@@ -27,7 +27,7 @@ from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.block import Slots
-from hf_spec.model.hidden_states import Reads, captured, states_at, taken
+from hf_spec.model.hidden_states import Reads, captured, gather_hidden, supported_kwargs
 from hf_spec.model.programs import DraftProgram
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
@@ -138,7 +138,7 @@ class SharedKVDrafter(AssistantDrafter):
         before = self._hidden[:, None]
         if frontier.depth:
             assert self._after is not None
-            before = states_at(self._after, frontier.parents)
+            before = gather_hidden(self._after, frontier.parents)
         ids, count = frontier.tokens.to(placement(self.model).device), frontier.tokens.shape[1]
         embeddings = self.model.get_input_embeddings()(ids)
         attention, dtype = self._attention, placement(self.assistant).dtype
@@ -171,7 +171,7 @@ class SharedKVDrafter(AssistantDrafter):
         changes = Changes()
         states = captured(model, changes)
         inputs = {"input_ids": known, "use_cache": True, "logits_to_keep": 1, CACHE: source}
-        changes.run(model, **taken(model, **inputs))
+        changes.run(model, **supported_kwargs(model, **inputs))
         cache = TreeCache(len(source.layers), 1, known.device)
         take_over(cache, source, more=0)
         own = copy.copy(self)

@@ -18,7 +18,7 @@ from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
 from hf_spec.methods.propd.online_tree import HIT_ALPHA, ONLINE, RANKS, OnlineDrafter
 from hf_spec.methods.registry import Method, get_method
-from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.hidden_states import gather_hidden, model_logits
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
@@ -111,7 +111,7 @@ class EarlyPruning:
         inner, place = (part.to(hidden.device) for part in _inner(tree))
         tokens = tree.tokens.to(hidden.device)
         # Only nodes with children need predictions.
-        states = early_states(self.weights, states_at(hidden, inner)).to(hidden)
+        states = early_states(self.weights, gather_hidden(hidden, inner)).to(hidden)
         logits = model_logits(self.model, states).float()
         own = logits.flatten(1).gather(1, place * logits.shape[-1] + tokens)
         count = min(self.top_k, logits.shape[-1])
