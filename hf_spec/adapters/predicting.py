@@ -119,7 +119,7 @@ class PredictingConfig(VocabularyConfig):
 
 
 @dataclass
-class FrontConfig(PredictingConfig):
+class PrefixKVConfig(PredictingConfig):
     """Base of configs of adapters with a prefix KV, which has the shape of the base's KV cache."""
 
     num_layers: int | None = setting(

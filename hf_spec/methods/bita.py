@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import TRAINED, FrontConfig
+from hf_spec.adapters.predicting import TRAINED, PrefixKVConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import choice, count, setting
-from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FRONT, MAX_FUTURE
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FUTURE, MAX_PREFIX_KV
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -34,7 +34,7 @@ LARGE = 13e9
 
 
 @dataclass
-class BitaConfig(FrontConfig):
+class BitaConfig(PrefixKVConfig):
     """Config of a BITA adapter: mask tokens that draft, and prompt tokens that only they attend to.
 
     Raises:
@@ -50,7 +50,7 @@ class BitaConfig(FrontConfig):
         count(1, MAX_FUTURE),
     )
     num_prompt_tokens: int = setting(
-        16, "P, learned prompt tokens that only mask tokens see.", count(0, MAX_FRONT)
+        16, "P, learned prompt tokens that only mask tokens see.", count(0, MAX_PREFIX_KV)
     )
     prompt_depth: str = setting(
         "deep",
@@ -105,13 +105,13 @@ class BitaAdapter(Adapter):
 def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
     """The adapter's parameters as inputs of probes; gradients flow to the parameters."""
     if "prompt_keys" in weights:
-        front = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
+        prefix_kv = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
     elif "prompts" in weights:
         # Prompts attend to prompts only, so their states do not depend on what follows.
-        front = list(computed_states(model, weights["prompts"]))
+        prefix_kv = list(computed_states(model, weights["prompts"]))
     else:
-        front = []
-    return ProbeInputs(weights["masks"], front)
+        prefix_kv = []
+    return ProbeInputs(weights["masks"], prefix_kv)
 
 
 def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
