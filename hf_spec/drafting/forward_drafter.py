@@ -166,19 +166,6 @@ class ForwardDrafter(GrowingDrafter):
         worth = self.exit.is_worth(frontier.depth + 1, paths, cost)
         return worth or not frontier.depth and self.exit.due()
 
-    def children(self, frontier: Frontier, most: int, noise: Tensor | None) -> Children:
-        """The ``most`` likeliest tokens after each node of a frontier; ``noise``: what they will be
-        sampled with, see :func:`as_sampled`."""
-        logits = self.level(frontier).float()
-        if noise is not None:
-            logits = as_sampled(logits, noise.to(logits))
-        best = logits.topk(min(most, logits.shape[-1]))
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        ids = self.token_ids
-        tokens = best.indices if ids is None else ids[best.indices]
-        # Nothing is drafted from logits that have overflowed.
-        return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
-
 
 @dataclass
 class Levels:
@@ -205,5 +192,11 @@ class Levels:
             if self.goes_on is not None and not self.goes_on(frontier):
                 return None
             self.forwards += 1
-        noise = None if self.noise is None else self.noise(depth)
-        return drafter.children(frontier, 1 if drafter.width == 1 else self.width, noise)
+        logits, ids = drafter.level(frontier).float(), drafter.token_ids
+        if self.noise is not None:
+            logits = as_sampled(logits, self.noise(depth).to(logits))
+        best = logits.topk(min(1 if drafter.width == 1 else self.width, logits.shape[-1]))
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        tokens = best.indices if ids is None else ids[best.indices]
+        # Nothing is drafted from logits that have overflowed.
+        return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
